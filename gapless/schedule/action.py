@@ -1,0 +1,249 @@
+"""A schedule is a value: for each device the order of its actions.
+
+It prints as text, one line per device, and parses back exactly:
+
+    0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+    2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+
+An action is written stage, letter, microbatch: `2F0` is the forward of stage 2 for microbatch 0.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from gapless.errors import ScheduleError
+from gapless.schedule.placement import Placement, explicit
+
+
+class Kind(StrEnum):
+    """What an action does. The values are the letters of the text form, which torch's CSV files share."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # the whole backward: an I and its W in one
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    RECOMPUTE = "R"
+    UPDATE = "U"  # its number is that of the minibatch
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECEIVE_GRADIENT = "RECV_B"
+
+    # Enum's own hash is a Python function; schedules hash millions of actions.
+    __hash__ = str.__hash__  # type: ignore[assignment]
+
+
+TRANSFERS = frozenset({Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT})
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # the two that hand a gradient on
+
+
+class Action(NamedTuple):
+    """`2F0`: stage 2, forward, microbatch 0."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+_ACTION = re.compile(
+    r"(\d{1,9})(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d{1,9})"
+)
+_KINDS = {kind.value: kind for kind in Kind}
+_ROW = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each device the order of its actions. Equal if the rows are equal; the name is only a label."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    placement: Placement
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", self.placement.within(self.num_microbatches))
+
+    @classmethod
+    def of(cls, rows: Iterable[Iterable[Action]], placement: Placement | None = None, name: str = "") -> "Schedule":
+        """A schedule from rows alone: a stage lives where its actions are."""
+        made = tuple(tuple(row) for row in rows)
+        return cls(made, placement or _placement_of(made), name)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @cached_property
+    def num_actions(self) -> int:
+        return sum(map(len, self.rows))
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        numbers = (max((a.microbatch for a in row if a.kind is not Kind.UPDATE), default=-1) for row in self.rows)
+        return max(numbers, default=-1) + 1
+
+    @cached_property
+    def num_minibatches(self) -> int:
+        """How many updates each stage sees; 1 where the schedule leaves the update to the optimizer."""
+        if Kind.UPDATE not in self.kinds:
+            return 1
+        return 1 + max(action.microbatch for row in self.rows for action in row if action.kind is Kind.UPDATE)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset(action.kind for row in self.rows for action in row)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose activations are thrown away and recomputed."""
+        return frozenset((a.stage, a.microbatch) for a in self.optional if a.kind is Kind.RECOMPUTE)
+
+    @property
+    def has_transfers(self) -> bool:
+        return not TRANSFERS.isdisjoint(self.kinds)
+
+    @cached_property
+    def optional(self) -> frozenset[Action]:
+        """The recomputes and transfers: what other schedules do without."""
+        if not self.has_transfers and Kind.RECOMPUTE not in self.kinds:
+            return frozenset()
+        some = TRANSFERS | {Kind.RECOMPUTE}
+        return frozenset(action for row in self.rows for action in row if action.kind in some)
+
+    def renamed(self, name: str) -> "Schedule":
+        return Schedule(self.rows, self.placement, name)
+
+    def with_rows(self, rows: Iterable[Iterable[Action]]) -> "Schedule":
+        """The same placement and name with other rows: what a pass returns."""
+        return Schedule(tuple(tuple(row) for row in rows), self.placement, self.name)
+
+    # -- the text, CSV and JSON forms ---------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        return "\n".join(f"{device}: {' '.join(map(str, row))}".rstrip() for device, row in enumerate(self.rows))
+
+    def csv(self) -> str:
+        """torch's compute-only form: one line per device, nothing but the actions."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schedule": self.name,
+            "devices": self.num_devices,
+            "stages": self.num_stages,
+            "microbatches": self.num_microbatches,
+            "rows": [[str(action) for action in row] for row in self.rows],
+        }
+
+    @classmethod
+    def parse(cls, text: str, name: str = "") -> "Schedule":
+        """Read any of the three forms; the error names the line and the token."""
+        stripped = text.lstrip()
+        if not stripped:
+            raise ScheduleError("the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`")
+        if stripped[0] == "{":
+            return _parse_json(text, name)
+        if _ROW.match(stripped.split("\n", 1)[0]):
+            return cls.of(_parse_text(text), name=name)
+        return cls.of(_parse_csv(text), name=name)
+
+
+def parse_action(token: str, where: str = "") -> Action:
+    found = _ACTION.fullmatch(token)
+    if found is None:
+        shown = token if len(token) <= 40 else token[:37] + "..."
+        raise ScheduleError(
+            f"{where}{shown!r} is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1"
+        )
+    return Action(int(found[1]), _KINDS[found[2]], int(found[3]))
+
+
+def _parse_text(text: str) -> list[list[Action]]:
+    rows: list[list[Action]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        found = _ROW.match(line)
+        if found is None:
+            raise ScheduleError(
+                f"line {number}: {line[:40]!r} does not start with a device and a colon, as in `0: 0F0 0B0`"
+            )
+        if int(found[1]) != len(rows):
+            raise ScheduleError(
+                f"line {number}: device {found[1]} where device {len(rows)} was expected: devices are 0, 1, 2, ... in order"
+            )
+        rows.append([parse_action(token, f"line {number}: ") for token in found[2].split()])
+    return rows
+
+
+def _parse_csv(text: str) -> list[list[Action]]:
+    """An empty cell is an idle slot, as torch writes them; an empty line is a device without actions."""
+    return [
+        [parse_action(cell.strip(), f"line {number}: ") for cell in line.split(",") if cell.strip()]
+        for number, line in enumerate(text.splitlines(), 1)
+    ]
+
+
+def _parse_json(text: str, name: str) -> Schedule:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"the schedule is not valid JSON: {str(error)[:120]}") from None
+    rows = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and all(isinstance(a, str) for a in row) for row in rows
+    ):
+        raise ScheduleError(
+            'the JSON has no "rows": it needs a list of actions per device, as in {"rows": [["0F0", "0B0"]]}'
+        )
+    label = data.get("schedule", name)
+    parsed = [[parse_action(token, f"row {number}: ") for token in row] for number, row in enumerate(rows)]
+    return Schedule.of(parsed, name=label if isinstance(label, str) else name)
+
+
+def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
+    """Each (stage, microbatch) lives where its first action is; `verify` tells when another action is elsewhere."""
+    devices: list[dict[int, int]] = []
+    for device, row in enumerate(rows):
+        for stage, kind, microbatch in row:
+            if kind is Kind.UPDATE:
+                continue
+            if stage >= len(devices):
+                _refuse_sparse_stages(stage, rows)
+                devices.extend({} for _ in range(stage + 1 - len(devices)))
+            devices[stage].setdefault(microbatch, device)
+    missing = next((stage for stage, found in enumerate(devices) if not found), None)
+    if missing is not None or not devices:
+        raise ScheduleError(
+            f"stage {missing or 0} has no action, so it is on no device: stages are 0, 1, 2, ... without gaps"
+        )
+    cycles = []
+    for found in devices:
+        if len(set(found.values())) == 1:
+            cycles.append([next(iter(found.values()))])
+        else:
+            last = next(iter(found.values()))
+            cycles.append([last := found.get(m, last) for m in range(max(found) + 1)])
+    return explicit(len(rows), cycles)
+
+
+def _refuse_sparse_stages(stage: int, rows: Sequence[Sequence[Action]]) -> None:
+    total = sum(map(len, rows))
+    if stage >= total:
+        raise ScheduleError(f"stage {stage} in a schedule of {total} actions: stages are 0, 1, 2, ... without gaps")

@@ -1,0 +1,112 @@
+"""What actions cost: time, bytes held, and what a hop between devices takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+
+from gapless.errors import ConfigError
+from gapless.schedule.action import Kind
+from gapless.schedule.placement import Placement
+
+Number = int | float | Fraction
+PerStage = Number | Sequence[Number]
+
+_PER_STAGE = (
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "recompute",
+    "update",
+    "activation",
+    "kept_for_weight_grad",
+    "boundary",
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A single number is the cost of one microbatch on one device, shared by its stages; a list gives one per stage.
+
+    activation            bytes an F leaves behind until its W (or B) has ended, in any unit
+    kept_for_weight_grad  the part of them that stays between I and W; all of them unless given
+    boundary              bytes handed from one stage to the next, and all a recomputed stage keeps from F to R
+    latency               of one hop between devices; bandwidth: boundary bytes per unit of time on top (None: no limit)
+    """
+
+    forward: PerStage = 1
+    input_grad: PerStage = 1
+    weight_grad: PerStage = 1
+    recompute: PerStage = 0
+    update: PerStage = 0
+    latency: Number = 0
+    bandwidth: Number | None = None
+    activation: PerStage = 1
+    kept_for_weight_grad: PerStage | None = None
+    boundary: PerStage = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Sequence):
+                if field.name not in _PER_STAGE:
+                    raise ConfigError(f"{field.name} takes one number, not a list of {len(value)}")
+                object.__setattr__(self, field.name, tuple(value))
+            for number in value if isinstance(value, Sequence) else () if value is None else (value,):
+                if (
+                    isinstance(number, bool)
+                    or not isinstance(number, Number)
+                    or not math.isfinite(number)
+                    or number < 0
+                ):
+                    raise ConfigError(f"{field.name} is {number!r}, but a cost is a number of at least 0")
+        if self.bandwidth == 0:
+            raise ConfigError("bandwidth is 0, so nothing would ever arrive; leave it out for links without a limit")
+
+    def per_stage(self, name: str, placement: Placement) -> tuple[Number, ...]:
+        """The cost `name` of every stage of `placement`."""
+        value = getattr(self, name)
+        if name == "kept_for_weight_grad" and value is None:
+            value = self.activation
+        stages = placement.num_stages
+        if isinstance(value, tuple):
+            if len(value) != stages:
+                raise ConfigError(f"{name} lists {len(value)} stages, but the schedule has {stages}")
+            return value
+        return tuple(_divided(value, placement.share(stage)) for stage in range(stages))
+
+    def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
+        """How long each kind of action takes on each stage. Transfers take no time of a device."""
+        inputs, weights = self.per_stage("input_grad", placement), self.per_stage("weight_grad", placement)
+        nothing = (0,) * placement.num_stages
+        return {
+            Kind.FORWARD: self.per_stage("forward", placement),
+            Kind.INPUT_GRAD: inputs,
+            Kind.WEIGHT_GRAD: weights,
+            Kind.BACKWARD: tuple(i + w for i, w in zip(inputs, weights, strict=True)),
+            Kind.RECOMPUTE: self.per_stage("recompute", placement),
+            Kind.UPDATE: self.per_stage("update", placement),
+            Kind.SEND_ACTIVATION: nothing,
+            Kind.RECEIVE_ACTIVATION: nothing,
+            Kind.SEND_GRADIENT: nothing,
+            Kind.RECEIVE_GRADIENT: nothing,
+        }
+
+    def recomputed_late(self, placement: Placement) -> "Costs":
+        """The same work with the recompute inside the backward, where it waits for the gradient as torch's checkpoint does."""
+        inputs, again = self.per_stage("input_grad", placement), self.per_stage("recompute", placement)
+        return replace(self, input_grad=tuple(i + r for i, r in zip(inputs, again, strict=True)), recompute=0)
+
+    def merged(self, num_stages: int) -> "Costs":
+        """The costs of `num_stages` stages, each made of as many consecutive ones of these."""
+        changes: dict[str, tuple[Number, ...]] = {}
+        for name in _PER_STAGE:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != num_stages and len(value) % num_stages == 0:
+                run = len(value) // num_stages
+                changes[name] = tuple(sum(value[i : i + run]) for i in range(0, len(value), run))
+        return replace(self, **changes) if changes else self  # type: ignore[arg-type]
+
+
+def _divided(value: Number, parts: int) -> Number:
+    return value if parts == 1 else value / parts

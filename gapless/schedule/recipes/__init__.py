@@ -1,0 +1,166 @@
+"""Every schedule by name: a recipe is a small function from (devices, microbatches, ...) to a schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from gapless.errors import ConfigError, ScheduleError
+from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.recipes import asynchronous, auto, line, loop, vee, zero_bubble
+
+Objective = Literal["makespan", "span"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that a recipe may ask for; most need the two numbers alone."""
+
+    devices: int
+    microbatches: int
+    stages_per_device: int | None  # None: the recipe's own
+    costs: Costs
+    memory_limit: Number | None = None
+    objective: Objective = "makespan"
+    replicas: tuple[int, ...] | None = None
+    minibatches: int = 8
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the table of schedules says of a recipe, and the function that makes it.
+
+    stages_per_device: the numbers it takes; None for any number, 2 by default
+    """
+
+    name: str
+    placement: str
+    bubble: str
+    peak: str
+    note: str
+    build: Callable[[Request], Schedule]
+    stages_per_device: tuple[int, ...] | None = (1,)
+    synchronous: bool = True
+
+
+def _plain(function: Callable[[int, int], Schedule]) -> Callable[[Request], Schedule]:
+    return lambda request: function(request.devices, request.microbatches)
+
+
+def _looped(function: Callable[[int, int, int], Schedule]) -> Callable[[Request], Schedule]:
+    return lambda request: function(request.devices, request.microbatches, request.stages_per_device or 2)
+
+
+def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Request], Schedule]:
+    return lambda request: function(request.devices, request.microbatches, request.costs)
+
+
+_TABLE = (
+    Recipe("naive", "line", "M(K-1)(f+b)", "1", "one microbatch at a time", _plain(line.naive)),
+    Recipe("gpipe", "line", "(K-1)(f+b)", "M", "every forward, then every backward", _plain(line.gpipe)),
+    Recipe("1f1b", "line", "(K-1)(f+b)", "K-r", "the default of most libraries", _plain(line.one_forward_one_backward)),
+    Recipe(
+        "eager-1f1b", "line", "(K-1)(f+b)", "2(K-r)-1", "hides hop latency", _plain(line.eager_one_forward_one_backward)
+    ),
+    Recipe("interleaved", "loop", "(K-1)(f+b)/v", "K+(K-1)/v", "v times the traffic", _looped(loop.interleaved), None),
+    Recipe("looped-bfs", "loop", "(K-1)(f+b)/v", "M", "breadth first", _looped(loop.looped_bfs), None),
+    Recipe("zb-h1", "line", "(K-1)(f+i-w)", "K", "1f1b's memory, a third of its bubble", _plain(zero_bubble.zb_h1)),
+    Recipe("zb-h2", "line", "span max(0, (K-1)(f+i-2w))", "2K-1", "pays off without a flush", _plain(zero_bubble.zb_h2)),
+    Recipe("zb-v", "vee", "(K-1)f/2 at f=i=w", "K", "span bubble 0 at equal costs", _plain(vee.zb_v), (2,)),
+    Recipe("v-half", "vee", "about half of 1f1b's", "(K+2)/2", "half the memory", _costed(vee.v_half), (2,)),
+    Recipe("v-min", "vee", "about 2/3 of 1f1b's", "(K+4)/3", "a third of the memory", _costed(vee.v_min), (2,)),
+    Recipe("dualpipe-v", "vee", "as zb-v, run serially", "K+1/2", "F and B may overlap", _plain(vee.dualpipe_v), (2,)),
+    Recipe(
+        "auto",
+        "line or vee",
+        "searched from the costs",
+        "the limit",
+        "the best found for these costs and this memory",
+        lambda request: auto.auto(
+            request.devices,
+            request.microbatches,
+            request.costs,
+            stages_per_device=request.stages_per_device,
+            memory_limit=request.memory_limit,
+            objective=request.objective,
+        ),
+        (1, 2),
+    ),
+    Recipe(
+        "pipedream",
+        "line or replicated",
+        "0 in steady state",
+        "K-r",
+        "no flush; stashed weights; M counts minibatches",
+        lambda request: asynchronous.pipedream(request.devices, request.microbatches, request.replicas),
+        synchronous=False,
+    ),
+    Recipe(
+        "2bw",
+        "line",
+        "0 in steady state",
+        "K-r",
+        "no flush; two versions of the weights; needs M >= K",
+        lambda request: asynchronous.two_buffered_weights(request.devices, request.microbatches, request.minibatches),
+        synchronous=False,
+    ),
+)
+RECIPES = {recipe.name: recipe for recipe in _TABLE}
+
+
+def find_recipe(name: str) -> Recipe:
+    if name in RECIPES:
+        return RECIPES[name]
+    near = get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "`gapless schedules` lists them."
+    raise ScheduleError(f"there is no schedule named {name[:60]!r}; {hint}")
+
+
+def make_schedule(
+    name: str,
+    *,
+    devices: int,
+    microbatches: int,
+    stages_per_device: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: Number | str | None = None,
+    objective: Objective = "makespan",
+    replicas: Sequence[int] | None = None,
+    minibatches: int = 8,
+) -> Schedule:
+    """The schedule of that name. `memory_limit` is in the unit of the costs' `activation`, or "2x" for twice 1f1b's peak.
+
+    >>> print(make_schedule("1f1b", devices=2, microbatches=2))
+    0: 0F0 0F1 0B0 0B1
+    1: 1F0 1B0 1F1 1B1
+    """
+    recipe = find_recipe(name)
+    for word, value in (("devices", devices), ("microbatches", microbatches), ("minibatches", minibatches)):
+        if value < 1:
+            raise ConfigError(f"{word} is {value}, but a schedule needs at least 1")
+    if replicas is not None and name != "pipedream":
+        raise ConfigError(f"{name} has no replicated stages; only pipedream takes replicas")
+    if objective not in ("makespan", "span"):
+        raise ConfigError(f"objective is {objective!r}, but it is makespan or span")
+    costs = costs or Costs()
+    _check_stages_per_device(recipe, stages_per_device)
+    request = Request(
+        devices,
+        microbatches,
+        stages_per_device,
+        costs,
+        auto.resolve_limit(memory_limit, devices, microbatches, costs),
+        objective,
+        tuple(replicas) if replicas is not None else None,
+        minibatches,
+    )
+    return recipe.build(request)
+
+
+def _check_stages_per_device(recipe: Recipe, asked: int | None) -> None:
+    if asked is None:
+        return
+    if asked < 1 or (recipe.stages_per_device is not None and asked not in recipe.stages_per_device):
+        allowed = " or ".join(map(str, recipe.stages_per_device)) if recipe.stages_per_device else "at least 1"
+        raise ConfigError(f"{recipe.name} takes {allowed} stages per device, not {asked}")

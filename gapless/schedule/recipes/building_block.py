@@ -1,0 +1,108 @@
+"""The V schedules with less memory are one block, repeated: when each device runs Fa, Fb, Ib and Ia of one microbatch.
+
+The block fixes the lifetime of an activation, hence the memory. Repeated every 6 slots it leaves holes at both ends; F and I move
+into them where what they depend on is there and the device's peak does not rise. The W are then laid into what is idle
+at the real costs, the oldest first, or where memory is full.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.dependencies import dependencies, replay
+from gapless.schedule.placement import vee
+from gapless.schedule.simulate import simulate
+
+_PERIOD = 6
+_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+
+
+def repeat_block(
+    name: str, slots: Sequence[tuple[int, int, int, int]], num_microbatches: int, peak: int, costs: Costs | None
+) -> Schedule:
+    """`slots`: per device the slots of Fa, Fb, Ib, Ia; `peak`: activations of one microbatch per device it may hold."""
+    K = len(slots)
+    planned: list[list[Action]] = []
+    for device, (fa, fb, ib, ia) in enumerate(slots):
+        a, b = device, 2 * K - 1 - device
+        timed = [
+            (slot + _PERIOD * m, Action(stage, kind, m))
+            for m in range(num_microbatches)
+            for slot, stage, kind in ((fa, a, _F), (fb, b, _F), (ib, b, _I), (ia, a, _I))
+        ]
+        planned.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+    order = Schedule(tuple(map(tuple, planned)), vee(K), name)
+    costs = costs or Costs()
+    # Moving ahead helps where the block is loose (v-half) and hurts where it is tight (v-min): the simulator decides.
+    orders = (order, order.with_rows(_squeeze(order, 2 * peak)))
+    filled = [_fill_with_weight_gradients(each, 2 * peak, costs) for each in orders]
+    return min(filled, key=lambda schedule: simulate(schedule, costs).makespan)
+
+
+def _squeeze(planned: Schedule, limit: int) -> tuple[tuple[Action, ...], ...]:
+    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those before it."""
+    left = [list(row) for row in planned.rows]
+    held = [0] * planned.num_devices  # stage activations
+    rows: list[list[Action]] = [[] for _ in left]
+    ended: set[Action] = set()
+    while any(left):
+        chosen = []
+        for device, row in enumerate(left):
+            index = _first_ready(row, held[device], limit, ended, planned)
+            if index is not None:
+                chosen.append((device, row.pop(index)))
+        for device, action in chosen:
+            held[device] += 1 if action.kind is _F else -1
+            rows[device].append(action)
+            ended.add(action)
+    return tuple(map(tuple, rows))
+
+
+def _first_ready(row: list[Action], held: int, limit: int, ended: set[Action], planned: Schedule) -> int | None:
+    """The index of the first action that could run now without raising the peak of what it would go ahead of."""
+    highest = held  # the most held over the prefix that a candidate would jump
+    tried: set[tuple[int, Kind]] = set()
+    for index, action in enumerate(row):
+        key = (action.stage, action.kind)
+        forward = action.kind is _F
+        if key not in tried and not (forward and highest + 1 > limit):
+            tried.add(key)
+            if all(need in ended for need in dependencies(action, planned)):
+                return index
+        if len(tried) == 4:
+            return None
+        held += 1 if forward else -1
+        highest = max(highest, held)
+    return None
+
+
+def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Schedule:
+    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is full."""
+    durations = costs.durations(order.placement)
+    free: list[Number] = [0] * order.num_devices
+    held = [0] * order.num_devices
+    waiting: list[deque[Action]] = [deque() for _ in order.rows]
+    rows: list[list[Action]] = [[] for _ in order.rows]
+    ends: dict[Action, Number] = {}
+    for device, action, _, _ in replay(order):
+        start = free[device]
+        for need in dependencies(action, order):
+            away = order.placement.device(need.stage, need.microbatch) != device
+            start = max(start, ends[need] + (costs.latency if away else 0))
+        queue = waiting[device]
+        while queue:
+            end = free[device] + durations[_W][queue[0].stage]
+            if end > start and not (action.kind is _F and held[device] == limit):
+                break
+            rows[device].append(queue.popleft())
+            free[device] = end
+            held[device] -= 1
+        start = max(start, free[device])
+        free[device] = ends[action] = start + durations[action.kind][action.stage]
+        rows[device].append(action)
+        if action.kind is _F:
+            held[device] += 1
+        else:
+            queue.append(Action(action.stage, _W, action.microbatch))
+    return order.with_rows([*row, *queue] for row, queue in zip(rows, waiting, strict=True))

@@ -1,0 +1,134 @@
+"""Who did what from when to when, simulated or measured: one type for both, so that they can be laid side by side.
+
+Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the optimizer waits for all devices; the *span*
+bubble is what remains when the next step may start on a device before the others have ended.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import sub
+from typing import Any
+
+from gapless.schedule import memory
+from gapless.schedule.action import Action, Schedule
+from gapless.schedule.costs import Costs, Number
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Per device, in the order of its row, when each action started and ended."""
+
+    schedule: Schedule
+    starts: tuple[tuple[Number, ...], ...]
+    ends: tuple[tuple[Number, ...], ...]
+    costs: Costs = field(default_factory=Costs)
+    name: str = ""
+
+    @cached_property
+    def makespan(self) -> Number:
+        """From the first start of all to the last end of all."""
+        first = min((row[0] for row in self.starts if row), default=0)
+        return max((row[-1] for row in self.ends if row), default=0) - first
+
+    @cached_property
+    def span(self) -> Number:
+        """The longest time from a device's own first start to its own last end."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return max((ends[-1] - starts[0] for starts, ends in rows if starts), default=0)
+
+    @cached_property
+    def busy(self) -> tuple[Number, ...]:
+        """The time each device spent in actions."""
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(sum(map(sub, ends, starts)) for starts, ends in rows)
+
+    @property
+    def idle(self) -> tuple[Number, ...]:
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def work(self) -> Number:
+        """The busy time of the busiest device: no order of the actions can take less."""
+        return max(self.busy, default=0)
+
+    @property
+    def bubble(self) -> Number:
+        """The share of the makespan in which even the busiest device has nothing to do."""
+        return _share(self.makespan - self.work, self.makespan)
+
+    @property
+    def span_bubble(self) -> Number:
+        return _share(self.span - self.work, self.span)
+
+    @cached_property
+    def peak(self) -> tuple[Number, ...]:
+        """The most each device holds, in the unit of the costs' `activation`."""
+        return memory.peaks(self.schedule, self.costs)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[Number, Number], ...], ...]:
+        """Per device and action: what is held while it runs, and after it has ended."""
+        return memory.levels(self.schedule, self.costs)
+
+    @cached_property
+    def minibatch_ends(self) -> tuple[Number, ...]:
+        """When the last action of each minibatch ended."""
+        count = self.schedule.num_minibatches
+        per_minibatch = max(1, self.schedule.num_microbatches // count)
+        last: list[Number] = [0] * count
+        for row, ends in zip(self.schedule.rows, self.ends, strict=True):
+            for action, end in zip(row, ends, strict=True):
+                number = action.microbatch if action.kind == "U" else action.microbatch // per_minibatch
+                last[number] = max(last[number], end)
+        return tuple(last)
+
+    @property
+    def period(self) -> Number:
+        """Time per minibatch: the makespan, or for several minibatches the steady pace in the middle half of them."""
+        ends = sorted(self.minibatch_ends)
+        if len(ends) < 4:
+            return _divide(self.makespan, len(ends))
+        first, last = len(ends) // 4, len(ends) - 1 - len(ends) // 4
+        return _divide(ends[last] - ends[first], last - first)
+
+    def spans(self, device: int) -> list[tuple[Action, Number, Number]]:
+        return list(zip(self.schedule.rows[device], self.starts[device], self.ends[device], strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of this timeline as plain JSON values."""
+        schedule = self.schedule
+        found: dict[str, Any] = {
+            "schedule": self.name or schedule.name,
+            "devices": schedule.num_devices,
+            "stages": schedule.num_stages,
+            "placement": schedule.placement.shape,
+            "microbatches": schedule.num_microbatches,
+            "minibatches": schedule.num_minibatches,
+            "makespan": plain(self.makespan),
+            "span": plain(self.span),
+            "work": plain(self.work),
+            "bubble": plain(self.bubble),
+            "span_bubble": plain(self.span_bubble),
+            "busy": [plain(busy) for busy in self.busy],
+            "idle": [plain(idle) for idle in self.idle],
+            "peak": [plain(peak) for peak in self.peak],
+            "actions": schedule.num_actions,
+        }
+        if schedule.num_minibatches > 1:
+            found["period"] = plain(self.period)
+            found["throughput"] = plain(_divide(1, self.period)) if self.period else None
+        return found
+
+
+def plain(number: Number) -> int | float:
+    """A number as JSON has it: whole ones without a point."""
+    value = round(float(number), 12)
+    return int(value) if value.is_integer() else value
+
+
+def _share(part: Number, whole: Number) -> Number:
+    return _divide(part, whole) if whole else 0
+
+
+def _divide(number: Number, by: Number) -> Number:
+    return number / by

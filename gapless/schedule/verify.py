@@ -1,0 +1,235 @@
+"""Is this a schedule that can be run? Every violation at once, each with its place; and the proof that nothing can hang.
+
+The proof: a channel is (source device, target device, activation or gradient) and delivers in the producer's order. A receive is
+posted once a buffer of the channel's pool is free again, so with p buffers message n waits until message n-p was consumed.
+Sends never hold a device up. So a schedule that runs to its end with endless buffers also does so with p, unless a device
+consumes some message j < n only after message n, with n - j >= p: that receive would wait for itself. The least p that is safe is
+therefore one more than the largest such n - j, per channel, or 1 where messages are consumed in order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gapless.errors import ScheduleError
+from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.dependencies import DeadlockError, completes, dependencies, replay
+
+Channel = tuple[int, int, str]  # source device, target device, "activation" or "gradient"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that does not hold at one place of the schedule: the `position`-th action of a device's row."""
+
+    rule: str
+    device: int
+    position: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. `warnings` do not keep a schedule from running; `buffers` is p per channel."""
+
+    schedule: Schedule
+    violations: tuple[Violation, ...]
+    warnings: tuple[Violation, ...] = ()
+    buffers: dict[Channel, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    @property
+    def in_order(self) -> bool:
+        """Does every stage add up its gradients in microbatch order, so that their bits are those of the plain loop?"""
+        return not self.warnings
+
+    def raise_if_wrong(self) -> None:
+        if self.ok:
+            return
+        shown = "\n".join(f"  {violation.message}\n{excerpt(self.schedule, violation)}" for violation in self.violations[:3])
+        more = f"\n  and {len(self.violations) - 3} more" if len(self.violations) > 3 else ""
+        count = f"{len(self.violations)} violation{'s' if len(self.violations) > 1 else ''}"
+        raise ScheduleError(f"schedule {self.schedule.name or 'given'} has {count}:\n{shown}{more}")
+
+
+def excerpt(schedule: Schedule, violation: Violation, reach: int = 4) -> str:
+    """The part of the device's row around the place, with a mark under it."""
+    row = schedule.rows[violation.device]
+    first = max(0, violation.position - reach)
+    tokens = [str(action) for action in row[first : violation.position + reach + 1]]
+    head = f"    {violation.device}: " + ("... " if first else "")
+    at = violation.position - first
+    if at >= len(tokens):
+        return f"{head}{' '.join(tokens)} ^"
+    lead = len(head) + sum(len(token) + 1 for token in tokens[:at])
+    tail = " ..." if violation.position + reach + 1 < len(row) else ""
+    return f"{head}{' '.join(tokens)}{tail}\n{' ' * lead}{'^' * len(tokens[at])}"
+
+
+def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
+    """Completeness, order, dependencies, placement and the deadlock proof; the expected sizes where they are known."""
+    places, violations = _places(schedule)
+    violations += _incomplete(schedule, places, num_microbatches, num_stages)
+    violations += _out_of_place(schedule, places)
+    stuck = _stuck(schedule, places)
+    violations += stuck
+    buffers = {} if violations else _buffers(schedule)
+    violations.sort(key=lambda violation: (violation.device, violation.position))
+    return Report(schedule, tuple(violations), tuple(_unordered_backwards(schedule)), buffers)
+
+
+def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Violation]]:
+    """Where each action is; what is there twice."""
+    places: dict[Action, tuple[int, int]] = {}
+    twice = []
+    for device, row in enumerate(schedule.rows):
+        for position, action in enumerate(row):
+            if places.setdefault(action, (device, position)) != (device, position):
+                other = places[action][0]
+                message = f"{action} is there twice: on device {other} and on device {device}"
+                twice.append(Violation("complete", device, position, message))
+    return places, twice
+
+
+def _incomplete(
+    schedule: Schedule, places: dict[Action, tuple[int, int]], num_microbatches: int | None, num_stages: int | None
+) -> list[Violation]:
+    """Every stage runs every microbatch: F, and B or both I and W (no backward at all is a schedule for inference)."""
+    M = schedule.num_microbatches if num_microbatches is None else num_microbatches
+    S = schedule.num_stages if num_stages is None else num_stages
+    inference = schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+    found = []
+    for stage in range(S):
+        for microbatch in range(M):
+            device = schedule.placement.device(stage, microbatch) if stage < schedule.num_stages else 0
+            end = len(schedule.rows[device])
+
+            def has(kind: Kind, stage: int = stage, microbatch: int = microbatch) -> bool:
+                return Action(stage, kind, microbatch) in places
+
+            missing = []
+            if not has(Kind.FORWARD):
+                missing.append(f"{Action(stage, Kind.FORWARD, microbatch)} is missing")
+            if not inference:
+                whole, halves = has(Kind.BACKWARD), has(Kind.INPUT_GRAD) + has(Kind.WEIGHT_GRAD)
+                if whole and halves:
+                    missing.append(f"{stage}B{microbatch} is there beside its own I or W, which it stands for")
+                elif not whole and halves < 2:
+                    half = "I" if has(Kind.WEIGHT_GRAD) else "W"
+                    missing.append(f"{stage}{half if halves else 'B'}{microbatch} is missing")
+            found += [Violation("complete", device, end, message) for message in missing]
+    return found
+
+
+def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+    """All actions of a (stage, microbatch) are on one device: that is where its activations are."""
+    placement, found = schedule.placement, []
+    single = placement.single
+    for action, (device, position) in places.items():
+        stage, kind, microbatch = action
+        if single is not None and single[stage] == device:
+            continue
+        home = placement.device(stage, microbatch) if kind is not Kind.UPDATE else device
+        if home != device:
+            message = f"{action} is on device {device}, but stage {stage} has microbatch {microbatch} on device {home}"
+            found.append(Violation("placement", device, position, message))
+        if kind is Kind.UPDATE and stage not in placement.stages[device]:
+            found.append(Violation("placement", device, position, f"{action} is on device {device}, which does not hold stage {stage}"))
+    return found
+
+
+def _stuck(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+    """Where devices wait for each other or for what comes later in their own row."""
+    try:
+        for _ in replay(schedule):
+            pass
+    except DeadlockError as deadlock:
+        provided = {gift: place for action, place in places.items() for gift in completes(action)}
+        found = []
+        for device, (position, action, need) in deadlock.blocked.items():
+            if need not in provided:
+                reason = f"{need}, which is missing"
+            elif provided[need][0] == device:
+                reason = f"{need}, which comes later on the same device"
+            else:
+                other = provided[need][0]
+                standing = deadlock.blocked.get(other)
+                reason = f"{need} on device {other}, which itself waits before {standing[1]}" if standing else f"{need}"
+            found.append(Violation("dependency", device, position, f"{action} waits for {reason}"))
+        return found + _local_order(schedule, provided, deadlock)
+    return []
+
+
+def _local_order(
+    schedule: Schedule, provided: dict[Action, tuple[int, int]], deadlock: DeadlockError
+) -> list[Violation]:
+    """Beyond where the devices stand: every action that comes before something it needs on its own device."""
+    found = []
+    for device, (standing, _, _) in deadlock.blocked.items():
+        row = schedule.rows[device]
+        for position in range(standing + 1, len(row)):
+            for need in dependencies(row[position], schedule):
+                place = provided.get(need)
+                if place is not None and place[0] == device and place[1] > position:
+                    message = f"{row[position]} comes before {need}, which it needs, on the same device"
+                    found.append(Violation("order", device, position, message))
+    return found
+
+
+def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
+    """Gradients add up in another order than in the plain loop, so their last bits differ; the schedule still runs."""
+    for kinds, letter in ((BACKWARDS, "input"), (frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD}), "weight")):
+        for device, row in enumerate(schedule.rows):
+            last: dict[int, int] = {}
+            for position, action in enumerate(row):
+                if action.kind in kinds:
+                    before = last.get(action.stage, -1)
+                    if action.microbatch < before:
+                        message = (
+                            f"{action} comes after microbatch {before}: stage {action.stage} takes its {letter} gradients "
+                            "out of microbatch order, so their last bits differ from the plain loop's"
+                        )
+                        yield Violation("microbatch order", device, position, message)
+                    last[action.stage] = max(before, action.microbatch)
+
+
+def _buffers(schedule: Schedule) -> dict[Channel, int]:
+    """The least pool of receive buffers per channel with which no receive waits for itself."""
+    placement, single = schedule.placement, schedule.placement.single
+    last_stage = placement.num_stages - 1
+    produced: dict[Channel, dict[tuple[int, int], int]] = defaultdict(dict)  # (stage, microbatch) -> n, per channel
+    consumed: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
+
+    def home(stage: int, microbatch: int) -> int:
+        return single[stage] if single is not None else placement.device(stage, microbatch)
+
+    for device, row in enumerate(schedule.rows):
+        for stage, kind, microbatch in row:
+            if kind is Kind.FORWARD:
+                before, after, name = stage - 1, stage + 1, "activation"
+            elif kind in BACKWARDS:
+                before, after, name = stage + 1, stage - 1, "gradient"
+            else:
+                continue
+            if 0 <= before <= last_stage and (source := home(before, microbatch)) != device:
+                consumed[source, device, name].append((before, microbatch))
+            if 0 <= after <= last_stage and (target := home(after, microbatch)) != device:
+                numbers = produced[device, target, name]
+                numbers[stage, microbatch] = len(numbers)
+    return {channel: _least_pool([produced[channel][key] for key in keys]) for channel, keys in sorted(consumed.items())}
+
+
+def _least_pool(numbers: list[int]) -> int:
+    """`numbers`: the messages in the order they are consumed. One more than the largest n - j with j < n consumed after n."""
+    pool = 1
+    lowest = len(numbers)
+    for number in reversed(numbers):
+        if number > lowest:
+            pool = max(pool, number - lowest + 1)
+        lowest = min(lowest, number)
+    return pool
+
+

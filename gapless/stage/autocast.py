@@ -1,0 +1,54 @@
+"""Autocast as gapless meets it: off in every backward, replayed in every recompute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+class _One(NamedTuple):
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+
+class AutocastState:
+    """The autocast of the place where it was made, to be entered again elsewhere."""
+
+    def __init__(self) -> None:
+        cache = torch.is_autocast_cache_enabled()
+        self._states = [_One(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Autocast as it was."""
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype, cache in self._states:
+                if enabled != torch.is_autocast_enabled(kind) or enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+def autocast_is_on() -> bool:
+    """Whether any device casts by itself here."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@contextlib.contextmanager
+def _switched_off() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast off: gradients are computed in the types of the forward, as torch advises."""
+    return _switched_off() if autocast_is_on() else _AS_IT_IS

@@ -1,0 +1,181 @@
+"""Weight gradients that can wait: nobody but the optimizer needs them, while another device waits for the input gradients.
+
+During the backward's first half each intercepted call records (parameter, function, what it needs); the second half computes and
+adds. A record holds detached tensors only: one with its history would, through the autograd graph that holds the records,
+hold itself, in a cycle that Python's collector cannot see.
+
+Autograd sums the contributions to a parameter within one backward, in the order in which they arrive, and then adds the sum to
+`.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+
+from .autocast import without_autocast
+
+
+class Record(NamedTuple):
+    """One contribution to come. `summed_low`: contributions are added up in their own, lower precision before the cast to the
+    parameter's, because autocast casts a parameter once and caches the result."""
+
+    parameter: Tensor
+    function: Callable[[Any, Tensor], Tensor]
+    kept: Any
+    grad: Any
+    summed_low: bool = False
+
+
+class Records:
+    """The recorded weight gradients of one microbatch of one stage."""
+
+    __slots__ = ("_items", "append")
+
+    def __init__(self) -> None:
+        self._items: list[Record | tuple[Any, ...]] = []
+        self.append = self._items.append
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self._items.clear()
+
+    def accumulate(self) -> None:
+        """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
+        items = self._items
+        if not items:
+            return
+        counts: dict[int, int] = {}
+        for item in items:
+            key = id(item[0])
+            counts[key] = counts.get(key, 0) + 1
+        sums: dict[int, _Sum] = {}
+        items.reverse()
+        with torch.no_grad(), without_autocast():
+            while items:
+                parameter, function, kept, grad, summed_low = items.pop()
+                value = function(kept, grad)
+                key = id(parameter)
+                if counts[key] == 1:
+                    _add(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
+                    continue
+                if key not in sums:
+                    sums[key] = _Sum()
+                sums[key].add(value, parameter.dtype, summed_low)
+                counts[key] -= 1
+                if counts[key] == 1:  # the next one is the last
+                    counts[key] = -1
+                elif counts[key] == -2:
+                    _add(parameter, sums.pop(key).total(parameter.dtype))
+
+
+class _Sum:
+    """The contributions to one parameter, added in the order of their arrival."""
+
+    __slots__ = ("_high", "_low")
+
+    def __init__(self) -> None:
+        self._high: Tensor | None = None
+        self._low: Tensor | None = None
+
+    def add(self, value: Tensor, dtype: torch.dtype, summed_low: bool) -> None:
+        if summed_low and value.dtype != dtype:
+            self._low = value if self._low is None else self._low + value
+        else:
+            value = value.to(dtype)
+            self._high = value if self._high is None else self._high + value
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        if self._low is None:
+            assert self._high is not None
+            return self._high
+        low = self._low.to(dtype)
+        return low if self._high is None else self._high + low
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    """What autograd's own accumulation does; and that itself, where hooks wait for it."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
+        return
+    before = parameter.grad
+    if before is not None:
+        before.add_(grad)
+    elif grad.stride() == parameter.stride():
+        parameter.grad = grad
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(grad)
+
+
+class _Running(threading.local):
+    records: Records | None = None
+
+
+_running = _Running()
+_tasks: dict[int, Records] = {}  # by graph task: on an accelerator the backward runs in threads of autograd's own
+
+
+@contextlib.contextmanager
+def recording(records: Records, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
+    """While it holds, `defer` puts into `records` what is deferred by the backward that starts at these edges."""
+    if device.type == "cpu":
+        _running.records = records
+        try:
+            yield
+        finally:
+            _running.records = None
+        return
+    tasks: set[int] = set()
+
+    def note(_: Any) -> None:
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        tasks.add(task)
+        _tasks[task] = records
+
+    handles = [edge.node.register_prehook(note) for edge in edges]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for task in tasks:
+            _tasks.pop(task, None)
+
+
+def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
+    """For the backward of a custom autograd function: the gradient of `parameter`, now or later.
+
+    Where the backward is split, `closure` is kept for the second half and the result is None, which the function returns as
+    that gradient; anywhere else `closure` runs at once and its value is the result. So one line serves both:
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad * w, defer(ctx.parameter, lambda: (grad * x).sum(0))
+
+    The closure must hold no tensor that has a grad_fn, and not `ctx`. `parameter` is the parameter itself, not what
+    `ctx.saved_tensors` returns for it; anything but a leaf is not deferred.
+    """
+    records = _running.records
+    if records is None and _tasks:
+        records = _tasks.get(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+    if records is None or type(parameter) is not Parameter or not parameter.requires_grad:
+        return closure()
+    records.append((parameter, _call, closure, None, False))
+    return None
+
+
+def _call(closure: Callable[[], Tensor], _: Any) -> Tensor:
+    # A copy, for nobody knows who else holds it: two parameters must never share one `.grad`.
+    return closure().detach().clone()

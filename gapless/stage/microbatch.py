@@ -1,0 +1,160 @@
+"""A minibatch is any tree of tensors and constants; this file cuts it into microbatches and puts the results together.
+
+The trees are those of `torch.utils._pytree`: tuples, lists, dicts, named tuples and every class registered there (the outputs of
+Hugging Face models are). A tensor whose first dimension is the batch size is cut like `torch.tensor_split`; all else goes to
+every microbatch. A tensor that only happens to have that size is told apart with `batch_dims`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ConfigError
+
+LossWeight = Callable[[Any], Any] | Literal["sum"] | None
+
+
+class Shape(NamedTuple):
+    """What is left of a tree when its tensors are taken out; `tensors` are the places they go back to."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    tensors: list[int]
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
+    """The tensors of a tree in order, and the shape that `unflatten` needs. A lone tensor has the shape None."""
+    if isinstance(tree, Tensor):
+        return [tree], None
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors, places = [], []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            places.append(place)
+            leaves[place] = None
+        elif dataclasses.is_dataclass(leaf):
+            _refuse_hidden_tensors(leaf)
+    return tensors, Shape(spec, leaves, places)
+
+
+def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
+    """The tree of that shape with these tensors (or anything else) in the places of its own."""
+    if shape is None:
+        return tensors[0]
+    leaves = list(shape.leaves)
+    for place, tensor in zip(shape.tensors, tensors, strict=True):
+        leaves[place] = tensor
+    return pytree.tree_unflatten(leaves, shape.spec)
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    hidden = [f.name for f in dataclasses.fields(leaf) if isinstance(getattr(leaf, f.name, None), Tensor)]
+    if hidden:
+        raise ConfigError(
+            f"{type(leaf).__name__} holds tensors ({', '.join(hidden)}) where none can be seen: "
+            f"call torch.export.register_dataclass({type(leaf).__name__}), or pass a dict."
+        )
+
+
+def batch_size(tree: Any, batch_dims: Any = None) -> int:
+    """The number of samples: the first dimension of the first tensor that has one, or the first dimension that `batch_dims` names."""
+    tensors, shape = flatten(tree)
+    for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
+        if dim is not None and tensor.dim() > dim:
+            return tensor.size(dim)
+    raise ConfigError(
+        f"no tensor with a batch dimension among {len(tensors)} tensor(s) of the batch: "
+        "pass at least one tensor whose first dimension counts the samples, or name it with batch_dims."
+    )
+
+
+def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int | None = None) -> list[Any]:
+    """Cuts a minibatch into microbatches, as many as asked or, if it has fewer samples, one per sample.
+
+    `batch_dims` says where each tensor is cut: one number for all, or a tree shaped like the batch (a prefix of it is enough)
+    of numbers and None (not cut). `size` is the number of samples where another tree decides it: the targets of these inputs.
+    """
+    if num_microbatches < 1:
+        raise ConfigError(f"{num_microbatches} microbatches: at least 1 is needed.")
+    if size is None:
+        size = batch_size(tree, batch_dims)
+    if size == 0:
+        raise ConfigError("the batch is empty (0 samples): skip it, or let the data loader drop it.")
+    count = min(num_microbatches, size)
+    tensors, shape = flatten(tree)
+    dims = _dims(tensors, shape, tree, batch_dims)
+    columns = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is None or tensor.dim() <= dim or (batch_dims is None and tensor.size(dim) != size):
+            columns.append([tensor] * count)
+        elif tensor.size(dim) != size:
+            raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, but the batch has {size} samples.")
+        else:
+            columns.append(list(tensor.tensor_split(count, dim)))
+    return [unflatten([column[m] for column in columns], shape) for m in range(count)]
+
+
+def sizes(size: int, num_microbatches: int) -> list[int]:
+    """How many samples each microbatch has: those of `torch.tensor_split`."""
+    count = min(num_microbatches, size)
+    each, more = divmod(size, count)
+    return [each + 1] * more + [each] * (count - more)
+
+
+def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
+    """The outputs of all microbatches as one tree: what was cut is concatenated, the rest is taken from the first microbatch.
+
+    A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every microbatch.
+    """
+    rows = [flatten(tree) for tree in trees]
+    merged = []
+    for column in zip(*(tensors for tensors, _ in rows), strict=True):
+        cut = all(tensor.dim() > 0 for tensor in column)
+        if cut and counts is not None:
+            cut = all(tensor.size(0) == count for tensor, count in zip(column, counts, strict=True))
+        merged.append(torch.cat(column) if cut else column[0])
+    return unflatten(merged, rows[0][1])
+
+
+def weights(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:
+    """What the loss of each microbatch is multiplied by, so that the sum of the losses is the loss of the minibatch.
+
+    A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other means;
+    "sum" is for losses that are sums already.
+    """
+    if loss_weight == "sum":
+        return [1.0] * len(counts)
+    numbers = [float(count) for count in counts] if loss_weight is None else [float(loss_weight(target)) for target in targets]
+    total = sum(numbers)
+    return [number / total if total else 0.0 for number in numbers]
+
+
+def _dims(tensors: list[Tensor], shape: Shape | None, tree: Any, batch_dims: Any) -> list[int | None]:
+    if batch_dims is None:
+        return [0] * len(tensors)
+    if isinstance(batch_dims, int):
+        return [batch_dims] * len(tensors)
+    if shape is None:
+        raise ConfigError(f"batch_dims={batch_dims!r} does not fit a batch that is one tensor: pass one number.")
+    spread = _spread(tree, batch_dims)
+    return [dim for dim, leaf in zip(spread, pytree.tree_leaves(tree), strict=True) if isinstance(leaf, Tensor)]
+
+
+def _spread(tree: Any, dims: Any) -> list[int | None]:
+    """`dims` for every leaf of `tree`, where `dims` may stop above the leaves."""
+    if dims is None or isinstance(dims, int):
+        return [dims] * len(pytree.tree_leaves(tree))
+    if isinstance(tree, dict) and isinstance(dims, dict):
+        if unknown := set(dims) - set(tree):
+            raise ConfigError(f"batch_dims names {sorted(map(str, unknown))}, which the batch does not have: it has {sorted(map(str, tree))}.")
+        return [dim for key, value in tree.items() for dim in _spread(value, dims.get(key, None))]
+    if isinstance(tree, (tuple, list)) and isinstance(dims, (tuple, list)) and len(tree) == len(dims):
+        return [dim for value, part in zip(tree, dims, strict=True) for dim in _spread(value, part)]
+    raise ConfigError(f"batch_dims={dims!r} does not fit a batch that is a {type(tree).__name__}: give numbers in the shape of the batch.")

@@ -1,0 +1,89 @@
+"""The reference: the plain loop over microbatches on one device, which every schedule, split and remat is compared with, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import microbatch as mb
+from .seeds import seed_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainResult:
+    """The loss of the minibatch, those of its microbatches in order (unweighted), and the merged outputs; all detached."""
+
+    loss: Tensor
+    losses: list[Tensor]
+    outputs: Any
+
+
+def plain_step(
+    layers: Sequence[Callable[..., Any]],
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    microbatches: int,
+    seed: int = 0,
+    step: int = 0,
+    loss_weight: mb.LossWeight = None,
+    batch_dims: Any = None,
+    target_dims: Any = None,
+) -> PlainResult:
+    """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
+
+    Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators are
+    left reseeded. The backward runs outside of autocast, as torch advises.
+    """
+    size = mb.batch_size(inputs, batch_dims)
+    parts = mb.split(inputs, microbatches, batch_dims)
+    targets = mb.split(target, len(parts), target_dims, size=size) if target is not None else [None] * len(parts)
+    counts = mb.sizes(size, len(parts))
+    weights = mb.weights(loss_weight, counts, targets)
+    losses, outputs = [], []
+    for microbatch, (part, goal, weight) in enumerate(zip(parts, targets, weights, strict=True)):
+        value = part
+        for number, layer in enumerate(layers):
+            torch.manual_seed(seed_of(seed, step, microbatch, number))
+            value = apply_first(layer, value) if number == 0 else layer(value)
+        value_of_loss = loss(value, goal)
+        losses.append(value_of_loss.detach())
+        outputs.append(detach(value))
+        _backward(value_of_loss * weight)
+    total = sum_in_order(losses, weights)
+    return PlainResult(total, losses, mb.merge(outputs, counts))
+
+
+def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
+    """The first layer of a model takes the minibatch apart: a tuple is its positional arguments, a dict its keyword arguments."""
+    if isinstance(inputs, tuple):
+        return layer(*inputs)
+    if isinstance(inputs, dict):
+        return layer(**inputs)
+    return layer(inputs)
+
+
+def detach(tree: Any) -> Any:
+    """The same tree with every tensor detached."""
+    tensors, shape = mb.flatten(tree)
+    return mb.unflatten([tensor.detach() for tensor in tensors], shape)
+
+
+def sum_in_order(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The loss of the minibatch: its microbatches' losses times their weights, added from the first to the last."""
+    total = losses[0] * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + loss * weight
+    return total
+
+
+def _backward(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        return
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()

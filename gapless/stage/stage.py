@@ -1,0 +1,127 @@
+"""A stage computes: it runs its layers forward and backward for one microbatch after another, on one device.
+
+It knows nothing of schedules and of other stages. What comes in and what goes out are trees of tensors; an outgoing tensor is cut
+off from its graph and carries `requires_grad` exactly if a gradient for it must come back:
+
+    inputs  --forward-->          outputs
+    input gradients  <--backward--  output gradients          (lists, one entry per tensor of the tree, None where there is none)
+
+Between forward and backward a stage keeps, for each microbatch, the inputs and the graph, or with remat the inputs alone; between
+`backward_input` and `backward_weight` only what the deferred weight gradients need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GaplessError
+from .cell import Cell, Work
+from .deferred import Records
+from .intercept import Interception
+
+Remat = Literal["none", "stage", "layer"]
+
+
+class Stage:
+    """A run of consecutive layers on one device.
+
+    `first_layer` is the number of its first layer in the model (seeds count from it). `split` says that the two halves of the
+    backward will be called. `loss` belongs to the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first
+    stage) a tuple of inputs is the positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in
+    `nn.Sequential`, what a layer returns is the one argument of the next.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Callable[..., Any]],
+        *,
+        first_layer: int,
+        seed: int = 0,
+        remat: Remat = "none",
+        split: bool = False,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        spread: bool = False,
+    ) -> None:
+        self.layers = list(layers)
+        self.remat = remat
+        self.split = split
+        self.loss = loss
+        self._intercept = Interception(self.layers, seed=seed, split=split, extra=loss)
+        self._cells = [Cell(self.layers, first_layer, self._intercept, loss=loss, spread=spread)]
+        self._work: dict[int, Work] = {}
+
+    @property
+    def live(self) -> int:
+        """The number of microbatches of which something is kept: from their forward to the end of their backward."""
+        return len(self._work)
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        *,
+        step: int,
+        target: Any = None,
+        weight: float | Tensor = 1.0,
+        want_outputs: bool = True,
+    ) -> Any:
+        """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without its weight)."""
+        if microbatch in self._work:
+            raise GaplessError(f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward.")
+        work = Work(microbatch, step, target, weight, want_outputs, Records())
+        self._work[microbatch] = work
+        try:
+            for cell in self._cells:
+                inputs = cell.forward(work, inputs)
+        except BaseException:
+            self._forget(microbatch)
+            raise
+        return inputs
+
+    def recompute(self, microbatch: int) -> None:
+        """Rebuilds the graph of a microbatch from its kept inputs (remat="stage"); the backward does it itself if nobody did."""
+        if self.remat == "stage":
+            self._cells[0].recompute(self._work[microbatch])
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None] | None) -> list[Tensor | None]:
+        """The whole backward: adds to the parameters' `.grad`, returns the gradients of the inputs, frees the microbatch."""
+        grads = self.backward_input(microbatch, output_grads)
+        self.backward_weight(microbatch)
+        return grads
+
+    def backward_input(self, microbatch: int, output_grads: list[Tensor | None] | None) -> list[Tensor | None]:
+        """The half of the backward that others wait for; what is not deferred gets its gradient here. Frees the graph.
+
+        `output_grads` has one entry per tensor of the outputs; None (for the list) where the loss starts the backward.
+        """
+        work = self._work[microbatch]
+        grads: list[Tensor | None] = output_grads or []
+        for cell in reversed(self._cells):
+            grads = cell.backward(work, grads)
+        return grads
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The other half: the deferred weight gradients. Frees the microbatch."""
+        self._work.pop(microbatch).records.accumulate()
+
+    def infer(self, inputs: Any) -> Any:
+        """The outputs alone: no gradients, no interception, nothing kept. Train or eval mode is the caller's choice."""
+        with torch.no_grad():
+            for cell in self._cells:
+                inputs = cell.apply(inputs)
+        return inputs
+
+    def drop(self) -> None:
+        """Forgets every microbatch in flight (after an error) and what is cached for one step."""
+        for microbatch in list(self._work):
+            self._forget(microbatch)
+        self._intercept.forget()
+
+    def _forget(self, microbatch: int) -> None:
+        self._work.pop(microbatch).records.clear()
+        for cell in self._cells:
+            cell.drop(microbatch)

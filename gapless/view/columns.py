@@ -1,0 +1,79 @@
+"""A timeline as columns of numbers, small enough to put a million actions into a page.
+
+Nothing is rounded. A column of whole numbers (or of halves, quarters, ...) becomes the differences of its neighbours as 32-bit
+integers, which compress to almost nothing; any other column stays as it is, in 64-bit floats.
+
+    starts 0 1 2 3 5.5   ->   scale 2, differences 0 2 2 2 5   ->   zlib   ->   base64
+"""
+
+import sys
+import zlib
+from array import array
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+from gapless.schedule.costs import Number
+from gapless.schedule.timeline import Timeline
+from gapless.view.legend import KINDS
+from gapless.view.links import actions, origin, resolve
+
+_SCALES = (1, 2, 4, 8, 16, 32)
+_LARGEST = 2**30  # so that a difference of two still fits into 32 bits
+
+
+def pack(timeline: Timeline) -> tuple[list[dict[str, Any]], str]:
+    """How to read the columns, and their compressed bytes in base64."""
+    described, parts = [], []
+    for name, column in _columns(timeline):
+        description, data = column
+        described.append({"name": name, **description})
+        parts.append(data + bytes(-len(data) % 8))  # typed arrays begin at multiples of their item's size
+    return described, b64encode(zlib.compress(b"".join(parts), 6)).decode("ascii")
+
+
+def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], bytes]]]:
+    schedule = timeline.schedule
+    first = origin(timeline)
+    yield "start", _numbers(_floats(timeline.starts, first))
+    yield "end", _numbers(_floats(timeline.ends, first))
+    memory = list(chain.from_iterable(timeline.memory))
+    yield "held", _numbers([float(held) for held, _ in memory])
+    yield "after", _numbers([float(after) for _, after in memory])
+    del memory
+    place = {kind: number for number, kind in enumerate(KINDS)}
+    yield "kind", _integers([place[action.kind] for action in actions(schedule)])
+    yield "stage", _integers([action.stage for action in actions(schedule)])
+    yield "microbatch", _integers([action.microbatch for action in actions(schedule)])
+    links = resolve(schedule)
+    counts = [after - before for before, after in pairwise(links.first)]
+    yield "needCount", _integers(counts)
+    # How far back a need lies hardly changes from one action to the next, where its number always does.
+    needing = chain.from_iterable([number] * count for number, count in enumerate(counts))
+    yield "needBack", _integers([number - need for number, need in zip(needing, links.needs, strict=True)])
+
+
+def _floats(rows: Sequence[Sequence[Number]], first: Number) -> list[float]:
+    if first == 0:
+        return [float(value) for row in rows for value in row]
+    return [float(value - first) for row in rows for value in row]
+
+
+def _numbers(values: list[float]) -> tuple[dict[str, Any], bytes]:
+    for scale in _SCALES:
+        if all((value * scale).is_integer() and abs(value) * scale < _LARGEST for value in values):
+            return _integers([int(value * scale) for value in values], scale)
+    return {"type": "float64", "length": len(values)}, _bytes(array("d", values))
+
+
+def _integers(values: list[int], scale: int = 1) -> tuple[dict[str, Any], bytes]:
+    differences = array("i", values[:1])
+    differences.extend([after - before for before, after in pairwise(values)])
+    return {"type": "int32", "length": len(values), "scale": scale}, _bytes(differences)
+
+
+def _bytes(values: "array[int] | array[float]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

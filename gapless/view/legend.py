@@ -1,0 +1,84 @@
+"""The words and colours of actions, once for every drawing.
+
+A kind has a hue. Within it, microbatches cycle through eight steps so that the eye can follow one across the devices, and
+the stages of one device go from full to pale. All fills are light enough for one dark ink, on light and dark pages alike.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from gapless.schedule.action import TRANSFERS, Action, Kind, Schedule
+
+INK = "#0f1729"
+NUM_STEPS = 8  # of microbatches
+NUM_TINTS = 4  # of a device's stages
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one kind of action is called, explained and coloured."""
+
+    name: str
+    meaning: str
+    colour: str
+
+
+ENTRIES: dict[Kind, Entry] = {
+    Kind.FORWARD: Entry("forward", "computes a stage's output and keeps its activations for the backward", "#6f9cf0"),
+    Kind.BACKWARD: Entry("backward", "both gradients in one go: that of the input and that of the weights", "#f0826f"),
+    Kind.INPUT_GRAD: Entry("input gradient", "the half of a backward that the stage before is waiting for", "#f6ac55"),
+    Kind.WEIGHT_GRAD: Entry(
+        "weight gradient", "the half of a backward that nobody waits for: it fills gaps", "#57c39b"
+    ),
+    Kind.RECOMPUTE: Entry("recompute", "the forward once more, where its activations were thrown away", "#b394f2"),
+    Kind.UPDATE: Entry("update", "the optimizer's step of one stage for one minibatch", "#96a3b8"),
+    Kind.SEND_ACTIVATION: Entry("send activation", "hands the output to the device of the next stage", "#d79bc4"),
+    Kind.RECEIVE_ACTIVATION: Entry("receive activation", "gets ready for the stage before's output", "#d79bc4"),
+    Kind.SEND_GRADIENT: Entry("send gradient", "hands the gradient to the device of the stage before", "#d79bc4"),
+    Kind.RECEIVE_GRADIENT: Entry("receive gradient", "gets ready for the next stage's gradient", "#d79bc4"),
+}
+KINDS = tuple(ENTRIES)
+
+
+def describe(action: Action) -> str:
+    """`2F0: stage 2, forward, microbatch 0`."""
+    return f"{action}: stage {action.stage}, {ENTRIES[action.kind].name}, {counted(action.kind)} {action.microbatch}"
+
+
+def counted(kind: Kind) -> str:
+    """What the last number of an action counts."""
+    return "minibatch" if kind is Kind.UPDATE else "microbatch"
+
+
+def present(schedules: list[Schedule]) -> list[Kind]:
+    """The kinds that occur, transfers last, in the order of the legend."""
+    found = frozenset[Kind]().union(*(schedule.kinds for schedule in schedules))
+    return [kind for kind in KINDS if kind in found]
+
+
+def is_transfer(kind: Kind) -> bool:
+    return kind in TRANSFERS
+
+
+def tints(schedule: Schedule) -> list[list[int]]:
+    """Per device the tint of each of its stages, spread over the tints there are."""
+    found = []
+    for stages in schedule.placement.stages:
+        last = max(1, len(stages) - 1)
+        found.append([round(place * min(len(stages) - 1, NUM_TINTS - 1) / last) for place in range(len(stages))])
+    return found
+
+
+@cache
+def shade(kind: Kind, tint: int, step: int, dark: bool) -> str:
+    """The fill of an action: `tint` says which of its device's stages, `step` its microbatch modulo NUM_STEPS."""
+    colour = ENTRIES[kind].colour
+    if dark:
+        colour = _mixed(colour, "#000000", 0.06)
+    colour = _mixed(colour, "#ffffff", 0.22 * step / (NUM_STEPS - 1))
+    return _mixed(colour, "#ffffff", (0.0, 0.42, 0.58, 0.7)[tint])
+
+
+def _mixed(colour: str, other: str, share: float) -> str:
+    parts = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]), strict=True)
+    return "#" + bytes(round(a + (b - a) * share) for a, b in parts).hex()

@@ -1,0 +1,56 @@
+"""Who waits for whom, as numbers: what the page, the SVG and the trace draw as arrows.
+
+The actions of a schedule are numbered device by device, in the order of the rows. The rule itself is
+`gapless.schedule.dependencies`; here its answers are only turned into those numbers.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from gapless.schedule.action import Action, Schedule
+from gapless.schedule.costs import Number
+from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Links:
+    """Action n needs the actions `needs[first[n]:first[n + 1]]`."""
+
+    first: "array[int]"
+    needs: "array[int]"
+
+    def of(self, number: int) -> "array[int]":
+        return self.needs[self.first[number] : self.first[number + 1]]
+
+
+def resolve(schedule: Schedule) -> Links:
+    """A need that no action of the schedule meets is left out: `verify` reports it, the viewer still draws the rest."""
+    where: dict[Action, int] = {}
+    for number, action in enumerate(actions(schedule)):
+        for gift in completes(action):
+            where[gift] = number
+    first, needs = array("i", [0]), array("i")
+    for action in actions(schedule):
+        for need in dependencies(action, schedule):
+            if (number := where.get(need)) is not None:
+                needs.append(number)
+        first.append(len(needs))
+    return Links(first, needs)
+
+
+def actions(schedule: Schedule) -> Iterator[Action]:
+    for row in schedule.rows:
+        yield from row
+
+
+def row_offsets(schedule: Schedule) -> list[int]:
+    """The number of each row's first action, and after them the number of all actions."""
+    return list(accumulate(map(len, schedule.rows), initial=0))
+
+
+def origin(timeline: Timeline) -> Number:
+    """The first start of all. Drawings count from here, so that a measured timeline lies on the simulated one's axis."""
+    return min((row[0] for row in timeline.starts if row), default=0)

@@ -1,0 +1,507 @@
+// Drawing. A frame costs what is on the screen, not what is in the data: rows out of view are skipped, the visible part of a row
+// is found by search, and a row whose actions are too thin or too many becomes one strip of pixels, each with the exact share
+// of time that every kind has in it.
+
+const MAX_BLOCKS = 6000; // drawn one by one in a frame; beyond, rows become strips
+const MIN_MEAN_WIDTH = 3; // CSS pixels per action below which a row becomes a strip
+const DENSITIES = {
+  comfortable: { bar: 24, gap: 4, curve: 22, pad: 12 },
+  compact: { bar: 14, gap: 2, curve: 11, pad: 5 },
+  overview: { bar: 4, gap: 0, curve: 0, pad: 0 },
+};
+const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
+
+const pitchOf = (density) => density.bar + density.gap + density.curve + density.pad;
+
+function shown(value) {
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e15)) return String(Number(value.toPrecision(6)));
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) >= 1e7 ? 15 : 7 });
+}
+
+/** The colours that hold now: those of the style sheet, and per kind, tint and step the fill of an action. */
+class Look {
+  constructor(kinds, ink) {
+    this.kinds = kinds;
+    this.blockInk = ink;
+    this.probe = document.body.appendChild(document.createElement("i"));
+    this.probe.hidden = true;
+  }
+
+  refresh(dark) {
+    for (const name of ["ink", "muted", "grid", "line-strong", "curve", "curve-fill", "needs", "needed", "limit", "page", "accent"]) {
+      this[name] = this.#colour(`--${name}`);
+    }
+    this.idle = { inner: this.#hatch("inner"), outer: this.#hatch("outer") };
+    this.fill = this.kinds.map((kind) => (dark ? kind.dark : kind.light));
+    this.rgb = this.fill.map((tints) => tints.map((steps) => steps.map((hex) => Number.parseInt(hex.slice(1), 16))));
+  }
+
+  #colour(name) {
+    this.probe.style.color = `var(${name})`;
+    return getComputedStyle(this.probe).color;
+  }
+
+  #hatch(which) {
+    const size = 5 * devicePixelRatio;
+    const tile = new OffscreenCanvas(size, size);
+    const pen = tile.getContext("2d");
+    const plain = this.#colour(`--idle-${which}`);
+    pen.fillStyle = plain;
+    pen.fillRect(0, 0, size, size);
+    pen.strokeStyle = this.#colour(`--idle-${which}-line`);
+    pen.lineWidth = devicePixelRatio;
+    for (const shift of [-size, 0, size]) {
+      pen.beginPath();
+      pen.moveTo(shift - 1, size + 1);
+      pen.lineTo(shift + size + 1, -1);
+      pen.stroke();
+    }
+    const pattern = pen.createPattern(tile, "repeat");
+    pattern.setTransform(new DOMMatrix().scale(1 / devicePixelRatio));
+    return { pattern, plain };
+  }
+}
+
+/** Round numbers for the axis, a comfortable distance apart. */
+function ticks(view, width) {
+  const rough = ((view.end - view.start) / Math.max(1, width)) * 90;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+  const found = [];
+  for (let n = Math.ceil(view.start / step - 1e-9); n * step <= view.end + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
+  return found;
+}
+
+/** Where things are: time to x, device to y. One for each timeline and frame. */
+class Geometry {
+  constructor({ view, width, density, scroll, height }) {
+    this.view = view;
+    this.width = width;
+    this.left = Geometry.gutter(width);
+    this.plotWidth = Math.max(1, width - this.left - 8);
+    this.perPixel = (view.end - view.start) / this.plotWidth;
+    this.density = density;
+    this.pitch = pitchOf(density);
+    this.scroll = scroll;
+    this.height = height;
+  }
+
+  static gutter(width) {
+    return width < 560 ? 58 : 88;
+  }
+
+  x(time) {
+    return this.left + (time - this.view.start) / this.perPixel;
+  }
+
+  snapped(time) {
+    return Math.round(this.x(Math.min(Math.max(time, this.view.start - 1e3 * this.perPixel), this.view.end + 1e3 * this.perPixel)) * devicePixelRatio) / devicePixelRatio;
+  }
+
+  y(device) {
+    return device * this.pitch - this.scroll;
+  }
+
+  time(x) {
+    return this.view.start + (x - this.left) * this.perPixel;
+  }
+}
+
+/** Draws the rows of one timeline. `stats` counts what a frame drew. */
+class Painter {
+  constructor(look, stats) {
+    this.look = look;
+    this.stats = stats;
+    this.strip = new OffscreenCanvas(1, 1);
+  }
+
+  paint(pen, data, geometry, { memoryTop, memoryLimit, followed }) {
+    Object.assign(this, { pen, data, geometry, memoryTop, memoryLimit, followed });
+    pen.clearRect(0, 0, geometry.width, geometry.height);
+    const first = Math.max(0, Math.floor(geometry.scroll / geometry.pitch));
+    const last = Math.min(data.numDevices - 1, Math.floor((geometry.scroll + geometry.height) / geometry.pitch));
+    const ranges = [];
+    let total = 0;
+    for (let device = first; device <= last; device++) {
+      const low = data.firstEndingAfter(device, geometry.view.start);
+      const after = data.firstEndingAfter(device, geometry.view.end, low);
+      const high = after < data.rows[device + 1] && data.start[after] < geometry.view.end ? after + 1 : after;
+      ranges.push({ device, low, high });
+      total += high - low;
+    }
+    this.stats.rows += ranges.length;
+    this.#labels(ranges);
+    pen.save();
+    pen.beginPath();
+    pen.rect(geometry.left - 1, 0, geometry.plotWidth + 2, geometry.height);
+    pen.clip();
+    this.#grid();
+    for (const { device } of ranges) this.#idle(device);
+    const thin = ({ low, high }) => total > MAX_BLOCKS || (high - low) * MIN_MEAN_WIDTH > geometry.plotWidth;
+    const strips = ranges.filter(thin);
+    if (strips.length) this.#strips(strips);
+    const rounded = total < 2500;
+    for (const range of ranges) if (!thin(range)) this.#blocks(range, rounded);
+    if (followed && strips.length) this.#followedOver(strips);
+    if (geometry.density.curve) for (const range of ranges) this.#curve(range, thin(range));
+    pen.fillStyle = this.look.muted;
+    pen.fillRect(geometry.snapped(data.makespan), 0, 1, data.numDevices * geometry.pitch - geometry.scroll - geometry.density.pad);
+    pen.restore();
+  }
+
+  #labels(ranges) {
+    const { pen, geometry, look, data } = this;
+    const { bar, gap, curve } = geometry.density;
+    const word = geometry.width < 560 ? "dev" : "device";
+    const every = Math.max(1, Math.ceil(16 / geometry.pitch));
+    pen.textBaseline = "middle";
+    pen.textAlign = "left";
+    for (const { device } of ranges) {
+      if (device % every) continue;
+      const y = geometry.y(device);
+      pen.fillStyle = look.ink;
+      pen.font = `${bar >= 20 ? 12.5 : 11.5}px ${FONT}`;
+      pen.fillText(`${word} ${device}`, 0, y + Math.max(bar, 10) / 2 + 0.5);
+      if (!curve) continue;
+      const peak = data.peaks[device];
+      const over = this.memoryLimit !== null && peak > this.memoryLimit;
+      pen.fillStyle = over ? look.limit : look.muted;
+      pen.font = `${bar >= 20 ? 11.5 : 10.5}px ${FONT}`;
+      pen.fillText(`peak ${shown(peak)}`, 0, y + bar + gap + curve / 2 + 1, geometry.left - 6);
+    }
+  }
+
+  #grid() {
+    const { pen, geometry, data } = this;
+    pen.fillStyle = this.look.grid;
+    const bottom = Math.min(geometry.height, geometry.y(data.numDevices));
+    for (const tick of ticks(geometry.view, geometry.plotWidth)) pen.fillRect(geometry.snapped(tick), 0, 1, bottom);
+  }
+
+  /** Idle until an action covers it: pale outside the device's own span, where only the makespan's bubble counts it. */
+  #idle(device) {
+    const { pen, geometry, data, look } = this;
+    const { bar } = geometry.density;
+    const span = data.spans[device];
+    const paint = (idle, from, to) => {
+      const x = geometry.snapped(from);
+      pen.fillStyle = bar >= 8 ? idle.pattern : idle.plain;
+      pen.fillRect(x, geometry.y(device), Math.max(0, geometry.snapped(to) - x), bar);
+    };
+    paint(look.idle.outer, 0, span ? span[0] : data.makespan);
+    if (!span) return;
+    paint(look.idle.inner, span[0], span[1]);
+    paint(look.idle.outer, span[1], data.makespan);
+  }
+
+  #fillOf(n, device) {
+    const { data, look } = this;
+    return look.fill[data.kind[n]][data.tint[device].get(data.stage[n]) ?? 0][data.microbatch[n] & 7];
+  }
+
+  #isFaded(n) {
+    return this.followed && !this.followed.includes(n);
+  }
+
+  #blocks({ device, low, high }, rounded) {
+    const { pen, geometry, data, look } = this;
+    const { bar } = geometry.density;
+    const y = geometry.y(device);
+    const hair = 1 / devicePixelRatio;
+    pen.font = `600 ${bar >= 20 ? 11.5 : 10}px ${FONT}`;
+    pen.textAlign = "center";
+    for (let n = low; n < high; n++) {
+      const x = geometry.snapped(data.start[n]);
+      const width = Math.max(hair, geometry.snapped(data.end[n]) - x);
+      const instant = data.start[n] === data.end[n];
+      pen.globalAlpha = this.#isFaded(n) ? 0.2 : 1;
+      pen.fillStyle = this.#fillOf(n, device);
+      if (instant) pen.fillRect(x - 1, y - 2, 2, bar + 4);
+      else if (rounded && width > 6 && bar >= 8) {
+        pen.beginPath();
+        pen.roundRect(x, y, width - 1, bar, 3);
+        pen.fill();
+      } else pen.fillRect(x, y, width > 4 ? width - 1 : width, bar);
+      this.stats.blocks++;
+      if (bar >= 12 && width >= 9) this.#label(n, x, y, width, bar);
+    }
+    pen.globalAlpha = 1;
+  }
+
+  #label(n, x, y, width, bar) {
+    const { pen, geometry, data, look } = this;
+    const digits = String(data.microbatch[n]);
+    const whole = `${data.stage[n]}${look.kinds[data.kind[n]].letter}${digits}`;
+    const text = width >= 96 ? whole : digits;
+    if (text.length * 7 + 3 > width) return;
+    // Kept in view while any part of the action is.
+    const left = Math.max(x, geometry.left);
+    const right = Math.min(x + width - 1, geometry.left + geometry.plotWidth);
+    if (right - left < text.length * 7) return;
+    pen.fillStyle = look.blockInk;
+    pen.fillText(text, (left + right) / 2, y + bar / 2 + 0.75);
+  }
+
+  #strips(ranges) {
+    const { pen, geometry } = this;
+    const columns = Math.ceil(geometry.plotWidth);
+    if (this.strip.width !== columns || this.strip.height < ranges.length) {
+      this.strip = new OffscreenCanvas(columns, Math.max(ranges.length, this.strip.height));
+    }
+    const image = new ImageData(columns, ranges.length);
+    const pixels = new Uint32Array(image.data.buffer);
+    ranges.forEach(({ device, low }, row) => this.#pixels(pixels.subarray(row * columns, (row + 1) * columns), device, low));
+    const stripPen = this.strip.getContext("2d");
+    stripPen.putImageData(image, 0, 0);
+    pen.imageSmoothingEnabled = false;
+    pen.globalAlpha = this.followed ? 0.25 : 1;
+    ranges.forEach(({ device }, row) => {
+      pen.drawImage(this.strip, 0, row, columns, 1, geometry.left, geometry.y(device), columns, geometry.density.bar);
+    });
+    pen.globalAlpha = 1;
+    this.stats.pixels += columns * ranges.length;
+  }
+
+  /** One row as pixels: the mean colour of what runs in each, as opaque as the share of time in which anything runs. */
+  #pixels(pixels, device, low) {
+    const { data, geometry, look } = this;
+    const { start, end, kind } = data;
+    const rowEnd = data.rows[device + 1];
+    const sums = [...data.busySums()].map(([k, prefix]) => ({ k, prefix, rgb: look.rgb[k][0][3] }));
+    const step = geometry.perPixel;
+    let i = low;
+    for (let p = 0; p < pixels.length; p++) {
+      const from = geometry.view.start + p * step;
+      const to = from + step;
+      const j = i < rowEnd && end[i] > to ? i : data.firstEndingAfter(device, to, i);
+      let busy = 0;
+      let red = 0;
+      let green = 0;
+      let blue = 0;
+      const add = (time, rgb) => {
+        busy += time;
+        red += time * (rgb >> 16);
+        green += time * ((rgb >> 8) & 255);
+        blue += time * (rgb & 255);
+      };
+      if (i === j) {
+        if (i < rowEnd && start[i] < to) add(to - Math.max(start[i], from), this.#rgbOf(i, device));
+      } else {
+        for (const { k, prefix, rgb } of sums) {
+          let time = prefix[j] - prefix[i];
+          if (kind[i] === k && start[i] < from) time -= from - start[i];
+          if (j < rowEnd && kind[j] === k && start[j] < to) time += to - start[j];
+          if (time > 0) add(time, rgb);
+        }
+      }
+      if (busy > 0) {
+        const alpha = Math.min(255, Math.round((255 * busy) / step));
+        pixels[p] = ((alpha << 24) | ((blue / busy) << 16) | ((green / busy) << 8) | (red / busy)) >>> 0;
+      }
+      i = j;
+    }
+  }
+
+  #rgbOf(n, device) {
+    const { data, look } = this;
+    return look.rgb[data.kind[n]][data.tint[device].get(data.stage[n]) ?? 0][data.microbatch[n] & 7];
+  }
+
+  /** The followed microbatch drawn over faded strips. */
+  #followedOver(strips) {
+    const { pen, geometry, data, followed } = this;
+    const devices = new Set(strips.map(({ device }) => device));
+    for (const n of followed.numbers) {
+      const device = data.deviceOf(n);
+      if (!devices.has(device) || data.end[n] < geometry.view.start || data.start[n] > geometry.view.end) continue;
+      const x = geometry.x(data.start[n]);
+      pen.fillStyle = this.#fillOf(n, device);
+      pen.fillRect(x, geometry.y(device), Math.max(1.5, geometry.x(data.end[n]) - x), geometry.density.bar);
+      this.stats.blocks++;
+    }
+  }
+
+  #curve({ device, low, high }, thin) {
+    const { pen, geometry, data, look } = this;
+    const { bar, gap, curve } = geometry.density;
+    const bottom = geometry.y(device) + bar + gap + curve;
+    const level = (value) => bottom - (value / (this.memoryTop || 1)) * (curve - 1);
+    const outline = new Path2D();
+    const from = Math.max(geometry.x(0), geometry.left - 2);
+    const to = Math.min(geometry.x(data.makespan), geometry.left + geometry.plotWidth + 2);
+    let held = low > data.rows[device] ? data.after[low - 1] : 0;
+    outline.moveTo(from, level(held));
+    if (thin) held = this.#thinCurve(outline, device, low, level, held);
+    else {
+      for (let n = low; n < high; n++) {
+        const x = geometry.snapped(data.start[n]);
+        if (n === low || data.start[n] !== data.end[n - 1]) outline.lineTo(x, level(held));
+        outline.lineTo(x, level(data.held[n]));
+        const after = geometry.snapped(data.end[n]);
+        outline.lineTo(after, level(data.held[n]));
+        held = data.after[n];
+        // What is given back and taken again in the same moment is no dip.
+        if (n + 1 === high || data.start[n + 1] !== data.end[n]) outline.lineTo(after, level(held));
+      }
+    }
+    outline.lineTo(Math.max(from, to), level(held));
+    const area = new Path2D(outline);
+    area.lineTo(Math.max(from, to), bottom);
+    area.lineTo(from, bottom);
+    pen.fillStyle = look["curve-fill"];
+    pen.fill(area);
+    pen.strokeStyle = look.curve;
+    pen.lineWidth = 1;
+    pen.stroke(outline);
+    this.#limitAndPeak(device, level);
+  }
+
+  /** Per pixel the most that is held in it, so that no peak is lost between pixels. */
+  #thinCurve(outline, device, low, level, before) {
+    const { geometry, data } = this;
+    const rowEnd = data.rows[device + 1];
+    let held = before;
+    let i = low;
+    for (let p = 0; p < geometry.plotWidth; p++) {
+      const to = geometry.view.start + (p + 1) * geometry.perPixel;
+      const j = data.firstEndingAfter(device, to, i);
+      const running = j < rowEnd && data.start[j] < to ? j + 1 : j;
+      const most = running > i ? data.mostHeld(device, i, running) : held;
+      outline.lineTo(geometry.left + p, level(most));
+      if (j > i) held = data.after[j - 1];
+      if (running > j) held = data.held[j];
+      i = j;
+      if (i >= rowEnd) return held;
+    }
+    return held;
+  }
+
+  #limitAndPeak(device, level) {
+    const { pen, geometry, data, look } = this;
+    if (this.memoryLimit !== null) {
+      pen.strokeStyle = look.limit;
+      pen.setLineDash([4, 3]);
+      pen.beginPath();
+      pen.moveTo(geometry.left, Math.round(level(this.memoryLimit)) + 0.5);
+      pen.lineTo(Math.min(geometry.x(data.makespan), geometry.left + geometry.plotWidth), Math.round(level(this.memoryLimit)) + 0.5);
+      pen.stroke();
+      pen.setLineDash([]);
+    }
+    const peak = data.peakAt(device);
+    if (peak < 0) return;
+    const over = this.memoryLimit !== null && data.held[peak] > this.memoryLimit;
+    pen.fillStyle = over ? look.limit : look.ink;
+    pen.beginPath();
+    pen.arc(geometry.x(data.start[peak]), level(data.held[peak]), 2.25, 0, 7);
+    pen.fill();
+  }
+}
+
+/** What lies over the rows: the time under the pointer, the action in question, and its links. */
+function paintOverlay(pen, data, geometry, look, { time, number }) {
+  pen.clearRect(0, 0, geometry.width, geometry.height);
+  pen.save();
+  pen.beginPath();
+  pen.rect(geometry.left - 2, 0, geometry.plotWidth + 4, geometry.height);
+  pen.clip();
+  if (time !== null) {
+    pen.fillStyle = look["line-strong"];
+    pen.fillRect(Math.round(geometry.x(time)), 0, 1, Math.min(geometry.height, geometry.y(data.numDevices)));
+  }
+  if (number >= 0) {
+    const links = [...data.needs(number)].slice(-200).map((need) => [need, number, look.needs, []]);
+    links.push(...[...data.neededBy(number)].slice(0, 200).map((by) => [number, by, look.needed, [5, 3]]));
+    for (const [from, to, colour, dash] of links) {
+      outline(pen, data, geometry, from === number ? to : from, colour, 1.75);
+      arrow(pen, data, geometry, from, to, colour, dash, look.page);
+    }
+    outline(pen, data, geometry, number, look.ink, 2);
+  }
+  pen.restore();
+}
+
+function boxOf(data, geometry, number) {
+  const x = geometry.snapped(data.start[number]);
+  const width = Math.max(2, geometry.snapped(data.end[number]) - x - 1);
+  return { x, y: geometry.y(data.deviceOf(number)), width, height: geometry.density.bar };
+}
+
+function outline(pen, data, geometry, number, colour, thickness) {
+  const { x, y, width, height } = boxOf(data, geometry, number);
+  pen.strokeStyle = colour;
+  pen.lineWidth = thickness;
+  pen.beginPath();
+  pen.roundRect(x - 0.5, y - 0.5, width + 1, height + 1, Math.min(3, width / 2));
+  pen.stroke();
+}
+
+/** From the end of one block to the start of another, leaving and arriving at right angles to the rows. */
+function arrow(pen, data, geometry, from, to, colour, dash, halo) {
+  const a = boxOf(data, geometry, from);
+  const b = boxOf(data, geometry, to);
+  const inset = (box) => Math.min(5, box.width / 2);
+  const [x0, x1] = [a.x + a.width - inset(a), b.x + inset(b)];
+  const down = b.y > a.y ? 1 : -1; // along one row the line arches above it
+  const y0 = down > 0 ? a.y + a.height : a.y;
+  const y1 = down > 0 ? b.y : b.y === a.y ? b.y : b.y + b.height;
+  const bend = b.y === a.y ? Math.min(30, 10 + Math.abs(x1 - x0) / 10) : Math.max(10, Math.abs(y1 - y0) / 2);
+  const tip = b.y === a.y ? 1 : down; // the way the arrow points
+  const line = new Path2D();
+  line.moveTo(x0, y0);
+  line.bezierCurveTo(x0, y0 + down * bend, x1, y1 - tip * bend, x1, y1 - tip * 3);
+  pen.lineWidth = 4;
+  pen.strokeStyle = halo;
+  pen.stroke(line);
+  pen.lineWidth = 1.75;
+  pen.strokeStyle = colour;
+  pen.setLineDash(dash);
+  pen.stroke(line);
+  pen.setLineDash([]);
+  pen.fillStyle = colour;
+  pen.beginPath();
+  pen.moveTo(x1, y1 + tip);
+  pen.lineTo(x1 - 4, y1 - tip * 5.5);
+  pen.lineTo(x1 + 4, y1 - tip * 5.5);
+  pen.fill();
+}
+
+function paintAxis(canvas, geometry, look, time) {
+  const pen = penOf(canvas, geometry.width, 26);
+  pen.clearRect(0, 0, geometry.width, 26);
+  pen.font = `11.5px ${FONT}`;
+  pen.textBaseline = "middle";
+  pen.textAlign = "left";
+  pen.fillStyle = look.muted;
+  pen.fillText("time", 0, 14);
+  for (const tick of ticks(geometry.view, geometry.plotWidth)) {
+    const x = geometry.x(tick);
+    const text = shown(tick);
+    const half = pen.measureText(text).width / 2;
+    pen.textAlign = x + half > geometry.width ? "right" : "center";
+    pen.fillText(text, x + half > geometry.width ? geometry.width : x, 13);
+    pen.fillRect(Math.round(x), 21, 1, 5);
+  }
+  if (time === null) return;
+  const label = shown(Number(time.toPrecision(4)));
+  const half = pen.measureText(label).width / 2 + 6;
+  const x = Math.min(Math.max(geometry.x(time), half), geometry.width - half);
+  pen.fillStyle = look.ink;
+  pen.beginPath();
+  pen.roundRect(x - half, 4, half * 2, 18, 5);
+  pen.fill();
+  pen.fillStyle = look.page;
+  pen.textAlign = "center";
+  pen.fillText(label, x, 13.5);
+}
+
+/** The pen of a canvas, which is resized to whole device pixels where needed; its unit is the CSS pixel. */
+function penOf(canvas, width, height) {
+  const [w, h] = [Math.round(width * devicePixelRatio), Math.round(height * devicePixelRatio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  return pen;
+}
