@@ -1,0 +1,87 @@
+"""The command line: one small file per command, each of which parses, calls and prints.
+
+What goes wrong is one sentence on standard error and exit code 2; Ctrl-C is exit code 130. Results go to standard output.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+from gapless._version import __version__
+from gapless.errors import GaplessError
+
+COMMANDS = {
+    "schedules": "the table of all schedules",
+    "show": "draw a schedule, or print it as text, CSV or JSON",
+    "simulate": "what a schedule costs in time and memory",
+    "compare": "all schedules, ranked for these costs and this memory",
+    "verify": "check a schedule in a file, and prove that it can't hang",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-sentence errors that suggest the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gapless: {message}; `{self.prog} --help` shows how", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except GaplessError as error:
+        return _complain(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing left to say
+        return 0
+    except KeyboardInterrupt:
+        print("gapless: stopped", file=sys.stderr)
+        return 130
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except (OSError, UnicodeError) as error:
+        return _complain(str(error))
+    except (MemoryError, OverflowError) as error:
+        return _complain(
+            f"this is too large for this machine ({type(error).__name__}): use fewer devices or microbatches"
+        )
+
+
+def _complain(message: str) -> int:
+    print(f"gapless: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(argv: list[str]) -> int:
+    parser = Parser(
+        prog="gapless",
+        description="Pipeline-parallel training on PyTorch: see, check and simulate schedules, then train with them.",
+        epilog="example: gapless compare --devices 8 --microbatches 32",
+    )
+    parser.add_argument("--version", action="version", version=f"gapless {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    name = next((word for word in argv if not word.startswith("-")), None)
+    run: Callable[[argparse.Namespace], int] | None = None
+    for command, purpose in COMMANDS.items():
+        # Only the command that was asked for is loaded, so that each starts at once.
+        if command == name:
+            run = import_module(f"gapless.cli.{command}").add(commands, purpose)
+        else:
+            commands.add_parser(command, help=purpose, add_help=False)
+    if name is not None and name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
+        return _complain(f"there is no command {name[:60]!r}; {hint}")
+    arguments = parser.parse_args(argv)
+    if run is None:
+        parser.print_help()
+        return 0
+    return run(arguments)

@@ -219,13 +219,18 @@ def _parse_json(text: str, name: str) -> Schedule:
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
     """Each (stage, microbatch) lives where its first action is; `verify` tells when another action is elsewhere."""
+    total = sum(map(len, rows))
     devices: list[dict[int, int]] = []
     for device, row in enumerate(rows):
         for stage, kind, microbatch in row:
+            if microbatch >= total or stage >= total:
+                word, number = ("microbatch", microbatch) if microbatch >= total else ("stage", stage)
+                raise ScheduleError(
+                    f"{word} {number} in a schedule of {total} actions: numbers are 0, 1, 2, ... without gaps"
+                )
             if kind is Kind.UPDATE:
                 continue
             if stage >= len(devices):
-                _refuse_sparse_stages(stage, rows)
                 devices.extend({} for _ in range(stage + 1 - len(devices)))
             devices[stage].setdefault(microbatch, device)
     missing = next((stage for stage, found in enumerate(devices) if not found), None)
@@ -241,9 +246,3 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
             last = next(iter(found.values()))
             cycles.append([last := found.get(m, last) for m in range(max(found) + 1)])
     return explicit(len(rows), cycles)
-
-
-def _refuse_sparse_stages(stage: int, rows: Sequence[Sequence[Action]]) -> None:
-    total = sum(map(len, rows))
-    if stage >= total:
-        raise ScheduleError(f"stage {stage} in a schedule of {total} actions: stages are 0, 1, 2, ... without gaps")

@@ -46,7 +46,9 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     stage, kind, microbatch = action
     if kind is Kind.UPDATE:
         return tuple(Action(stage, _W, m) for m in _microbatches_of(microbatch, schedule))
-    needs = (Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages)
+    needs = (
+        Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages
+    )
     return tuple(need for need in needs if need.kind not in _OPTIONAL or need in schedule.optional)
 
 
@@ -60,7 +62,10 @@ class DeadlockError(ScheduleError):
 
     def __init__(self, blocked: dict[int, tuple[int, Action, Action]]) -> None:
         self.blocked = blocked
-        waits = [f"device {device} stands before {action} and waits for {need}" for device, (_, action, need) in blocked.items()]
+        waits = [
+            f"device {device} stands before {action} and waits for {need}"
+            for device, (_, action, need) in blocked.items()
+        ]
         more = f", and {len(waits) - 4} more" if len(waits) > 4 else ""
         super().__init__(f"the schedule can't be run to its end: {'; '.join(waits[:4])}{more}")
 
@@ -75,13 +80,16 @@ class Milestones:
         self.schedule = schedule
         self.num_microbatches = max(schedule.num_microbatches, schedule.num_minibatches)
         stages = schedule.num_stages
-        kinds = sorted((kind for kind in Kind if kind is not Kind.BACKWARD), key=_RECEIVES.__contains__)  # receives last
+        kinds = sorted(
+            (kind for kind in Kind if kind is not Kind.BACKWARD), key=_RECEIVES.__contains__
+        )  # receives last
         self._bases = {kind: i * stages * self.num_microbatches for i, kind in enumerate(kinds)}
         self.first_receive = self._bases[kinds[-len(_RECEIVES)]]
         self.size = len(kinds) * stages * self.num_microbatches
         present = schedule.kinds
         self.gives = {
-            kind: [tuple(self._base(stage, done) for done in _COMPLETES[kind]) for stage in range(stages)] for kind in Kind
+            kind: [tuple(self._base(stage, done) for done in _COMPLETES[kind]) for stage in range(stages)]
+            for kind in Kind
         }
         self.needs = {
             kind: [

@@ -31,7 +31,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
             number = base + microbatch
             when = there[number]
             source = home[number]
-            if (source != device and source >= 0) or number >= receives:
+            if source >= 0 and (source != device or number >= receives):
                 when = links.arrivals.get(number, when) if links else when + latency
             if when > start:
                 start = when

@@ -97,12 +97,14 @@ class Timeline:
     def summary(self) -> dict[str, Any]:
         """The numbers of this timeline as plain JSON values."""
         schedule = self.schedule
+        per_minibatch = schedule.num_microbatches // schedule.num_minibatches
         found: dict[str, Any] = {
             "schedule": self.name or schedule.name,
             "devices": schedule.num_devices,
             "stages": schedule.num_stages,
             "placement": schedule.placement.shape,
-            "microbatches": schedule.num_microbatches,
+            # Of one minibatch; where each has only one (pipedream), all of them.
+            "microbatches": per_minibatch if per_minibatch > 1 else schedule.num_microbatches,
             "minibatches": schedule.num_minibatches,
             "makespan": plain(self.makespan),
             "span": plain(self.span),

@@ -49,7 +49,9 @@ class Report:
     def raise_if_wrong(self) -> None:
         if self.ok:
             return
-        shown = "\n".join(f"  {violation.message}\n{excerpt(self.schedule, violation)}" for violation in self.violations[:3])
+        shown = "\n".join(
+            f"  {violation.message}\n{excerpt(self.schedule, violation)}" for violation in self.violations[:3]
+        )
         more = f"\n  and {len(self.violations) - 3} more" if len(self.violations) > 3 else ""
         count = f"{len(self.violations)} violation{'s' if len(self.violations) > 1 else ''}"
         raise ScheduleError(f"schedule {self.schedule.name or 'given'} has {count}:\n{shown}{more}")
@@ -72,11 +74,12 @@ def excerpt(schedule: Schedule, violation: Violation, reach: int = 4) -> str:
 def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
     """Completeness, order, dependencies, placement and the deadlock proof; the expected sizes where they are known."""
     places, violations = _places(schedule)
-    violations += _incomplete(schedule, places, num_microbatches, num_stages)
+    violations += _incomplete(schedule, num_microbatches, num_stages)
     violations += _out_of_place(schedule, places)
+    violations += _not_transferred(schedule, places)
     stuck = _stuck(schedule, places)
     violations += stuck
-    buffers = {} if violations else _buffers(schedule)
+    buffers = {} if violations else receive_buffers(schedule)
     violations.sort(key=lambda violation: (violation.device, violation.position))
     return Report(schedule, tuple(violations), tuple(_unordered_backwards(schedule)), buffers)
 
@@ -94,33 +97,63 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
     return places, twice
 
 
-def _incomplete(
-    schedule: Schedule, places: dict[Action, tuple[int, int]], num_microbatches: int | None, num_stages: int | None
-) -> list[Violation]:
+_BITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRAD: 4, Kind.WEIGHT_GRAD: 8}
+_COMPLETE = (1 | 2, 1 | 4 | 8)  # F and B, or F, I and W
+_MISSING = {
+    1: ("{}B{} is missing",),
+    1 | 4: ("{}W{} is missing",),
+    1 | 8: ("{}I{} is missing",),
+    2: ("{}F{} is missing",),
+    4: ("{}F{} is missing", "{}W{} is missing"),
+    8: ("{}F{} is missing", "{}I{} is missing"),
+    4 | 8: ("{}F{} is missing",),
+    0: ("{}F{} is missing", "{}B{} is missing"),
+}
+
+
+def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: int | None) -> list[Violation]:
     """Every stage runs every microbatch: F, and B or both I and W (no backward at all is a schedule for inference)."""
-    M = schedule.num_microbatches if num_microbatches is None else num_microbatches
-    S = schedule.num_stages if num_stages is None else num_stages
-    inference = schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+    M = max(schedule.num_microbatches, num_microbatches or 0)
+    S = max(schedule.num_stages, num_stages or 0)
+    there = bytearray(S * M)
+    for row in schedule.rows:
+        for stage, kind, microbatch in row:
+            if kind in _BITS:
+                there[stage * M + microbatch] |= _BITS[kind]
+    if schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}):
+        there = bytearray(found | 2 for found in there)
     found = []
-    for stage in range(S):
-        for microbatch in range(M):
-            device = schedule.placement.device(stage, microbatch) if stage < schedule.num_stages else 0
-            end = len(schedule.rows[device])
+    for index, bits in enumerate(there):
+        if bits in _COMPLETE:
+            continue
+        stage, microbatch = divmod(index, M)
+        device = schedule.placement.device(stage, microbatch) if stage < schedule.num_stages else 0
+        messages = _MISSING.get(bits, ("{}B{} is there beside its own I or W, which it stands for",))
+        for message in messages:
+            violation = Violation("complete", device, len(schedule.rows[device]), message.format(stage, microbatch))
+            found.append(violation)
+    return found
 
-            def has(kind: Kind, stage: int = stage, microbatch: int = microbatch) -> bool:
-                return Action(stage, kind, microbatch) in places
 
-            missing = []
-            if not has(Kind.FORWARD):
-                missing.append(f"{Action(stage, Kind.FORWARD, microbatch)} is missing")
-            if not inference:
-                whole, halves = has(Kind.BACKWARD), has(Kind.INPUT_GRAD) + has(Kind.WEIGHT_GRAD)
-                if whole and halves:
-                    missing.append(f"{stage}B{microbatch} is there beside its own I or W, which it stands for")
-                elif not whole and halves < 2:
-                    half = "I" if has(Kind.WEIGHT_GRAD) else "W"
-                    missing.append(f"{stage}{half if halves else 'B'}{microbatch} is missing")
-            found += [Violation("complete", device, end, message) for message in missing]
+def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+    """Where transfers are written out, all are: what crosses has its SEND and its RECV."""
+    if not schedule.has_transfers:
+        return []
+    found = []
+    for (source, target, name), numbers in messages(schedule)[0].items():
+        send, receive, step = (
+            (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, 1)
+            if name == "activation"
+            else (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, -1)
+        )
+        for stage, microbatch in numbers:
+            for device, action in (
+                (source, Action(stage, send, microbatch)),
+                (target, Action(stage + step, receive, microbatch)),
+            ):
+                if action not in places:
+                    message = f"{action} is missing: the {name} crosses from device {source} to device {target}"
+                    found.append(Violation("complete", device, len(schedule.rows[device]), message))
     return found
 
 
@@ -137,7 +170,11 @@ def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> 
             message = f"{action} is on device {device}, but stage {stage} has microbatch {microbatch} on device {home}"
             found.append(Violation("placement", device, position, message))
         if kind is Kind.UPDATE and stage not in placement.stages[device]:
-            found.append(Violation("placement", device, position, f"{action} is on device {device}, which does not hold stage {stage}"))
+            found.append(
+                Violation(
+                    "placement", device, position, f"{action} is on device {device}, which does not hold stage {stage}"
+                )
+            )
     return found
 
 
@@ -196,34 +233,50 @@ def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
                     last[action.stage] = max(before, action.microbatch)
 
 
-def _buffers(schedule: Schedule) -> dict[Channel, int]:
-    """The least pool of receive buffers per channel with which no receive waits for itself."""
+Message = tuple[int, int]  # the stage that made it, and the microbatch
+
+
+def messages(
+    schedule: Schedule,
+) -> tuple[dict[Channel, dict[Message, int]], dict[Channel, list[tuple[Message, Action]]]]:
+    """What crosses between devices: per channel the number of each message as produced, and the consumers in their order."""
     placement, single = schedule.placement, schedule.placement.single
     last_stage = placement.num_stages - 1
-    produced: dict[Channel, dict[tuple[int, int], int]] = defaultdict(dict)  # (stage, microbatch) -> n, per channel
-    consumed: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
+    produced: dict[Channel, dict[Message, int]] = defaultdict(dict)
+    consumed: dict[Channel, list[tuple[Message, Action]]] = defaultdict(list)
+    inference = schedule.kinds.isdisjoint(BACKWARDS)
 
     def home(stage: int, microbatch: int) -> int:
         return single[stage] if single is not None else placement.device(stage, microbatch)
 
     for device, row in enumerate(schedule.rows):
-        for stage, kind, microbatch in row:
+        for action in row:
+            stage, kind, microbatch = action
             if kind is Kind.FORWARD:
                 before, after, name = stage - 1, stage + 1, "activation"
-            elif kind in BACKWARDS:
+            elif kind in BACKWARDS and not inference:
                 before, after, name = stage + 1, stage - 1, "gradient"
             else:
                 continue
             if 0 <= before <= last_stage and (source := home(before, microbatch)) != device:
-                consumed[source, device, name].append((before, microbatch))
+                consumed[source, device, name].append(((before, microbatch), action))
             if 0 <= after <= last_stage and (target := home(after, microbatch)) != device:
                 numbers = produced[device, target, name]
                 numbers[stage, microbatch] = len(numbers)
-    return {channel: _least_pool([produced[channel][key] for key in keys]) for channel, keys in sorted(consumed.items())}
+    return produced, consumed
+
+
+def receive_buffers(schedule: Schedule) -> dict[Channel, int]:
+    """The least pool of receive buffers per channel with which no receive waits for itself."""
+    produced, consumed = messages(schedule)
+    return {
+        channel: _least_pool([produced[channel][message] for message, _ in consumers])
+        for channel, consumers in sorted(consumed.items())
+    }
 
 
 def _least_pool(numbers: list[int]) -> int:
-    """`numbers`: the messages in the order they are consumed. One more than the largest n - j with j < n consumed after n."""
+    """`numbers`: the messages as they are consumed. One more than the largest n - j with j < n consumed after n."""
     pool = 1
     lowest = len(numbers)
     for number in reversed(numbers):
@@ -231,5 +284,3 @@ def _least_pool(numbers: list[int]) -> int:
             pool = max(pool, number - lowest + 1)
         lowest = min(lowest, number)
     return pool
-
-

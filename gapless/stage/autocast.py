@@ -23,7 +23,9 @@ class AutocastState:
 
     def __init__(self) -> None:
         cache = torch.is_autocast_cache_enabled()
-        self._states = [_One(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES]
+        self._states = [
+            _One(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES
+        ]
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..errors import GaplessError
+from gapless.errors import GaplessError
 from . import microbatch as mb
-from .autocast import AutocastState, without_autocast
+from .autocast import AutocastState, autocast_is_on
+from .calls import Calls
 from .deferred import Records
-from .intercept import Interception, Restart
-from .plain import apply_first
+from .intercept import Restart
 
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
@@ -34,6 +34,7 @@ class Work:
     weight: float | Tensor
     want_outputs: bool
     records: Records
+    replaying: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,20 +51,10 @@ class Kept:
 class Cell:
     """Some consecutive layers with one graph per microbatch."""
 
-    def __init__(
-        self,
-        layers: Sequence[Callable[..., Any]],
-        first_layer: int,
-        intercept: Interception,
-        *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        spread: bool = False,
-    ) -> None:
-        self._layers = list(layers)
-        self._first_layer = first_layer
-        self._intercept = intercept
-        self._loss = loss
-        self._spread = spread
+    def __init__(self, calls: Calls, layers: range, *, with_loss: bool) -> None:
+        self._calls = calls
+        self._layers = layers
+        self._with_loss = with_loss
         self._kept: dict[int, Kept] = {}
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self._guarded = False
@@ -71,7 +62,7 @@ class Cell:
     def forward(self, work: Work, inputs: Any) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it."""
         tensors, shape = mb.flatten(inputs)
-        kept = Kept([_leaf(tensor) for tensor in tensors], shape)
+        kept = Kept([leaf_of(tensor) for tensor in tensors], shape)
         handed = self._build(work, kept)
         self._kept[work.microbatch] = kept
         return handed
@@ -84,16 +75,8 @@ class Cell:
         kept = self._kept.pop(work.microbatch)
         edges, starts = self._starts(kept, grads)
         if edges:
-            with without_autocast(), self._intercept.backward(work.records, edges):
-                torch.autograd.backward(edges, starts)
+            self._calls.backward(work.records, edges, starts)
         return [leaf.grad for leaf in kept.leaves]
-
-    def apply(self, inputs: Any) -> Any:
-        """The layers alone."""
-        value = inputs
-        for number, layer in enumerate(self._layers):
-            value = apply_first(layer, value) if self._spread and number == 0 else layer(value)
-        return value
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
@@ -102,37 +85,46 @@ class Cell:
     def _starts(self, kept: Kept, grads: list[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward starts, and with what."""
         assert kept.edges is not None
-        if self._loss is not None:
+        if self._with_loss:
             edge, start = kept.edges[0], kept.start
             return ([edge], [start]) if edge is not None and start is not None else ([], [])
         if len(grads) != len(kept.edges):
-            raise GaplessError(f"{len(grads)} gradients came for {len(kept.edges)} outputs: give one, or None, for each tensor of the outputs.")
-        pairs = [(edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None]
+            raise GaplessError(
+                f"{len(grads)} gradients came for {len(kept.edges)} outputs: give one, or None, for each tensor of the outputs."
+            )
+        pairs = [
+            (edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None
+        ]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
-    def _build(self, work: Work, kept: Kept) -> Any:
-        """Runs the layers on the leaves and notes the edges. Starts again where what was learnt on the way changes the beginning."""
+    def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
+        """Runs the layers on the leaves and notes the edges."""
         while True:
-            identity = self._guarded or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+            identity = self._guarded or autocast_is_on()
             tensors = [_not_a_leaf(leaf) for leaf in kept.leaves] if identity else kept.leaves
             try:
-                return self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=True)
-            except Restart:
-                continue
+                return self._attempt(work, kept, tensors, defer=defer)
             except RuntimeError as error:
                 if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
                 self._guarded = True
 
+    def _attempt(self, work: Work, kept: Kept, tensors: list[Tensor], *, defer: bool = False) -> Any:
+        """Runs the layers, and again where what was learnt on the way changes the beginning."""
+        while True:
+            try:
+                return self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
+            except Restart:
+                continue
+
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
-        intercept = self._intercept
-        with intercept.forward(work.records if defer else None, work.step, work.microbatch):
-            for number, layer in enumerate(self._layers):
-                intercept.layer = self._first_layer + number
-                value = apply_first(layer, value) if self._spread and number == 0 else layer(value)
-            if self._loss is None:
+        calls = self._calls
+        with calls.begin(work.records if defer else None, work.step, work.microbatch):
+            for index in self._layers:
+                value = calls.layer(index, value)
+            if not self._with_loss:
                 return self._hand_on(kept, value)
-            loss = self._loss(value, work.target)
+            loss = calls.loss(value, work.target)
             _check_scalar(loss)
             weighted = loss * work.weight
         kept.edges = [get_gradient_edge(weighted) if weighted.requires_grad else None]
@@ -142,14 +134,14 @@ class Cell:
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-        return mb.unflatten([_leaf(tensor) for tensor in tensors], shape)
+        return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)
 
     def _outputs(self, value: Any) -> Any:
         tensors, shape = mb.flatten(value)
         return mb.unflatten([tensor.detach() for tensor in tensors], shape)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
 
@@ -167,4 +159,6 @@ def _check_scalar(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise GaplessError(f"the loss must return a scalar tensor, and returned a {type(loss).__name__}.")
     if loss.dim() != 0:
-        raise GaplessError(f"the loss must be a scalar, and has the shape {tuple(loss.shape)}: reduce it, with mean() for example.")
+        raise GaplessError(
+            f"the loss must be a scalar, and has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
+        )

@@ -55,10 +55,10 @@ class Records:
         items = self._items
         if not items:
             return
-        counts: dict[int, int] = {}
+        left: dict[int, int] = {}  # how many contributions a parameter still gets
         for item in items:
             key = id(item[0])
-            counts[key] = counts.get(key, 0) + 1
+            left[key] = left.get(key, 0) + 1
         sums: dict[int, _Sum] = {}
         items.reverse()
         with torch.no_grad(), without_autocast():
@@ -66,17 +66,14 @@ class Records:
                 parameter, function, kept, grad, summed_low = items.pop()
                 value = function(kept, grad)
                 key = id(parameter)
-                if counts[key] == 1:
+                left[key] -= 1
+                if left[key] == 0 and key not in sums:
                     _add(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
                     continue
-                if key not in sums:
-                    sums[key] = _Sum()
-                sums[key].add(value, parameter.dtype, summed_low)
-                counts[key] -= 1
-                if counts[key] == 1:  # the next one is the last
-                    counts[key] = -1
-                elif counts[key] == -2:
-                    _add(parameter, sums.pop(key).total(parameter.dtype))
+                total = sums.setdefault(key, _Sum())
+                total.add(value, parameter.dtype, summed_low)
+                if left[key] == 0:
+                    _add(parameter, sums.pop(key).value(parameter.dtype))
 
 
 class _Sum:
@@ -95,7 +92,7 @@ class _Sum:
             value = value.to(dtype)
             self._high = value if self._high is None else self._high + value
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def value(self, dtype: torch.dtype) -> Tensor:
         if self._low is None:
             assert self._high is not None
             return self._high
@@ -172,10 +169,13 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
         records = _tasks.get(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
     if records is None or type(parameter) is not Parameter or not parameter.requires_grad:
         return closure()
-    records.append((parameter, _call, closure, None, False))
+    records.append((parameter, _call, (closure, parameter.shape), None, False))
     return None
 
 
-def _call(closure: Callable[[], Tensor], _: Any) -> Tensor:
-    # A copy, for nobody knows who else holds it: two parameters must never share one `.grad`.
-    return closure().detach().clone()
+def _call(kept: tuple[Callable[[], Tensor], torch.Size], _: Any) -> Tensor:
+    closure, shape = kept
+    value = closure().detach()
+    # As autograd does: what broadcasting spread is summed. And a copy, for nobody knows who else holds the value:
+    # two parameters must never share one `.grad`.
+    return value.clone() if value.shape == shape else value.sum_to_size(shape)

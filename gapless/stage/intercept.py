@@ -1,20 +1,203 @@
+"""The one function mode: torch calls that a stage answers itself, in one table.
+
+It is there for two reasons, deferred weight gradients and seeded randomness, and it costs a little on every torch call, so it is
+installed only where a stage splits its backward or may draw. A parameter whose calls are deferred must not be used by any other call
+of the same graph, or autograd and the records would each add a part; the mode sees every use, and where it learns of one too
+late, the forward starts again with that parameter left to autograd.
+"""
+
 from __future__ import annotations
 
-import contextlib
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from . import draws as random
+from .convolution import convolution, embedding
 from .deferred import Records
+from .draws import Draws
+from .linear import addmm, linear, matmul
+
+Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_MAY_HOLD_PARAMETERS = frozenset((Parameter, list, tuple))
+_OPERATORS = frozenset((OpOverload, OpOverloadPacket))
 
 
-class Restart(Exception):
-    """The forward of a cell must start again."""
+class Restart(BaseException):
+    """The forward of a cell must start again: something was learnt that changes its beginning."""
 
 
-class Interception:
-    def __init__(self, layers: Any, *, seed: int, split: bool, extra: Any) -> None:
-        self.layer = 0
-    def forward(self, records: Records | None, step: int, microbatch: int) -> Any:
-        return contextlib.nullcontext()
-    def backward(self, records: Records, edges: Any) -> Any:
-        return contextlib.nullcontext()
-    def forget(self) -> None: ...
+class Mode(TorchFunctionMode):
+    """What handlers work with. One per stage, entered for one forward at a time."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self.draws = draws
+        self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
+        self.excluded: set[int] = set()  # parameters never deferred, by id
+        self._records: Records | None = None
+        self._deferred: set[int] = set()  # parameters used in this forward, by id
+        self._plain: set[int] = set()
+        self._kind = "cpu"
+        self._casts: dict[int, tuple[int, Tensor]] = {}
+        self._table = TABLE
+
+    @property
+    def defers_now(self) -> bool:
+        """Whether this forward defers at all."""
+        return self._records is not None
+
+    def begin(self, records: Records | None, kind: str) -> None:
+        """A forward starts; it is to record into `records`, or it defers nothing."""
+        self._records = records
+        self._deferred.clear()
+        self._plain.clear()
+        self._kind = kind
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._table.get(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs or {})
+        if type(func) in _OPERATORS and random.draws_by_tag(func):
+            return random.draw(self, func, args, kwargs or {})
+        if self._records is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kwargs:
+            return self.plain(func, args, kwargs)
+        result = func(*args)
+        for arg in args:
+            if type(arg) in _MAY_HOLD_PARAMETERS:
+                self._note(args, result)
+                break
+        return result
+
+    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as it is; parameters in it are autograd's."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._records is not None:
+            self._note(args, result)
+            if kwargs:
+                self._note(tuple(kwargs.values()), result)
+        return result
+
+    def _note(self, args: Sequence[Any], result: Any) -> None:
+        """Parameters whose gradient flows through this result are no longer to be deferred in this forward."""
+        for arg in args:
+            kind = type(arg)
+            if kind is Parameter:
+                if arg.requires_grad and _needs_grad(result):
+                    self._plain.add(id(arg))
+                    if id(arg) in self._deferred:
+                        self.excluded.add(id(arg))
+                        raise Restart
+            elif kind is list or kind is tuple:
+                self._note(arg, result)
+
+    def defers(self, weight: Any, bias: Any) -> bool:
+        """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts saved tensors."""
+        if self._records is None or type(weight) is not Parameter or not weight.requires_grad:
+            return False
+        if id(weight) in self.excluded or id(weight) in self._plain or not torch.is_grad_enabled():
+            return False
+        if bias is not None and (type(bias) is not Parameter or id(bias) in self.excluded or id(bias) in self._plain):
+            return False
+        return _top_hooks(False) is None
+
+    def recording(self, weight: Parameter, bias: Parameter | None) -> Callable[[Any], None]:
+        """Where to put the records of these."""
+        assert self._records is not None
+        self._deferred.add(id(weight))
+        if bias is not None:
+            self._deferred.add(id(bias))
+        return self._records.append
+
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What autocast casts to here, if it is on."""
+        return torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+
+    def sums_low(self, weight: Tensor, low: torch.dtype | None) -> bool:
+        """Whether autocast would cast this parameter once, so that contributions meet before the cast."""
+        return low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
+
+    def cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
+        """The parameter as autocast would cast it, kept until it changes or `forget`."""
+        if parameter.dtype == low or parameter.dtype == torch.float64 or not parameter.is_floating_point():
+            return parameter.detach()
+        version = parameter._version
+        known = self._casts.get(id(parameter))
+        if known is None or known[0] != version or known[1].dtype != low:
+            known = self._casts[id(parameter)] = (version, parameter.detach().to(low))
+        return known[1].detach()
+
+    def forget(self) -> None:
+        """Lets go of casts."""
+        self._casts.clear()
+
+    def refuse_checkpoint(self) -> None:
+        """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from these."""
+        if (_top_hooks(False) is not None or not torch.is_grad_enabled()) and random.inside_checkpoint():
+            self.alone = True
+            raise Restart
+
+
+def _needs_grad(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.requires_grad
+    return isinstance(result, (tuple, list)) and any(_needs_grad(value) for value in result)
+
+
+def _opened(function: Any) -> Handler:
+    """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the function
+    that does not ask for modes, with the mode on."""
+    scope = {
+        **function.__globals__,
+        "has_torch_function": _no,
+        "has_torch_function_unary": _no,
+        "has_torch_function_variadic": _no,
+    }
+    copy: Any = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+
+    def handler(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return copy(*args, **kwargs)
+
+    return handler
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+TABLE: dict[Any, Handler] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.addmm: addmm,
+    F.embedding: embedding,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), convolution),
+    F.dropout: random.dropout,
+    F.scaled_dot_product_attention: random.attention,
+    **dict.fromkeys(random.RANDOM, random.draw),
+    **dict.fromkeys(random.RECURRENT, random.recurrent),
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+}
+if hasattr(F, "linear_cross_entropy"):
+    TABLE[F.linear_cross_entropy] = _opened(F.linear_cross_entropy)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import ConfigError
+from gapless.errors import ConfigError
 
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
@@ -95,7 +95,9 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         if dim is None or tensor.dim() <= dim or (batch_dims is None and tensor.size(dim) != size):
             columns.append([tensor] * count)
         elif tensor.size(dim) != size:
-            raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, but the batch has {size} samples.")
+            raise ConfigError(
+                f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, but the batch has {size} samples."
+            )
         else:
             columns.append(list(tensor.tensor_split(count, dim)))
     return [unflatten([column[m] for column in columns], shape) for m in range(count)]
@@ -131,7 +133,11 @@ def weights(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[An
     """
     if loss_weight == "sum":
         return [1.0] * len(counts)
-    numbers = [float(count) for count in counts] if loss_weight is None else [float(loss_weight(target)) for target in targets]
+    numbers = (
+        [float(count) for count in counts]
+        if loss_weight is None
+        else [float(loss_weight(target)) for target in targets]
+    )
     total = sum(numbers)
     return [number / total if total else 0.0 for number in numbers]
 
@@ -153,8 +159,12 @@ def _spread(tree: Any, dims: Any) -> list[int | None]:
         return [dims] * len(pytree.tree_leaves(tree))
     if isinstance(tree, dict) and isinstance(dims, dict):
         if unknown := set(dims) - set(tree):
-            raise ConfigError(f"batch_dims names {sorted(map(str, unknown))}, which the batch does not have: it has {sorted(map(str, tree))}.")
+            raise ConfigError(
+                f"batch_dims names {sorted(map(str, unknown))}, which the batch does not have: it has {sorted(map(str, tree))}."
+            )
         return [dim for key, value in tree.items() for dim in _spread(value, dims.get(key, None))]
     if isinstance(tree, (tuple, list)) and isinstance(dims, (tuple, list)) and len(tree) == len(dims):
         return [dim for value, part in zip(tree, dims, strict=True) for dim in _spread(value, part)]
-    raise ConfigError(f"batch_dims={dims!r} does not fit a batch that is a {type(tree).__name__}: give numbers in the shape of the batch.")
+    raise ConfigError(
+        f"batch_dims={dims!r} does not fit a batch that is a {type(tree).__name__}: give numbers in the shape of the batch."
+    )

@@ -18,10 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import GaplessError
-from .cell import Cell, Work
+from gapless.errors import GaplessError
+from .calls import Calls
+from .cell import Work
 from .deferred import Records
-from .intercept import Interception
+from .plain import apply_first
+from .remat import cells_of, clear_casts
 
 Remat = Literal["none", "stage", "layer"]
 
@@ -50,8 +52,9 @@ class Stage:
         self.remat = remat
         self.split = split
         self.loss = loss
-        self._intercept = Interception(self.layers, seed=seed, split=split, extra=loss)
-        self._cells = [Cell(self.layers, first_layer, self._intercept, loss=loss, spread=spread)]
+        self._spread = spread
+        self._calls = Calls(self.layers, first_layer, seed=seed, split=split, loss=loss, spread=spread)
+        self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         self._work: dict[int, Work] = {}
 
     @property
@@ -71,7 +74,9 @@ class Stage:
     ) -> Any:
         """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without its weight)."""
         if microbatch in self._work:
-            raise GaplessError(f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward.")
+            raise GaplessError(
+                f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
+            )
         work = Work(microbatch, step, target, weight, want_outputs, Records())
         self._work[microbatch] = work
         try:
@@ -111,15 +116,16 @@ class Stage:
     def infer(self, inputs: Any) -> Any:
         """The outputs alone: no gradients, no interception, nothing kept. Train or eval mode is the caller's choice."""
         with torch.no_grad():
-            for cell in self._cells:
-                inputs = cell.apply(inputs)
+            for number, layer in enumerate(self.layers):
+                inputs = apply_first(layer, inputs) if self._spread and number == 0 else layer(inputs)
+        clear_casts()
         return inputs
 
     def drop(self) -> None:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""
         for microbatch in list(self._work):
             self._forget(microbatch)
-        self._intercept.forget()
+        self._calls.forget()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()

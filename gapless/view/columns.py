@@ -1,7 +1,7 @@
 """A timeline as columns of numbers, small enough to put a million actions into a page.
 
-Nothing is rounded. A column of whole numbers (or of halves, quarters, ...) becomes the differences of its neighbours as 32-bit
-integers, which compress to almost nothing; any other column stays as it is, in 64-bit floats.
+Nothing is rounded. A column of whole numbers (or of halves, quarters, ...) becomes the differences of its neighbours as
+32-bit integers, which compress to almost nothing; any other column stays as it is, in 64-bit floats.
 
     starts 0 1 2 3 5.5   ->   scale 2, differences 0 2 2 2 5   ->   zlib   ->   base64
 """

@@ -1,7 +1,7 @@
 """The words and colours of actions, once for every drawing.
 
-A kind has a hue. Within it, microbatches cycle through eight steps so that the eye can follow one across the devices, and
-the stages of one device go from full to pale. All fills are light enough for one dark ink, on light and dark pages alike.
+A kind has a hue. Within it, microbatches cycle through eight steps so that the eye can follow one across the devices,
+and the stages of one device go from full to pale. All fills are light enough for one dark ink, on light and dark pages.
 """
 
 from dataclasses import dataclass

@@ -35,8 +35,8 @@ def resolve(schedule: Schedule) -> Links:
     first, needs = array("i", [0]), array("i")
     for action in actions(schedule):
         for need in dependencies(action, schedule):
-            if (number := where.get(need)) is not None:
-                needs.append(number)
+            if need in where:
+                needs.append(where[need])
         first.append(len(needs))
     return Links(first, needs)
 
@@ -52,5 +52,5 @@ def row_offsets(schedule: Schedule) -> list[int]:
 
 
 def origin(timeline: Timeline) -> Number:
-    """The first start of all. Drawings count from here, so that a measured timeline lies on the simulated one's axis."""
+    """The first start of all. Drawings count from it, so that a measured timeline lies on the simulated one's axis."""
     return min((row[0] for row in timeline.starts if row), default=0)

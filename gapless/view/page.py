@@ -1,7 +1,7 @@
 """Timelines as one page: a single file that works offline, in any current browser, with up to millions of actions.
 
-The page trusts nobody. Names come from users, so in HTML they are escaped, in the data every `<`, `>` and `&` is written as
-a JSON escape, and the script puts text only into text nodes. A content security policy lets nothing else run: `default-src
+The page trusts nobody. Names come from users, so in HTML they are escaped, in the data every `<`, `>` and `&` is a JSON
+escape, and the script puts text only into text nodes. A content security policy lets nothing else run: `default-src
 'none'`, and the one script and the one style sheet by their hashes.
 """
 
@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
 from importlib.resources import files
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gapless.view import columns, legend
 from gapless.view.links import origin, row_offsets
 from gapless.view.summary import figure, named, percent, table, text
 
-_SCRIPTS = ("timeline.data.js", "timeline.draw.js", "timeline.js")
+_SCRIPTS = ("timeline.data.js", "timeline.draw.js", "timeline.overlay.js", "timeline.js")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -40,7 +41,7 @@ def render(timelines: Sequence[Timeline], title: str = "Pipeline schedules", mem
         ],
         "kinds": [_kind(kind) for kind in legend.KINDS],
         "ink": legend.INK,
-        "memoryLimit": None if memory_limit is None else float(memory_limit),
+        "memoryLimit": None if memory_limit is None or isinf(memory_limit) else float(memory_limit),
     }
     parts = {
         "policy": _policy(script, style),
@@ -143,7 +144,7 @@ def _subtitle(timelines: Sequence[Timeline]) -> str:
 
 
 def _legend(timelines: Sequence[Timeline]) -> str:
-    """The six kinds always, so that the page explains a schedule the reader has not met yet; transfers where they occur."""
+    """The six kinds always, so that the page explains schedules not shown yet; transfers where they occur."""
     occurring = legend.present([timeline.schedule for timeline in timelines])
     items = []
     for kind, entry in legend.ENTRIES.items():

@@ -46,8 +46,6 @@ class Column:
 
 
 COLUMNS = (
-    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices),
-    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches),
     Column(
         "makespan",
         "From the first start on any device to the last end on any device.",
@@ -75,6 +73,8 @@ COLUMNS = (
     ),
     Column("work", "The busy time of the busiest device.", lambda t: t.work, ranked=True),
     Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0), ranked=True),
+    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices),
+    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches),
     Column("actions", "How many actions run in all.", lambda t: t.schedule.num_actions),
 )
 _PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period, ranked=True)
@@ -83,7 +83,7 @@ _PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period,
 def table(timelines: Sequence[Timeline]) -> str:
     columns = list(COLUMNS)
     if any(timeline.schedule.num_minibatches > 1 for timeline in timelines):
-        columns.insert(2, _PERIOD)
+        columns.insert(0, _PERIOD)
     values = [[column.value(timeline) for timeline in timelines] for column in columns]
     head = '<th scope="col" aria-sort="none"><button type="button">schedule</button></th>' + "".join(
         f'<th scope="col" aria-sort="none" class="number"><button type="button" title="{text(column.explanation)}">'
@@ -91,7 +91,10 @@ def table(timelines: Sequence[Timeline]) -> str:
         for column in columns
     )
     rows = "\n".join(_row(number, timeline, columns, values) for number, timeline in enumerate(timelines))
-    return f'<table id="summary"><caption class="unseen">Summary of all schedules</caption><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>'
+    return (
+        '<table id="summary"><caption class="unseen">Summary of all schedules</caption>'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    )
 
 
 def _row(number: int, timeline: Timeline, columns: Sequence[Column], values: Sequence[Sequence[Number]]) -> str:
@@ -102,10 +105,12 @@ def _row(number: int, timeline: Timeline, columns: Sequence[Column], values: Seq
         mark = '<span class="unseen"> (best)</span>' if best else ""
         bar = '<i class="bar"></i>' if column.bar else ""
         cells.append(
-            f'<td class="number{" best" if best else ""}" data-value="{float(value)!r}">{bar}<span>{column.shown(value)}</span>{mark}</td>'
+            f'<td class="number{" best" if best else ""}" data-value="{float(value)!r}">'
+            f"{bar}<span>{column.shown(value)}</span>{mark}</td>"
         )
     name = text(named(timeline))
-    return f'<tr data-timeline="{number}"><th scope="row" title="{name}"><a href="#timeline-{number}">{name}</a></th>{"".join(cells)}</tr>'
+    head = f'<th scope="row" title="{name}"><a href="#timeline-{number}">{name}</a></th>'
+    return f'<tr data-timeline="{number}">{head}{"".join(cells)}</tr>'
 
 
 def _is_best(value: Number, among: Sequence[Number]) -> bool:

@@ -50,16 +50,29 @@ class TimelineData {
     this.stage = column.stage;
     this.microbatch = column.microbatch;
     this.kind = Uint8Array.from(column.kind);
-    this.tint = description.stages.map((stages, device) => new Map(stages.map((s, i) => [s, description.tints[device][i]])));
+    this.shade = this.#shades(description);
     this.firstNeed = new Int32Array(this.length + 1);
     this.need = column.needBack; // turned in place from "how far back" into the number itself
     for (let n = 0, at = 0; n < this.length; n++) {
       for (const to = at + column.needCount[n]; at < to; at++) this.need[at] = n - this.need[at];
       this.firstNeed[n + 1] = at;
     }
+    this.digits = String(this.microbatch.reduce((most, number) => Math.max(most, number), 0)).length;
     this.sums = null;
     this.pyramids = [];
     this.inverse = null;
+  }
+
+  /** Per action its place in the list of fills: by kind, then by which of its device's stages, then by microbatch. */
+  #shades({ stages, tints }) {
+    const shade = new Uint16Array(this.length);
+    for (let device = 0; device < this.numDevices; device++) {
+      const tint = new Map(stages[device].map((stage, place) => [stage, tints[device][place]]));
+      for (let n = this.rows[device]; n < this.rows[device + 1]; n++) {
+        shade[n] = (this.kind[n] << 5) | ((tint.get(this.stage[n]) ?? 0) << 3) | (this.microbatch[n] & 7);
+      }
+    }
+    return shade;
   }
 
   deviceOf(number) {
@@ -146,18 +159,15 @@ class TimelineData {
     return { numbers: found, includes: (n) => members.has(n) };
   }
 
-  /** Per kind that occurs, the busy time of all actions before number n: the busy time of any stretch is a difference of two. */
+  /** Per kind that occurs, the busy time of all actions before number n: that of any stretch is a difference of two. */
   busySums() {
     if (!this.sums) {
       const { kind, start, end, length } = this;
-      this.sums = new Map();
-      for (let n = 0; n < length; n++) if (!this.sums.has(kind[n])) this.sums.set(kind[n], new Float64Array(length + 1));
-      for (const [k, sums] of this.sums) {
-        for (let n = 0, sum = 0; n < length; n++) {
-          if (kind[n] === k) sum += end[n] - start[n];
-          sums[n + 1] = sum;
-        }
-      }
+      this.sums = [...new Set(kind)].map((of) => {
+        const before = new Float64Array(length + 1);
+        for (let n = 0; n < length; n++) before[n + 1] = before[n] + (kind[n] === of ? end[n] - start[n] : 0);
+        return { of, before };
+      });
     }
     return this.sums;
   }

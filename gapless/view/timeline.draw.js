@@ -2,7 +2,8 @@
 // is found by search, and a row whose actions are too thin or too many becomes one strip of pixels, each with the exact share
 // of time that every kind has in it.
 
-const MAX_BLOCKS = 6000; // drawn one by one in a frame; beyond, rows become strips
+const MAX_BLOCKS = 4000; // drawn one by one in a frame; beyond, rows become strips
+const TOP = 5; // above the first row: room for outlines
 const MIN_MEAN_WIDTH = 3; // CSS pixels per action below which a row becomes a strip
 const DENSITIES = {
   comfortable: { bar: 24, gap: 4, curve: 22, pad: 12 },
@@ -32,8 +33,8 @@ class Look {
       this[name] = this.#colour(`--${name}`);
     }
     this.idle = { inner: this.#hatch("inner"), outer: this.#hatch("outer") };
-    this.fill = this.kinds.map((kind) => (dark ? kind.dark : kind.light));
-    this.rgb = this.fill.map((tints) => tints.map((steps) => steps.map((hex) => Number.parseInt(hex.slice(1), 16))));
+    this.fill = this.kinds.flatMap((kind) => (dark ? kind.dark : kind.light).flat());
+    this.rgb = Int32Array.from(this.fill, (hex) => Number.parseInt(hex.slice(1), 16));
   }
 
   #colour(name) {
@@ -98,13 +99,25 @@ class Geometry {
     return Math.round(this.x(Math.min(Math.max(time, this.view.start - 1e3 * this.perPixel), this.view.end + 1e3 * this.perPixel)) * devicePixelRatio) / devicePixelRatio;
   }
 
+  /** The device at a y of the canvas, and how far below the top of its row. */
+  row(y) {
+    const device = Math.floor((y + this.scroll - TOP) / this.pitch);
+    return { device, below: y - this.y(device) };
+  }
+
   y(device) {
-    return device * this.pitch - this.scroll;
+    return TOP + device * this.pitch - this.scroll;
   }
 
   time(x) {
     return this.view.start + (x - this.left) * this.perPixel;
   }
+}
+
+/** A pixel of an image: red, green, blue and opacity in the order of their bytes. */
+function pixel(rgb, share) {
+  const alpha = share >= 1 ? 255 : Math.round(255 * share);
+  return ((alpha << 24) | ((rgb & 255) << 16) | (rgb & 0xff00) | (rgb >> 16)) >>> 0;
 }
 
 /** Draws the rows of one timeline. `stats` counts what a frame drew. */
@@ -118,8 +131,8 @@ class Painter {
   paint(pen, data, geometry, { memoryTop, memoryLimit, followed }) {
     Object.assign(this, { pen, data, geometry, memoryTop, memoryLimit, followed });
     pen.clearRect(0, 0, geometry.width, geometry.height);
-    const first = Math.max(0, Math.floor(geometry.scroll / geometry.pitch));
-    const last = Math.min(data.numDevices - 1, Math.floor((geometry.scroll + geometry.height) / geometry.pitch));
+    const first = Math.max(0, Math.floor((geometry.scroll - TOP) / geometry.pitch));
+    const last = Math.min(data.numDevices - 1, Math.floor((geometry.scroll + geometry.height - TOP) / geometry.pitch));
     const ranges = [];
     let total = 0;
     for (let device = first; device <= last; device++) {
@@ -140,12 +153,11 @@ class Painter {
     const thin = ({ low, high }) => total > MAX_BLOCKS || (high - low) * MIN_MEAN_WIDTH > geometry.plotWidth;
     const strips = ranges.filter(thin);
     if (strips.length) this.#strips(strips);
-    const rounded = total < 2500;
-    for (const range of ranges) if (!thin(range)) this.#blocks(range, rounded);
+    this.#blocks(ranges.filter((range) => !thin(range)));
     if (followed && strips.length) this.#followedOver(strips);
     if (geometry.density.curve) for (const range of ranges) this.#curve(range, thin(range));
     pen.fillStyle = this.look.muted;
-    pen.fillRect(geometry.snapped(data.makespan), 0, 1, data.numDevices * geometry.pitch - geometry.scroll - geometry.density.pad);
+    pen.fillRect(geometry.snapped(data.makespan), 0, 1, geometry.y(data.numDevices) - geometry.density.pad);
     pen.restore();
   }
 
@@ -194,52 +206,58 @@ class Painter {
     paint(look.idle.outer, span[1], data.makespan);
   }
 
-  #fillOf(n, device) {
-    const { data, look } = this;
-    return look.fill[data.kind[n]][data.tint[device].get(data.stage[n]) ?? 0][data.microbatch[n] & 7];
-  }
-
-  #isFaded(n) {
-    return this.followed && !this.followed.includes(n);
-  }
-
-  #blocks({ device, low, high }, rounded) {
-    const { pen, geometry, data, look } = this;
+  /** Blocks one by one, gathered into one path per fill: much the cheapest way to draw thousands. */
+  #blocks(ranges) {
+    const { pen, geometry, data, look, followed } = this;
     const { bar } = geometry.density;
-    const y = geometry.y(device);
     const hair = 1 / devicePixelRatio;
+    const paths = [new Map(), new Map()]; // in full colour, and faded
+    for (const { device, low, high } of ranges) {
+      const y = geometry.y(device);
+      this.stats.blocks += high - low;
+      for (let n = low; n < high; n++) {
+        const x = geometry.snapped(data.start[n]);
+        const width = Math.max(hair, geometry.snapped(data.end[n]) - x);
+        const fills = paths[followed && !followed.includes(n) ? 1 : 0];
+        let path = fills.get(data.shade[n]);
+        if (!path) fills.set(data.shade[n], (path = new Path2D()));
+        if (data.start[n] === data.end[n]) path.rect(x - 1, y - 2, 2, bar + 4);
+        else if (width > 6 && bar >= 8) path.roundRect(x, y, width - 1, bar, 3);
+        else path.rect(x, y, width > 3 ? width - 1 : width, bar);
+      }
+    }
+    paths.forEach((fills, faded) => {
+      pen.globalAlpha = faded ? 0.22 : 1;
+      for (const [shade, path] of fills) {
+        pen.fillStyle = look.fill[shade];
+        pen.fill(path);
+      }
+    });
+    pen.globalAlpha = 1;
+    if (bar >= 12) this.#numbers(ranges);
+  }
+
+  #numbers(ranges) {
+    const { pen, geometry, data, look, followed } = this;
+    const { bar } = geometry.density;
     pen.font = `600 ${bar >= 20 ? 11.5 : 10}px ${FONT}`;
     pen.textAlign = "center";
-    for (let n = low; n < high; n++) {
-      const x = geometry.snapped(data.start[n]);
-      const width = Math.max(hair, geometry.snapped(data.end[n]) - x);
-      const instant = data.start[n] === data.end[n];
-      pen.globalAlpha = this.#isFaded(n) ? 0.2 : 1;
-      pen.fillStyle = this.#fillOf(n, device);
-      if (instant) pen.fillRect(x - 1, y - 2, 2, bar + 4);
-      else if (rounded && width > 6 && bar >= 8) {
-        pen.beginPath();
-        pen.roundRect(x, y, width - 1, bar, 3);
-        pen.fill();
-      } else pen.fillRect(x, y, width > 4 ? width - 1 : width, bar);
-      this.stats.blocks++;
-      if (bar >= 12 && width >= 9) this.#label(n, x, y, width, bar);
-    }
-    pen.globalAlpha = 1;
-  }
-
-  #label(n, x, y, width, bar) {
-    const { pen, geometry, data, look } = this;
-    const digits = String(data.microbatch[n]);
-    const whole = `${data.stage[n]}${look.kinds[data.kind[n]].letter}${digits}`;
-    const text = width >= 96 ? whole : digits;
-    if (text.length * 7 + 3 > width) return;
-    // Kept in view while any part of the action is.
-    const left = Math.max(x, geometry.left);
-    const right = Math.min(x + width - 1, geometry.left + geometry.plotWidth);
-    if (right - left < text.length * 7) return;
     pen.fillStyle = look.blockInk;
-    pen.fillText(text, (left + right) / 2, y + bar / 2 + 0.75);
+    const digit = bar >= 20 ? 7 : 6;
+    const needed = (data.digits * digit + 2.5) * geometry.perPixel; // the same for all, so that none stands out
+    const [from, to] = [geometry.left, geometry.left + geometry.plotWidth];
+    for (const { device, low, high } of ranges) {
+      for (let n = low; n < high; n++) {
+        const length = data.end[n] - data.start[n];
+        if (length < needed || (followed && !followed.includes(n))) continue;
+        const number = String(data.microbatch[n]);
+        const text = length > 96 * geometry.perPixel ? `${data.stage[n]}${look.kinds[data.kind[n]].letter}${number}` : number;
+        // In view as long as there is room for it beside the edge.
+        const left = Math.max(geometry.snapped(data.start[n]), from);
+        const right = Math.min(geometry.snapped(data.end[n]) - 1, to);
+        if (right - left >= text.length * digit) pen.fillText(text, (left + right) / 2, geometry.y(device) + bar / 2 + 0.75);
+      }
+    }
   }
 
   #strips(ranges) {
@@ -265,46 +283,40 @@ class Painter {
   /** One row as pixels: the mean colour of what runs in each, as opaque as the share of time in which anything runs. */
   #pixels(pixels, device, low) {
     const { data, geometry, look } = this;
-    const { start, end, kind } = data;
+    const { start, end, kind, shade } = data;
     const rowEnd = data.rows[device + 1];
-    const sums = [...data.busySums()].map(([k, prefix]) => ({ k, prefix, rgb: look.rgb[k][0][3] }));
     const step = geometry.perPixel;
+    const sums = data.busySums();
     let i = low;
     for (let p = 0; p < pixels.length; p++) {
       const from = geometry.view.start + p * step;
       const to = from + step;
-      const j = i < rowEnd && end[i] > to ? i : data.firstEndingAfter(device, to, i);
+      const j = i === rowEnd || end[i] > to ? i : data.firstEndingAfter(device, to, i);
+      if (i === j) {
+        // All of the pixel lies in one action, or in the idle time before it.
+        const busy = i < rowEnd ? to - Math.max(start[i], from) : 0;
+        if (busy > 0) pixels[p] = pixel(look.rgb[shade[i]], busy / step);
+        continue;
+      }
       let busy = 0;
       let red = 0;
       let green = 0;
       let blue = 0;
-      const add = (time, rgb) => {
+      for (let s = 0; s < sums.length; s++) {
+        const { of, before } = sums[s];
+        let time = before[j] - before[i];
+        if (kind[i] === of && start[i] < from) time -= from - start[i];
+        if (j < rowEnd && kind[j] === of && start[j] < to) time += to - start[j];
+        if (time <= 0) continue;
+        const rgb = look.rgb[(of << 5) | 3];
         busy += time;
         red += time * (rgb >> 16);
         green += time * ((rgb >> 8) & 255);
         blue += time * (rgb & 255);
-      };
-      if (i === j) {
-        if (i < rowEnd && start[i] < to) add(to - Math.max(start[i], from), this.#rgbOf(i, device));
-      } else {
-        for (const { k, prefix, rgb } of sums) {
-          let time = prefix[j] - prefix[i];
-          if (kind[i] === k && start[i] < from) time -= from - start[i];
-          if (j < rowEnd && kind[j] === k && start[j] < to) time += to - start[j];
-          if (time > 0) add(time, rgb);
-        }
       }
-      if (busy > 0) {
-        const alpha = Math.min(255, Math.round((255 * busy) / step));
-        pixels[p] = ((alpha << 24) | ((blue / busy) << 16) | ((green / busy) << 8) | (red / busy)) >>> 0;
-      }
+      if (busy > 0) pixels[p] = pixel(((red / busy) << 16) | ((green / busy) << 8) | (blue / busy), busy / step);
       i = j;
     }
-  }
-
-  #rgbOf(n, device) {
-    const { data, look } = this;
-    return look.rgb[data.kind[n]][data.tint[device].get(data.stage[n]) ?? 0][data.microbatch[n] & 7];
   }
 
   /** The followed microbatch drawn over faded strips. */
@@ -315,7 +327,7 @@ class Painter {
       const device = data.deviceOf(n);
       if (!devices.has(device) || data.end[n] < geometry.view.start || data.start[n] > geometry.view.end) continue;
       const x = geometry.x(data.start[n]);
-      pen.fillStyle = this.#fillOf(n, device);
+      pen.fillStyle = this.look.fill[data.shade[n]];
       pen.fillRect(x, geometry.y(device), Math.max(1.5, geometry.x(data.end[n]) - x), geometry.density.bar);
       this.stats.blocks++;
     }
@@ -395,103 +407,6 @@ class Painter {
     pen.arc(geometry.x(data.start[peak]), level(data.held[peak]), 2.25, 0, 7);
     pen.fill();
   }
-}
-
-/** What lies over the rows: the time under the pointer, the action in question, and its links. */
-function paintOverlay(pen, data, geometry, look, { time, number }) {
-  pen.clearRect(0, 0, geometry.width, geometry.height);
-  pen.save();
-  pen.beginPath();
-  pen.rect(geometry.left - 2, 0, geometry.plotWidth + 4, geometry.height);
-  pen.clip();
-  if (time !== null) {
-    pen.fillStyle = look["line-strong"];
-    pen.fillRect(Math.round(geometry.x(time)), 0, 1, Math.min(geometry.height, geometry.y(data.numDevices)));
-  }
-  if (number >= 0) {
-    const links = [...data.needs(number)].slice(-200).map((need) => [need, number, look.needs, []]);
-    links.push(...[...data.neededBy(number)].slice(0, 200).map((by) => [number, by, look.needed, [5, 3]]));
-    for (const [from, to, colour, dash] of links) {
-      outline(pen, data, geometry, from === number ? to : from, colour, 1.75);
-      arrow(pen, data, geometry, from, to, colour, dash, look.page);
-    }
-    outline(pen, data, geometry, number, look.ink, 2);
-  }
-  pen.restore();
-}
-
-function boxOf(data, geometry, number) {
-  const x = geometry.snapped(data.start[number]);
-  const width = Math.max(2, geometry.snapped(data.end[number]) - x - 1);
-  return { x, y: geometry.y(data.deviceOf(number)), width, height: geometry.density.bar };
-}
-
-function outline(pen, data, geometry, number, colour, thickness) {
-  const { x, y, width, height } = boxOf(data, geometry, number);
-  pen.strokeStyle = colour;
-  pen.lineWidth = thickness;
-  pen.beginPath();
-  pen.roundRect(x - 0.5, y - 0.5, width + 1, height + 1, Math.min(3, width / 2));
-  pen.stroke();
-}
-
-/** From the end of one block to the start of another, leaving and arriving at right angles to the rows. */
-function arrow(pen, data, geometry, from, to, colour, dash, halo) {
-  const a = boxOf(data, geometry, from);
-  const b = boxOf(data, geometry, to);
-  const inset = (box) => Math.min(5, box.width / 2);
-  const [x0, x1] = [a.x + a.width - inset(a), b.x + inset(b)];
-  const down = b.y > a.y ? 1 : -1; // along one row the line arches above it
-  const y0 = down > 0 ? a.y + a.height : a.y;
-  const y1 = down > 0 ? b.y : b.y === a.y ? b.y : b.y + b.height;
-  const bend = b.y === a.y ? Math.min(30, 10 + Math.abs(x1 - x0) / 10) : Math.max(10, Math.abs(y1 - y0) / 2);
-  const tip = b.y === a.y ? 1 : down; // the way the arrow points
-  const line = new Path2D();
-  line.moveTo(x0, y0);
-  line.bezierCurveTo(x0, y0 + down * bend, x1, y1 - tip * bend, x1, y1 - tip * 3);
-  pen.lineWidth = 4;
-  pen.strokeStyle = halo;
-  pen.stroke(line);
-  pen.lineWidth = 1.75;
-  pen.strokeStyle = colour;
-  pen.setLineDash(dash);
-  pen.stroke(line);
-  pen.setLineDash([]);
-  pen.fillStyle = colour;
-  pen.beginPath();
-  pen.moveTo(x1, y1 + tip);
-  pen.lineTo(x1 - 4, y1 - tip * 5.5);
-  pen.lineTo(x1 + 4, y1 - tip * 5.5);
-  pen.fill();
-}
-
-function paintAxis(canvas, geometry, look, time) {
-  const pen = penOf(canvas, geometry.width, 26);
-  pen.clearRect(0, 0, geometry.width, 26);
-  pen.font = `11.5px ${FONT}`;
-  pen.textBaseline = "middle";
-  pen.textAlign = "left";
-  pen.fillStyle = look.muted;
-  pen.fillText("time", 0, 14);
-  for (const tick of ticks(geometry.view, geometry.plotWidth)) {
-    const x = geometry.x(tick);
-    const text = shown(tick);
-    const half = pen.measureText(text).width / 2;
-    pen.textAlign = x + half > geometry.width ? "right" : "center";
-    pen.fillText(text, x + half > geometry.width ? geometry.width : x, 13);
-    pen.fillRect(Math.round(x), 21, 1, 5);
-  }
-  if (time === null) return;
-  const label = shown(Number(time.toPrecision(4)));
-  const half = pen.measureText(label).width / 2 + 6;
-  const x = Math.min(Math.max(geometry.x(time), half), geometry.width - half);
-  pen.fillStyle = look.ink;
-  pen.beginPath();
-  pen.roundRect(x - half, 4, half * 2, 18, 5);
-  pen.fill();
-  pen.fillStyle = look.page;
-  pen.textAlign = "center";
-  pen.fillText(label, x, 13.5);
 }
 
 /** The pen of a canvas, which is resized to whole device pixels where needed; its unit is the CSS pixel. */

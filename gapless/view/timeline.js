@@ -69,7 +69,7 @@ function geometryOf(section) {
 /** Heights follow from the number of devices alone, so nothing moves when the data arrives. */
 function layout() {
   for (const { plot, layers, numDevices } of sections) {
-    const height = numDevices * pitchOf(density) + 4;
+    const height = TOP + numDevices * pitchOf(density) + 4;
     plot.style.height = `${height}px`;
     layers.style.height = `${Math.min(height, Math.max(120, innerHeight - 112))}px`;
   }
@@ -83,14 +83,13 @@ function setView(start, end) {
   const middle = (start + end) / 2;
   view.start = Math.min(Math.max(middle - length / 2, -0.01 * total), 1.01 * total - length);
   view.end = view.start + length;
-  if (length >= total) fit();
+  if (length >= total) Object.assign(view, { start: 0, end: total });
+  setHovered(null); // what lies under the pointer has moved away
   redraw();
 }
 
 function fit() {
-  view.start = 0;
-  view.end = total;
-  redraw();
+  setView(0, total);
 }
 
 function zoom(factor, around = (view.start + view.end) / 2) {
@@ -125,11 +124,10 @@ function hit(section, clientX, clientY) {
   if (!section.data || !geometry) return null;
   const box = section.layers.getBoundingClientRect();
   const x = clientX - box.left;
-  const y = clientY - box.top + geometry.scroll;
-  const device = Math.floor(y / geometry.pitch);
+  const { device, below } = geometry.row(clientY - box.top);
   if (x < geometry.left || x > geometry.left + geometry.plotWidth || device < 0 || device >= section.numDevices) return null;
   const { bar, gap, curve } = geometry.density;
-  if (y - device * geometry.pitch > bar + gap + curve) return null;
+  if (below > bar + gap + curve) return null;
   const time = geometry.time(x);
   const number = section.data.actionAt(device, time, 2 * geometry.perPixel);
   if (number >= 0) return { section, number, idle: false };
@@ -249,9 +247,10 @@ function step(plot, along, across) {
 
 function pin(found) {
   const sameCount = (a, b) => header.kinds[a].counted === header.kinds[b].counted;
+  hovered = null;
   pinned = found && { ...found, followed: found.section.data.sharing(found.number, sameCount) };
   element("details").classList.toggle("pinned", Boolean(pinned));
-  showDetails(pinned ?? hovered);
+  showDetails(pinned);
   if (pinned) element("details").style.transform = "none";
   redraw();
 }
@@ -272,13 +271,13 @@ function facts({ section, number, idle, device }) {
   if (idle) return idleFacts(data, number, device);
   const kind = header.kinds[data.kind[number]];
   const { since, waited, need } = data.waitBefore(number);
-  const from = need < 0 ? "" : ` for ${nameOf(data, need)}, which ended at ${shown(data.end[need])} on device ${data.deviceOf(need)}`;
+  const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${shown(data.end[need])} on device ${data.deviceOf(need)}`;
   return {
     action: nameOf(data, number),
     words: `stage ${data.stage[number]}, ${kind.name}, ${kind.counted} ${data.microbatch[number]}`,
     device: `device ${data.deviceOf(number)}`,
     times: `${shown(data.start[number])} to ${shown(data.end[number])}, takes ${shown(rounded(data.end[number] - data.start[number]))}`,
-    wait: rounded(waited) > 0 ? `waited ${shown(rounded(waited))} (from ${shown(since)})${from}` : "did not wait: it started as soon as its device was free",
+    wait: rounded(waited) > 0 ? `waited ${shown(rounded(waited))}, from ${shown(since)} to ${shown(data.start[number])}${forWhat}` : "did not wait: it started as soon as its device was free",
     memory: `holds ${shown(data.held[number])} while it runs, ${shown(data.after[number])} after`,
     needs: [...data.needs(number)],
     neededBy: [...data.neededBy(number)],
@@ -312,7 +311,7 @@ function showDetails(found) {
   if (!found) return;
   const known = facts(found);
   for (const part of ["action", "words", "device", "times", "wait", "memory"]) {
-    element(`d-${part}`).textContent = known[part];
+    element(`d-${part}`).textContent = part === "action" && known.words ? `${known.action}:` : known[part];
     if (part === "wait" || part === "memory") element(`d-${part}`).hidden = !known[part];
   }
   listLinks(element("d-needs"), found.section, known.needs);
@@ -392,7 +391,7 @@ function applyTheme() {
   look.refresh(isDark());
   element("theme-name").textContent = isDark() ? "Light" : "Dark";
   for (const swatch of document.querySelectorAll(".swatch[data-kind]")) {
-    swatch.style.backgroundColor = look.fill[swatch.dataset.kind][0][2];
+    swatch.style.backgroundColor = look.fill[swatch.dataset.kind * 32 + 2];
   }
   redraw();
 }
@@ -416,7 +415,7 @@ function setUpTools() {
     density = DENSITIES[choice.value];
     layout();
   });
-  if (header.timelines.reduce((sum, timeline) => sum + timeline.rows.at(-1), 0) > 20000) element("guide").open = false;
+  if (innerWidth < 640) element("guide").open = false;
 }
 
 // -- opening ------------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,9 @@ def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: i
     """
     K, M, total = num_devices, num_microbatches, num_microbatches * minibatches
     if M < K:
-        raise ScheduleError(f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions would not do")
+        raise ScheduleError(
+            f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions would not do"
+        )
     rows = []
     for r in range(K):
         w = min(K - 1 - r, total)

@@ -43,7 +43,9 @@ def auto(
             if memory_limit is not None and peak > memory_limit:
                 continue
             timeline = simulate(schedule, costs)
-            value = (timeline.makespan, timeline.span) if objective == "makespan" else (timeline.span, timeline.makespan)
+            value = (
+                (timeline.makespan, timeline.span) if objective == "makespan" else (timeline.span, timeline.makespan)
+            )
             if best is None or value < best[0]:
                 best = (value, schedule)
     if best is None:
@@ -99,7 +101,9 @@ def resolve_limit(limit: Number | str | None, num_devices: int, num_microbatches
         try:
             value = float(text.removesuffix("x"))
         except ValueError:
-            raise ConfigError(f"memory limit {limit[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x") from None
+            raise ConfigError(
+                f"memory limit {limit[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x"
+            ) from None
         if not text.endswith("x"):
             return resolve_limit(value, num_devices, num_microbatches, costs)
         value = _checked(value)

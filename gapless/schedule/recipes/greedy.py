@@ -52,7 +52,13 @@ class _Pass:
     def __init__(self, placement: Placement, M: int, costs: Costs, limit: Number | None, policy: Policy) -> None:
         assert placement.single is not None
         S = placement.num_stages
-        self.home, self.last, self.limit, self.policy, self.latency = placement.single, S - 1, limit, policy, costs.latency
+        self.home, self.last, self.limit, self.policy, self.latency = (
+            placement.single,
+            S - 1,
+            limit,
+            policy,
+            costs.latency,
+        )
         self.durations = costs.durations(placement)
         self.activation = costs.per_stage("activation", placement)
         self.kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), self.activation))

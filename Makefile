@@ -1,0 +1,45 @@
+# Every target sets up .venv by itself; the stamp makes the second time quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHROMIUM := $(shell command -v chromium 2>/dev/null)
+# As root without sudo, as somebody else with it.
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+.PHONY: setup demo check test test-all browser clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("gapless needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m gapless show zb-v --devices 4 --microbatches 8
+	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
+
+check: $(STAMP)
+	$(BIN)/ruff format --check gapless tests
+	$(BIN)/ruff check gapless tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_surface.py
+
+browser:
+ifeq ($(CHROMIUM),)
+	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q chromium
+endif
+
+test: check browser
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check browser
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

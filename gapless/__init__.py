@@ -1,0 +1,43 @@
+"""Pipeline-parallel training on PyTorch: exact, checked before it runs, simulated before it is paid for, seen while it runs.
+
+The names below load when they are first used: looking at schedules never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gapless._version import __version__
+
+if TYPE_CHECKING:
+    from gapless.errors import GaplessError as GaplessError
+    from gapless.schedule.action import Schedule as Schedule
+    from gapless.schedule.costs import Costs as Costs
+    from gapless.schedule.recipes import make_schedule as make_schedule
+    from gapless.schedule.simulate import simulate as simulate
+    from gapless.schedule.timeline import Timeline as Timeline
+    from gapless.schedule.verify import verify as verify
+
+_HOMES = {
+    "Costs": "gapless.schedule.costs",
+    "GaplessError": "gapless.errors",
+    "Schedule": "gapless.schedule.action",
+    "Timeline": "gapless.schedule.timeline",
+    "make_schedule": "gapless.schedule.recipes",
+    "simulate": "gapless.schedule.simulate",
+    "verify": "gapless.schedule.verify",
+}
+
+__all__ = ["Costs", "GaplessError", "Schedule", "Timeline", "__version__", "make_schedule", "simulate", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gapless' has no attribute {name!r}")
+    # `gapless.simulate` and `gapless.verify` are functions whose modules have the same name one level down.
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,246 @@
+"""The options that commands share: sizes, costs, passes and where the output goes."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gapless.errors import ConfigError, ScheduleError
+from gapless.schedule import lower
+from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs, Number, PerStage
+from gapless.schedule.recipes import RECIPES, make_schedule
+from gapless.schedule.recipes.auto import resolve_limit
+from gapless.schedule.timeline import Timeline
+
+LARGEST_FILE = 64 * 2**20
+MOST_ACTIONS = 20_000_000
+
+
+def parser(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return made
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="K", help="devices (default 4)")
+    sizes.add_argument("--microbatches", "-M", type=int, default=8, metavar="M", help="microbatches (default 8)")
+    sizes.add_argument(
+        "--stages-per-device", type=int, metavar="V", help="stages per device (default: the recipe's own)"
+    )
+    sizes.add_argument(
+        "--minibatches", type=int, default=8, metavar="N", help="minibatches that 2bw is shown for (default 8)"
+    )
+    sizes.add_argument(
+        "--replicas", type=_integers, metavar="R,R", help="pipedream: how often each stage is replicated"
+    )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group(
+        "costs",
+        "a single number is per device and microbatch, shared by the device's stages; a list 1,2,1,1 is per stage",
+    )
+    for option, default, what in (
+        ("forward", 1, "time of a forward"),
+        ("input-grad", 1, "time of the input gradient"),
+        ("weight-grad", 1, "time of the weight gradient"),
+        ("recompute", 0, "time of a recompute"),
+        ("update", 0, "time of a weight update"),
+        ("activation", 1, "memory an activation takes from F to W"),
+        ("boundary", 0, "memory of a stage's input: what is sent, and what a recomputed stage keeps"),
+    ):
+        costs.add_argument(
+            f"--{option}", type=_per_stage, default=default, metavar="X", help=f"{what} (default {default})"
+        )
+    costs.add_argument(
+        "--kept-for-weight-grad", type=_per_stage, metavar="X", help="the part kept from I to W (default: all)"
+    )
+    costs.add_argument(
+        "--latency", type=_number, default=0, metavar="X", help="time of a hop between devices (default 0)"
+    )
+    costs.add_argument("--bandwidth", type=_number, metavar="X", help="boundary memory per unit of time a link carries")
+    costs.add_argument(
+        "--memory-limit", metavar="X", help="per device, in the unit of --activation, or 2x for twice 1f1b's"
+    )
+    costs.add_argument(
+        "--objective", choices=("makespan", "span"), default="makespan", help="what is best (default makespan)"
+    )
+
+
+def add_passes(parser: argparse.ArgumentParser) -> None:
+    passes = parser.add_argument_group("passes", "changes to the schedule, in this order")
+    passes.add_argument("--split", action="store_true", help="run a B as I W where that gains")
+    passes.add_argument("--fuse", action="store_true", help="run an I and its W as one B where nobody waits")
+    passes.add_argument(
+        "--remat",
+        nargs="?",
+        const="early",
+        choices=("early", "late"),
+        help="recompute activations: as early as memory allows, or late",
+    )
+    passes.add_argument("--forward-only", action="store_true", help="for inference")
+    passes.add_argument("--updates", action="store_true", help="add the weight updates")
+    passes.add_argument("--transfers", action="store_true", help="write out sends and receives")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    outputs = parser.add_argument_group("output")
+    outputs.add_argument("--json", action="store_true", help="print one JSON object")
+    outputs.add_argument("--html", metavar="FILE", help="write the interactive page")
+    outputs.add_argument("--svg", metavar="FILE", help="write a picture")
+    outputs.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev")
+
+
+def add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedule", metavar="SCHEDULE", help="a name from `gapless schedules`, or a schedule file")
+    parser.add_argument(
+        "--time-limit", type=_number, default=60, metavar="S", help="optimal: seconds to search (default 60)"
+    )
+
+
+def costs_of(arguments: argparse.Namespace) -> Costs:
+    return Costs(
+        forward=arguments.forward,
+        input_grad=arguments.input_grad,
+        weight_grad=arguments.weight_grad,
+        recompute=arguments.recompute,
+        update=arguments.update,
+        latency=arguments.latency,
+        bandwidth=arguments.bandwidth,
+        activation=arguments.activation,
+        kept_for_weight_grad=arguments.kept_for_weight_grad,
+        boundary=arguments.boundary,
+    )
+
+
+def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
+    check_sizes(arguments)
+    return resolve_limit(arguments.memory_limit, arguments.devices, arguments.microbatches, costs)
+
+
+def check_sizes(arguments: argparse.Namespace) -> None:
+    for name in ("devices", "microbatches", "minibatches"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(arguments, name)}, but a schedule needs at least 1")
+    actions = 3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1)
+    if actions > MOST_ACTIONS:
+        raise ConfigError(f"that would be about {actions:,} actions; this command takes up to {MOST_ACTIONS:,}")
+
+
+def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    """The recipe of that name with the sizes and costs asked for."""
+    check_sizes(arguments)
+    return make_schedule(
+        name,
+        devices=arguments.devices,
+        microbatches=arguments.microbatches,
+        stages_per_device=arguments.stages_per_device,
+        costs=costs,
+        memory_limit=arguments.memory_limit,
+        objective=arguments.objective,
+        replicas=arguments.replicas if name == "pipedream" else None,
+        minibatches=arguments.minibatches,
+    )
+
+
+def schedule_of(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    name = arguments.schedule
+    if name not in RECIPES and (os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))):
+        return read_schedule(name)
+    return build(name, arguments, costs)
+
+
+def read_schedule(path: str) -> Schedule:
+    file = Path(path)
+    if not file.is_file():
+        raise ScheduleError(f"{path[:200]} is not a file that can be read")
+    if file.stat().st_size > LARGEST_FILE:
+        size, most = file.stat().st_size / 2**20, LARGEST_FILE / 2**20
+        raise ScheduleError(f"{path[:200]} has {size:.0f} MiB, but a schedule file has at most {most:.0f}")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path[:200]} is not text; a schedule file has lines such as `0: 0F0 0B0`") from None
+    try:
+        return Schedule.parse(text, name=file.stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path[:200]}: {error}") from None
+
+
+def passed(
+    schedule: Schedule, costs: Costs, arguments: argparse.Namespace, limit: Number | None
+) -> tuple[Schedule, Costs]:
+    """The schedule after the passes asked for, and the costs it is to be simulated with."""
+    if arguments.split:
+        schedule = lower.split(schedule, costs)
+    if arguments.fuse:
+        schedule = lower.fuse(schedule, costs)
+    if arguments.remat:
+        early = arguments.remat == "early"
+        schedule = lower.add_recompute(schedule, costs, memory_limit=limit, early=early)
+        costs = costs if early else costs.recomputed_late(schedule.placement)
+    if arguments.forward_only:
+        schedule = lower.forward_only(schedule)
+    if arguments.updates:
+        schedule = lower.add_updates(schedule)
+    if arguments.transfers:
+        schedule = lower.add_transfers(schedule)
+    return schedule, costs
+
+
+def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline], limit: Number | None = None) -> None:
+    """The files asked for; where they went is said on standard error, so that standard output stays the result."""
+    from gapless.view import page, perfetto, svg
+
+    for path, write in (
+        (arguments.html, lambda path: page.write(path, timelines, memory_limit=limit)),
+        (arguments.svg, lambda path: svg.write(path, timelines)),
+        (arguments.perfetto, lambda path: perfetto.write(path, timelines)),
+    ):
+        if path:
+            write(path)
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data))
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def _number(text: str) -> Number:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
+    return int(value) if value.is_integer() else value
+
+
+def _per_stage(text: str) -> PerStage:
+    return tuple(map(_number, text.split(","))) if "," in text else _number(text)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of whole numbers such as 2,1,1") from None

@@ -1,0 +1,40 @@
+"""`gapless schedules`: the table of all recipes."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from gapless.cli import options
+from gapless.schedule.recipes import RECIPES
+from gapless.view import text
+
+_LEGEND = """K devices, M microbatches, v stages per device, r = device 0..K-1; f, i, w = time of a forward, an input gradient and
+a weight gradient of one microbatch on one device, b = i + w. Bubble: idle time of a step; peak: activations a device holds."""
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    parser = options.parser(commands, "schedules", purpose, "gapless schedules")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        rows = [
+            {
+                "name": recipe.name,
+                "placement": recipe.placement,
+                "bubble": recipe.bubble,
+                "peak": recipe.peak,
+                "stages_per_device": list(recipe.stages_per_device) if recipe.stages_per_device else "any",
+                "synchronous": recipe.synchronous,
+                "note": recipe.note,
+            }
+            for recipe in RECIPES.values()
+        ]
+        options.print_json({"schedules": rows})
+        return 0
+    rows_ = [(r.name, r.placement, r.bubble, r.peak, r.note) for r in RECIPES.values()]
+    print(text.table(("name", "placement", "makespan bubble", "peak", "note"), rows_, left=5))
+    print(f"\n{_LEGEND}")
+    return 0

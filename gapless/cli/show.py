@@ -1,0 +1,61 @@
+"""`gapless show`: draw a schedule, or print it."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from gapless.cli import options
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.view import text
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    parser = options.parser(commands, "show", purpose, "gapless show zb-v --devices 4 --microbatches 8")
+    options.add_name(parser)
+    parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="default grid")
+    options.add_sizes(parser)
+    options.add_costs(parser)
+    options.add_passes(parser)
+    options.add_outputs(parser)
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    costs = options.costs_of(arguments)
+    limit = options.limit_of(arguments, costs)
+    schedule, costs = options.passed(options.schedule_of(arguments, costs), costs, arguments, limit)
+    form = arguments.format or ("json" if arguments.json else "grid")
+    timeline = simulate(schedule, costs) if form == "grid" or _wants_pictures(arguments) else None
+    if timeline is not None:
+        options.write_pictures(arguments, [timeline], limit)
+    if form == "text":
+        print(schedule.text())
+    elif form == "csv":
+        print(schedule.csv(), end="")
+    elif form == "json":
+        options.print_json(schedule.to_json())
+    elif timeline is not None:
+        colour = options.on_terminal()
+        print(text.grid(timeline, options.width(), colour))
+        print(f"\n{text.key(schedule, colour)}")
+        print(summary(timeline))
+    return 0
+
+
+def _wants_pictures(arguments: argparse.Namespace) -> bool:
+    return any((arguments.html, arguments.svg, arguments.perfetto))
+
+
+def summary(timeline: Timeline) -> str:
+    """One line of numbers."""
+    parts = [
+        f"makespan {text.number(timeline.makespan)}",
+        f"bubble {text.percent(timeline.bubble)}",
+        f"span bubble {text.percent(timeline.span_bubble)}",
+        f"peak {text.number(max(timeline.peak))}",
+        f"{timeline.schedule.num_actions:,} actions",
+    ]
+    if timeline.schedule.num_minibatches > 1:
+        parts.insert(1, f"{text.number(timeline.period)} per minibatch in steady state")
+    return ", ".join(parts)

@@ -1,0 +1,64 @@
+"""`gapless simulate`: what a schedule costs in time and memory."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from gapless.cli import options
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.view import text
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    example = "gapless simulate zb-h1 --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03"
+    parser = options.parser(commands, "simulate", purpose, example)
+    options.add_name(parser)
+    options.add_sizes(parser)
+    options.add_costs(parser)
+    options.add_passes(parser)
+    options.add_outputs(parser)
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    costs = options.costs_of(arguments)
+    limit = options.limit_of(arguments, costs)
+    schedule, costs = options.passed(options.schedule_of(arguments, costs), costs, arguments, limit)
+    timeline = simulate(schedule, costs)
+    options.write_pictures(arguments, [timeline], limit)
+    if arguments.json:
+        options.print_json(timeline.summary())
+    else:
+        print(report(timeline))
+    return 0
+
+
+def report(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    lines = [
+        f"{schedule.name or 'schedule'}: {schedule.num_devices} devices, {schedule.num_stages} stages ({schedule.placement.shape}), "
+        f"{schedule.num_microbatches} microbatches, {schedule.num_actions:,} actions",
+        "",
+        f"makespan  {text.number(timeline.makespan):>10}   bubble {text.percent(timeline.bubble):>6}   first start of all to last end of all",
+        f"span      {text.number(timeline.span):>10}   bubble {text.percent(timeline.span_bubble):>6}   own first start to own last end, the longest",
+        f"work      {text.number(timeline.work):>10}                   busy time of the busiest device",
+    ]
+    if schedule.num_minibatches > 1:
+        lines.append(
+            f"period    {text.number(timeline.period):>10}                   time per minibatch in steady state"
+        )
+    if schedule.num_devices <= 64:
+        rows = [
+            (
+                str(device),
+                text.number(timeline.busy[device]),
+                text.number(timeline.idle[device]),
+                text.number(timeline.peak[device]),
+            )
+            for device in range(schedule.num_devices)
+        ]
+        lines += ["", text.table(("device", "busy", "idle", "peak"), rows, left=0)]
+    else:
+        lines.append(f"peak      {text.number(max(timeline.peak)):>10}                   the most a device holds")
+    return "\n".join(lines)

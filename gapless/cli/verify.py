@@ -1,0 +1,72 @@
+"""`gapless verify`: check a schedule in a file, and prove that it can't hang."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gapless.cli import options
+from gapless.schedule.verify import Report, verify
+from gapless.view import text
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    parser = options.parser(
+        commands, "verify", purpose, "gapless show 1f1b --format text > mine.txt; gapless verify mine.txt"
+    )
+    parser.add_argument("file", metavar="FILE", help="a schedule as text, CSV or JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    schedule = options.read_schedule(arguments.file)
+    report = verify(schedule)
+    if arguments.json:
+        options.print_json(_as_json(report))
+    else:
+        _print(report)
+    return 0 if report.ok else 2
+
+
+def _print(report: Report) -> None:
+    schedule = report.schedule
+    size = (
+        f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
+        f"{schedule.num_actions:,} actions"
+    )
+    if report.violations or report.warnings:
+        print(text.violations(report, options.width(), options.on_terminal()))
+    if not report.ok:
+        count = len(report.violations)
+        sys.stdout.flush()
+        print(f"gapless: {count:,} violation{'s' if count != 1 else ''} in {schedule.name} ({size})", file=sys.stderr)
+        return
+    print(f"{schedule.name}: correct ({size})")
+    if report.buffers:
+        most = max(report.buffers.values())
+        channels = f"{len(report.buffers)} channel{'s' if len(report.buffers) != 1 else ''}"
+        print(f"it can't hang: {channels}, at most {most} receive buffer{'s' if most != 1 else ''} each")
+    if report.in_order:
+        print("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
+    else:
+        print(
+            f"{len(report.warnings):,} backwards are out of microbatch order: last bits of gradients differ from the plain loop"
+        )
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    def listed(found: Any) -> list[dict[str, Any]]:
+        return [{"rule": v.rule, "device": v.device, "position": v.position, "message": v.message} for v in found]
+
+    return {
+        "schedule": report.schedule.name,
+        "ok": report.ok,
+        "in_order": report.in_order,
+        "violations": listed(report.violations),
+        "warnings": listed(report.warnings),
+        "buffers": [
+            {"source": source, "target": target, "kind": kind, "buffers": count}
+            for (source, target, kind), count in report.buffers.items()
+        ],
+    }

@@ -1,0 +1,159 @@
+"""The question `optimal` answers, in exact numbers: which actions there are, what comes before what, what is allowed.
+
+Times stay fractions here. Whole numbers are the solver's business, and simulated ones with rounding errors would make
+a proof of nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, cast
+
+from gapless.errors import ScheduleError
+from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.memory import peaks
+from gapless.schedule.placement import Placement
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+
+Objective = Literal["makespan", "span"]
+
+_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+
+
+def fraction(number: Number | None) -> Any:
+    """The number as it is written: 0.03 is three hundredths, not the nearest sum of powers of two."""
+    return None if number is None else Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
+
+
+def exact(costs: Costs) -> Costs:
+    values: dict[str, Any] = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    for name, value in values.items():
+        values[name] = tuple(map(fraction, value)) if isinstance(value, tuple) else fraction(value)
+    return replace(costs, **values)
+
+
+def plain(number: Fraction) -> Number:
+    return int(number) if number.denominator == 1 else float(number)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, in exact numbers."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    limit: Fraction | None
+    objective: Objective
+
+    @cached_property
+    def naive(self) -> Schedule:
+        """One microbatch after the other: always possible if anything is, and the list of all actions."""
+        rows: list[list[Action]] = [[] for _ in range(self.placement.num_devices)]
+        stages = range(self.placement.num_stages)
+        for m in range(self.num_microbatches):
+            for kind, order in ((_F, stages), (_I, stages[::-1]), (_W, stages[::-1])):
+                for stage in order:
+                    rows[self.placement.device(stage, m)].append(Action(stage, kind, m))
+        return Schedule(tuple(map(tuple, rows)), self.placement, "naive")
+
+    @cached_property
+    def durations(self) -> dict[Kind, tuple[Fraction, ...]]:
+        return cast(dict[Kind, tuple[Fraction, ...]], self.costs.durations(self.placement))
+
+    @cached_property
+    def hops(self) -> tuple[Fraction, ...]:
+        """What the way to (or back from) each stage takes, if it is on another device than the stage before."""
+        latency, bandwidth = self.costs.latency, self.costs.bandwidth
+        sizes = self.costs.per_stage("boundary", self.placement)
+        return tuple(Fraction(latency + (size / bandwidth if bandwidth else 0)) for size in sizes)
+
+    def duration(self, action: Action) -> Fraction:
+        return self.durations[action.kind][action.stage]
+
+    def device(self, action: Action) -> int:
+        return self.placement.device(action.stage, action.microbatch)
+
+    def lag(self, before: Action, after: Action) -> Fraction:
+        """The least time from the start of an action to the start of one that needs it."""
+        if self.device(before) == self.device(after):
+            return self.duration(before)
+        return self.duration(before) + self.hops[max(before.stage, after.stage)]
+
+    def chains(self) -> Iterator[tuple[Action, ...]]:
+        """The actions of one kind, stage and device, which run in microbatch order."""
+        for row in self.naive.rows:
+            for key in dict.fromkeys((action.stage, action.kind) for action in row):
+                yield tuple(action for action in row if action[:2] == key)
+
+    def edges(self) -> Iterator[tuple[Action, Action]]:
+        for row in self.naive.rows:
+            for action in row:
+                yield from ((need, action) for need in dependencies(action, self.naive))
+        for chain in self.chains():
+            yield from pairwise(chain)
+
+    @cached_property
+    def fixed(self) -> dict[Action, Fraction]:
+        """First actions of devices whose start no order can change: those that need only each other."""
+        starts: dict[Action, Fraction] = {}
+        devices: set[int] = set()
+        start = Fraction(0)
+        for stage, device in enumerate(self.placement.single or ()):
+            first, following = Action(stage, _F, 0), Action(stage + 1, _F, 0)
+            if device in devices:
+                break
+            devices.add(device)
+            starts[first] = start
+            start += self.lag(first, following) if stage + 1 < self.placement.num_stages else 0
+        return starts
+
+    @cached_property
+    def least(self) -> Fraction:
+        """A bound without a search: the work of a device, for the makespan after the earliest start there."""
+        heads = [Fraction(0)]
+        for stage in range(1, self.placement.num_stages):
+            lags = [self.lag(Action(stage - 1, _F, m), Action(stage, _F, m)) for m in range(self.num_microbatches)]
+            heads.append(heads[-1] + min(lags))
+        found = Fraction(0)
+        for row in self.naive.rows:
+            head = min((heads[action.stage] for action in row), default=Fraction(0))
+            found = max(found, sum(map(self.duration, row), head if self.objective == "makespan" else Fraction(0)))
+        return found
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.costs)
+
+    def value(self, timeline: Timeline) -> Fraction:
+        return Fraction(getattr(timeline, self.objective))
+
+    def refuse_tight_limit(self) -> None:
+        held = peaks(self.naive, self.costs)
+        if self.limit is not None and max(held) > self.limit:
+            fullest = held.index(max(held))
+            raise ScheduleError(
+                f"no schedule fits a memory limit of {plain(self.limit)}: one microbatch alone takes "
+                f"{plain(Fraction(max(held)))} on device {fullest}, so that is the smallest limit"
+            )
+
+    def accepted(self, schedule: Schedule | None) -> Timeline | None:
+        """The schedule simulated, if it has just these actions in microbatch order and stays within the limit."""
+        if schedule is None or schedule.num_devices != self.placement.num_devices:
+            return None
+        rows = tuple(tuple(gift for action in row for gift in completes(action)) for row in schedule.rows)
+        for row, wanted in zip(rows, self.naive.rows, strict=True):
+            by_chain = sorted(row, key=lambda action: action[:2])  # a stable sort: leaves each chain in its order
+            if by_chain != sorted(wanted, key=lambda action: action[:2]):
+                return None
+        made = Schedule(rows, self.placement)
+        if self.limit is not None and max(peaks(made, self.costs)) > self.limit:
+            return None
+        try:
+            return self.timeline(made)
+        except ScheduleError:
+            return None

@@ -1,0 +1,151 @@
+"""How a stage calls its layers: inside the mode, outside of it, or not at all but by the table's own handler.
+
+The mode costs a few microseconds on every torch call inside it. Torch's own modules are known: most of them neither hold weights
+that could wait nor draw, so they run outside; a linear layer's one call is answered directly. Of anything else nothing is known,
+and it runs inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from . import draws as random
+from .autocast import without_autocast
+from .deferred import Records, recording
+from .draws import Draws
+from .intercept import TABLE, Mode
+from .linear import linear
+from .plain import apply_first
+from .seeds import seed_of
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_DRAWING = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.MultiheadAttention)
+_HEAVY = (nn.Linear, nn.Embedding, _ConvNd, nn.MultiheadAttention)
+
+
+class Way(Enum):
+    """How a layer is called."""
+
+    OUTSIDE = "outside the mode"
+    IN_TRAINING = "inside in training, outside in eval mode"
+    DIRECTLY = "by the handler for linear"
+    INSIDE = "inside the mode"
+
+
+class Calls:
+    """The calls of one stage: its layers, its loss, its backwards."""
+
+    def __init__(
+        self,
+        layers: Sequence[Callable[..., Any]],
+        first_layer: int,
+        *,
+        seed: int,
+        split: bool,
+        loss: Callable[[Any, Any], Tensor] | None,
+        spread: bool,
+    ) -> None:
+        self._layers = [(layer, _way(layer, split)) for layer in layers]
+        self._loss = loss
+        self._loss_way = Way.OUTSIDE if loss is None else _way(loss, split)
+        self._spread = spread
+        self._split = split
+        self._first_layer = first_layer
+        self._draws = Draws(seed)
+        self._mode = Mode(self._draws)
+        modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
+        self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        # What runs outside the mode uses its parameters unseen.
+        for layer, way in (*self._layers, (loss, self._loss_way)):
+            if way is Way.OUTSIDE and isinstance(layer, nn.Module):
+                self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
+
+    def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has one."""
+        draws = self._draws
+        draws.step, draws.microbatch = step, microbatch
+        draws.restart()
+        self._mode.begin(records if self._split else None, self._device().type)
+        return random.alone([torch.device("cpu"), self._device()]) if self._mode.alone else _NOTHING
+
+    def layer(self, index: int, value: Any) -> Any:
+        """Calls layer `index` of the stage."""
+        layer, way = self._layers[index]
+        mode, draws = self._mode, self._draws
+        draws.layer = self._first_layer + index
+        if mode.alone:
+            torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, draws.layer))
+        if way is Way.DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
+            if mode.defers_now:
+                return linear(mode, F.linear, (value, layer.weight, layer.bias), {})  # type: ignore[attr-defined]
+            return layer(value)
+        with mode if self._inside(layer, way) else _NOTHING:
+            return apply_first(layer, value) if self._spread and index == 0 else layer(value)
+
+    def loss(self, outputs: Any, target: Any) -> Any:
+        """Calls the loss."""
+        assert self._loss is not None
+        with self._mode if self._inside(self._loss, self._loss_way) else _NOTHING:
+            return self._loss(outputs, target)
+
+    def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        """Runs autograd, outside of autocast; what is deferred goes to `records`."""
+        with (
+            without_autocast(),
+            random.alone([]) if self._mode.alone else _NOTHING,
+            recording(records, edges, grads[0].device) if self._split else _NOTHING,
+        ):
+            torch.autograd.backward(tuple(edges), tuple(grads))
+
+    def forget(self) -> None:
+        """Lets go of what lasts for one step."""
+        self._mode.forget()
+
+    def _inside(self, layer: Any, way: Way) -> bool:
+        if way is Way.OUTSIDE:
+            return _has_hooks(layer)
+        return way is not Way.IN_TRAINING or any(module.training for module in layer.modules()) or _has_hooks(layer)
+
+    def _device(self) -> torch.device:
+        return self._parameters[0].device if self._parameters else torch.device("cpu")
+
+
+def _way(layer: Any, split: bool) -> Way:
+    if not isinstance(layer, nn.Module):
+        return Way.OUTSIDE if _is_torchs(layer) and layer not in TABLE else Way.INSIDE
+    modules = list(layer.modules())
+    if any(
+        not _is_torchs(type(module)) or _has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules
+    ):
+        return Way.INSIDE
+    if split and type(layer) is nn.Linear:
+        return Way.DIRECTLY
+    if any(isinstance(module, _NormBase) or (split and isinstance(module, _HEAVY)) for module in modules):
+        return Way.INSIDE
+    return Way.IN_TRAINING if any(_may_draw(module) for module in modules) else Way.OUTSIDE
+
+
+def _may_draw(module: nn.Module) -> bool:
+    return isinstance(module, _DRAWING) and bool(getattr(module, "p", getattr(module, "dropout", True)))
+
+
+def _is_torchs(thing: Any) -> bool:
+    """Whether it is one of torch's own modules or functions."""
+    return (getattr(thing, "__module__", None) or "").startswith(("torch.nn.modules.", "torch.nn.functional"))
+
+
+def _has_hooks(layer: Any) -> bool:
+    return isinstance(layer, nn.Module) and bool(layer._forward_hooks or layer._forward_pre_hooks)

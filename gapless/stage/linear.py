@@ -1,0 +1,187 @@
+"""`x @ w`, `x @ w.t()` and `x @ w.t() + b` with the gradients of w and b deferred.
+
+The call runs with the parameters detached, so that autograd computes the input gradient alone, by its own formula; a hook on the
+result records the rest. The bits must be those of plain torch, so each case below follows what `at::linear` and `at::matmul` do:
+
+    input               bias   at::linear is                         here
+    2-d                 yes    addmm                                 the same call
+    2-d                 no     mm                                    the same call
+    n-d contiguous      yes    flatten, addmm, view                  written out: the hook must sit below the view
+    n-d contiguous      no     flatten, mm, unsafe view              the same call
+    n-d otherwise       yes    copy, flatten, mm, unsafe view, add   written out: without a gradient for w torch would not fold
+    n-d otherwise       no     copy, flatten, mm, unsafe view        the same after contiguous()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from .intercept import Mode
+
+
+def linear(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`F.linear(x, w, b)`."""
+    if kwargs:
+        args, kwargs = _positional(args, kwargs, ("input", "weight", "bias"))
+    x, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else None
+    if not mode.defers(weight, bias) or not _plain_input(x) or x.dim() < 2 or weight.dim() != 2:
+        return mode.plain(func, args, kwargs)
+    # mm's derivative looks at the layout of w.t(): column-major (w is contiguous) or anything else.
+    if weight.stride() == (weight.size(1), 1):
+        return _product(mode, x, weight, bias, F.linear, _grad_by_input)
+    return _product(mode, x, weight, bias, F.linear, _input_by_grad_transposed)
+
+
+def matmul(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x @ w` where w is a matrix."""
+    if kwargs or len(args) != 2:
+        return mode.plain(func, args, kwargs)
+    x, weight = args
+    if not mode.defers(weight, None) or not _plain_input(x) or x.dim() < 2 or weight.dim() != 2:
+        return mode.plain(func, args, kwargs)
+    return _product(mode, x, weight, None, torch.matmul, _by_layout(weight))
+
+
+def addmm(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.addmm(b, x, w)`, which is how GPT-2's Conv1D is written."""
+    if kwargs or len(args) != 3:
+        return mode.plain(func, args, kwargs)
+    bias, x, weight = args
+    if not mode.defers(weight, bias) or not _plain_input(x) or bias.shape != weight.shape[1:]:
+        return mode.plain(func, args, kwargs)
+    return _product(mode, x, weight, bias, lambda x, w, b: torch.addmm(b, x, w), _by_layout(weight))
+
+
+def _product(
+    mode: Mode,
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    product: Callable[..., Tensor],
+    weight_grad: Callable[[Any, Tensor], Tensor],
+) -> Tensor:
+    low = mode.autocast_dtype()
+    if low is None:
+        w, b = weight.detach(), None if bias is None else bias.detach()
+    else:
+        x, w, b = x.to(low), mode.cast(weight, low), None if bias is None else mode.cast(bias, low)
+    needs_input = x.requires_grad
+    if not needs_input:
+        w.requires_grad_()
+    shape = None
+    added = None
+    if x.dim() > 2:
+        if not x.is_contiguous():
+            x, b, added = x.contiguous(), None, b
+        elif b is not None:
+            shape = x.shape
+            x = x.view(-1, shape[-1])
+    y = product(x, w) if b is None else product(x, w, b)
+    if added is not None:
+        y.add_(added)
+    record(
+        mode,
+        y,
+        x.detach(),
+        weight,
+        weight_grad,
+        bias,
+        _sum_rows,
+        needs_input=needs_input,
+        summed_low=mode.sums_low(weight, low),
+    )
+    return y if shape is None else y.view(*shape[:-1], y.size(-1))
+
+
+def record(
+    mode: Mode,
+    y: Tensor,
+    kept: Any,
+    weight: Parameter,
+    weight_grad: Callable[[Any, Tensor], Tensor],
+    bias: Parameter | None = None,
+    bias_grad: Callable[[Any, Tensor], Tensor] | None = None,
+    *,
+    needs_input: bool,
+    summed_low: bool = False,
+) -> None:
+    """Has the gradients of weight and bias recorded as soon as that of y is known.
+
+    Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and the
+    hook ends the backward there.
+    """
+    append = mode.recording(weight, bias)
+    if bias is None or bias_grad is None or not bias.requires_grad:
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is not None:
+                append((weight, weight_grad, kept, grad, summed_low))
+    else:
+        on_bias = bias_grad
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is not None:
+                append((weight, weight_grad, kept, grad, summed_low))
+                append((bias, on_bias, kept, grad, summed_low))
+
+    node: Any = y.grad_fn
+    if needs_input:
+        # What Tensor.register_hook does, without the handle to take the hook away again.
+        y._backward_hooks = {0: hook}  # type: ignore[assignment]
+        node._register_hook_dict(y)
+    else:
+
+        def stop(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
+            hook(grads[0])
+            return (None,)
+
+        node.register_prehook(stop)
+
+
+def _plain_input(x: Any) -> bool:
+    """A parameter as the input needs a gradient of its own, of which nothing is known here."""
+    return type(x) is Tensor
+
+
+def _positional(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    more = [kwargs.get(name) for name in names[len(args) :]]
+    return (*args, *more), {}
+
+
+def _by_layout(weight: Tensor) -> Callable[[Any, Tensor], Tensor]:
+    column_major = weight.stride() == (1, weight.size(0))
+    return _grad_by_input_transposed if column_major else _input_by_grad
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.size(-1))
+
+
+def _grad_by_input(x: Tensor, grad: Tensor) -> Tensor:
+    return _flat(grad).t().mm(_flat(x))
+
+
+def _grad_by_input_transposed(x: Tensor, grad: Tensor) -> Tensor:
+    return _flat(grad).t().mm(_flat(x)).t()
+
+
+def _input_by_grad(x: Tensor, grad: Tensor) -> Tensor:
+    return _flat(x).t().mm(_flat(grad))
+
+
+def _input_by_grad_transposed(x: Tensor, grad: Tensor) -> Tensor:
+    return _flat(x).t().mm(_flat(grad)).t()
+
+
+def _sum_rows(_: Any, grad: Tensor) -> Tensor:
+    return grad.sum(0) if grad.dim() == 2 else grad.sum(tuple(range(grad.dim() - 1)))

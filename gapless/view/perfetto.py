@@ -1,0 +1,135 @@
+"""Timelines as a trace for ui.perfetto.dev and chrome://tracing, beside the traces of a profiler.
+
+A timeline is a process, a device is a thread of it. An arrow goes from an action to each that needs it on another
+device, and a counter per device tells what it holds. Times are in microseconds; a unit of cost is a millisecond unless
+said otherwise.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from gapless.errors import ConfigError, ScheduleError
+from gapless.schedule.action import BACKWARDS, Kind
+from gapless.schedule.timeline import Timeline
+from gapless.view import legend
+from gapless.view.links import actions, origin, resolve, row_offsets
+from gapless.view.summary import named
+
+UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
+_INSIDE = 0.01  # how far from its ends an arrow touches a slice: at the very end it could belong to the next one
+_GRADIENTS = BACKWARDS | {Kind.SEND_GRADIENT}
+_BATCH = 10_000
+
+Event = dict[str, Any]
+
+
+def trace(timelines: Sequence[Timeline], unit: str = "ms") -> dict[str, Any]:
+    """The whole trace; `write` needs less memory for a long one."""
+    return {"displayTimeUnit": "ms", "traceEvents": list(events(timelines, unit))}
+
+
+def write(path: str | Path, timelines: Sequence[Timeline], unit: str = "ms") -> None:
+    found = events(timelines, unit)
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = ""
+        while batch := list(islice(found, _BATCH)):
+            file.write(separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in batch))
+            separator = ",\n"
+        file.write("\n]}\n")
+
+
+def events(timelines: Sequence[Timeline], unit: str = "ms") -> Iterator[Event]:
+    """Checks its arguments at once, and makes the events one after the other."""
+    if not timelines:
+        raise ScheduleError("there is no timeline to trace: give at least one")
+    if unit not in UNITS:
+        raise ConfigError(f"unit is {unit!r}, but a unit of time is one of {', '.join(UNITS)}")
+    return _events(timelines, UNITS[unit])
+
+
+def _events(timelines: Sequence[Timeline], scale: float) -> Iterator[Event]:
+    flow = 0
+    for process, timeline in enumerate(timelines, 1):
+        yield from _names(timeline, process)
+        slices = _Slices(timeline, process, scale)
+        yield from slices.events()
+        yield from _counters(timeline, slices)
+        for event in _arrows(timeline, slices, flow):
+            flow = max(flow, event["id"])
+            yield event
+
+
+def _names(timeline: Timeline, process: int) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": named(timeline)}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    for device, stages in enumerate(timeline.schedule.placement.stages):
+        held = f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}" if stages else "no stage"
+        thread = {"pid": process, "tid": device + 1}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"device {device} ({held})"}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": device}}
+
+
+class _Slices:
+    """The actions of one timeline in microseconds, by the numbers that links use."""
+
+    def __init__(self, timeline: Timeline, process: int, scale: float) -> None:
+        self.timeline, self.process = timeline, process
+        first = origin(timeline)
+        self.starts = [float(start - first) * scale for row in timeline.starts for start in row]
+        self.ends = [float(end - first) * scale for row in timeline.ends for end in row]
+        self.offsets = row_offsets(timeline.schedule)
+        rows = timeline.schedule.rows
+        self.devices = [device for device, row in enumerate(rows) for _ in row]
+
+    def events(self) -> Iterator[Event]:
+        for number, action in enumerate(actions(self.timeline.schedule)):
+            yield {
+                "ph": "X",
+                "name": str(action),
+                "cat": legend.ENTRIES[action.kind].name,
+                **self.thread(number),
+                "ts": self.starts[number],
+                "dur": self.ends[number] - self.starts[number],
+                "args": {"stage": action.stage, legend.counted(action.kind): action.microbatch},
+            }
+
+    def thread(self, number: int) -> Event:
+        return {"pid": self.process, "tid": self.devices[number] + 1}
+
+    def inside(self, number: int, share: float) -> float:
+        return self.starts[number] + share * (self.ends[number] - self.starts[number])
+
+
+def _counters(timeline: Timeline, slices: _Slices) -> Iterator[Event]:
+    """What a device holds, at each time it changes; of several changes in one moment the last."""
+    for device, levels in enumerate(timeline.memory):
+        first = slices.offsets[device]
+        held: dict[float, float] = {}
+        for number, (during, after) in enumerate(levels, first):
+            held[slices.starts[number]] = float(during)
+            held[slices.ends[number]] = float(after)
+        last = None
+        for time, value in held.items():
+            if value != last:
+                name = f"memory of device {device}"
+                yield {"ph": "C", "name": name, "pid": slices.process, "ts": time, "args": {"held": value}}
+            last = value
+
+
+def _arrows(timeline: Timeline, slices: _Slices, flow: int) -> Iterator[Event]:
+    links = resolve(timeline.schedule)
+    made = list(actions(timeline.schedule))
+    for number in range(len(made)):
+        for need in links.of(number):
+            if slices.devices[need] == slices.devices[number]:
+                continue
+            flow += 1
+            what = "gradient" if made[need].kind in _GRADIENTS else "activation"
+            common = {"name": what, "cat": "dependency", "id": flow}
+            leaves, arrives = slices.inside(need, 1 - _INSIDE), slices.inside(number, _INSIDE)
+            yield {"ph": "s", **common, **slices.thread(need), "ts": leaves}
+            yield {"ph": "f", "bp": "e", **common, **slices.thread(number), "ts": arrives}

@@ -1,0 +1,179 @@
+"""Timelines as a picture that stands still: one SVG for a document, a slide or a README, on a light or a dark page.
+
+gpipe   makespan 33 · bubble 27.27% · peak 8
+device 0  |0|1|2|3|/////////////|  0  |  1  |  2  |  3  |
+device 1  //|0|1|2|3|/////////|  0  |  1  |  2  |  3  |//
+time      0         5        10        15        20
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from gapless.errors import ScheduleError
+from gapless.schedule.action import Kind
+from gapless.schedule.timeline import Timeline
+from gapless.view import legend
+from gapless.view.links import origin
+from gapless.view.summary import figure, named, percent
+
+MAX_ACTIONS = 50_000
+_MAX_TITLED = 5_000  # beyond, the words on hover would be most of the file
+_GUTTER, _MARGIN = 76, 16
+_BAR, _PITCH = 22, 28
+_HEAD, _GAP, _AXIS, _LEGEND = 30, 18, 30, 30
+_DIGIT = 7.0
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+_STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;font-variant-numeric:tabular-nums;fill:#171a21}
+.page{fill:#fff}.muted{fill:#5d6473}.name{font-size:14px;font-weight:650}.label{font-size:11px;font-weight:600;text-anchor:middle;fill:INK}
+.tick{text-anchor:middle;fill:#5d6473}.grid{stroke:#eceef2}.inner{fill:#e3e6ec}.outer{fill:#f4f5f8}
+"""
+_DARK_STYLE = """
+text{fill:#e8eaef}.label{fill:INK}.page{fill:#14171c}.muted,.tick{fill:#9aa2b1}.grid{stroke:#262a33}.inner{fill:#2b303a}.outer{fill:#1b1f26}
+"""
+
+
+def render(timelines: Sequence[Timeline], width: int = 1200) -> str:
+    """One picture of all timelines on one time axis, `width` pixels wide."""
+    if not timelines:
+        raise ScheduleError("there is no timeline to draw: give at least one")
+    total = sum(timeline.schedule.num_actions for timeline in timelines)
+    if total > MAX_ACTIONS:
+        raise ScheduleError(
+            f"{total:,} actions are too many for an SVG, which takes at most {MAX_ACTIONS:,}: "
+            "use --html, which draws millions"
+        )
+    drawing = _Drawing(timelines, max(width, 320), titled=total <= _MAX_TITLED)
+    body = list(drawing.parts())
+    summary = escape("; ".join(f"{_clean(named(t))}: makespan {figure(t.makespan)}" for t in timelines))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
+        f'viewBox="0 0 {drawing.width} {drawing.height}" role="img">\n<title>Timelines: {summary}</title>\n'
+        f"<style>{_style(drawing.shades)}</style>\n"
+        f'<rect class="page" width="100%" height="100%"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def write(path: str | Path, timelines: Sequence[Timeline], width: int = 1200) -> None:
+    Path(path).write_text(render(timelines, width), encoding="utf-8", newline="\n")
+
+
+class _Drawing:
+    """Where things are, and which fills were used."""
+
+    def __init__(self, timelines: Sequence[Timeline], width: int, titled: bool) -> None:
+        self.timelines, self.width, self.titled = timelines, width, titled
+        self.longest = max(float(timeline.makespan) for timeline in timelines) or 1.0
+        self.plot = width - _GUTTER - 2 * _MARGIN
+        self.shades: set[tuple[Kind, int, int]] = set()
+        devices = sum(timeline.schedule.num_devices for timeline in timelines)
+        self.height = _LEGEND + len(timelines) * (_HEAD + _GAP) + devices * _PITCH + _AXIS
+        self.bottom = self.height - _AXIS
+
+    def x(self, time: float) -> float:
+        return _MARGIN + _GUTTER + time / self.longest * self.plot
+
+    def parts(self) -> Iterator[str]:
+        yield from self._legend()
+        yield from self._axis()
+        top = _LEGEND
+        for timeline in self.timelines:
+            yield from self._timeline(timeline, top)
+            top += _HEAD + _GAP + timeline.schedule.num_devices * _PITCH
+
+    def _legend(self) -> Iterator[str]:
+        x = float(_MARGIN)
+        entries = [(kind, legend.ENTRIES[kind].name) for kind in legend.present([t.schedule for t in self.timelines])]
+        # Where the names do not fit, the letters stand alone.
+        fits = sum(44 + 7 * len(name) for _, name in entries) + 60 < self.width
+        for kind, name in entries:
+            self.shades.add((kind, 0, 2))
+            yield f'<rect class="{_class(kind, 0, 2)}" x="{x:g}" y="10" width="20" height="16" rx="3"/>'
+            if not legend.is_transfer(kind):
+                yield f'<text class="label" x="{x + 10:g}" y="22">{kind.value}</text>'
+            if fits:
+                yield f'<text class="muted" x="{x + 26:g}" y="22">{name}</text>'
+            x += 44 + 7 * len(name) if fits else 26
+        yield f'<rect class="inner" x="{x:g}" y="10" width="20" height="16" rx="3"/>'
+        yield f'<text class="muted" x="{x + 26:g}" y="22">idle</text>'
+
+    def _axis(self) -> Iterator[str]:
+        for tick in _ticks(self.longest, max(2, self.plot // 90)):
+            x = self.x(tick)
+            yield f'<path class="grid" d="M{x:.2f} {_LEGEND + _HEAD}V{self.bottom}"/>'
+            yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 14}">{figure(tick)}</text>'
+        yield f'<text class="muted" x="{_MARGIN}" y="{self.bottom + 14}">time</text>'
+
+    def _timeline(self, timeline: Timeline, top: float) -> Iterator[str]:
+        name = _clean(named(timeline))
+        room = max(4, int((self.width - 2 * _MARGIN) / 9))
+        shown = name if len(name) <= room else name[: room - 1] + "…"
+        yield f'<text class="name" x="{_MARGIN}" y="{top + 20}">{escape(shown)}'
+        figures = (
+            f"makespan {figure(timeline.makespan)} · bubble {percent(timeline.bubble)}"
+            f" · peak {figure(max(timeline.peak, default=0))}"
+        )
+        if len(shown) * 9 + len(figures) * 7 + 40 < self.width:
+            yield f'<tspan class="muted" dx="12" font-size="12" font-weight="400">{figures}</tspan>'
+        yield "</text>"
+        tints = legend.tints(timeline.schedule)
+        for device in range(timeline.schedule.num_devices):
+            yield from self._row(timeline, device, tints[device], top + _HEAD + device * _PITCH)
+
+    def _row(self, timeline: Timeline, device: int, tints: list[int], y: float) -> Iterator[str]:
+        yield f'<text x="{_MARGIN}" y="{y + 15:g}">device {device}</text>'
+        first = origin(timeline)
+        spans = [(a, float(start - first), float(end - first)) for a, start, end in timeline.spans(device)]
+        yield self._rect("outer", 0, float(timeline.makespan), y)
+        if spans:
+            yield self._rect("inner", spans[0][1], spans[-1][2], y)
+        tint_of = dict(zip(timeline.schedule.placement.stages[device], tints, strict=True))
+        for action, start, end in spans:
+            shade = (action.kind, tint_of.get(action.stage, 0), action.microbatch % legend.NUM_STEPS)
+            self.shades.add(shade)
+            words = f"{legend.describe(action)}, {figure(start)} to {figure(end)}" if self.titled else ""
+            yield self._rect(_class(*shade), start, end, y, words)
+            label = str(action.microbatch)
+            if self.x(end) - self.x(start) >= len(label) * _DIGIT + 3:
+                x = (self.x(start) + self.x(end)) / 2
+                yield f'<text class="label" x="{x:.2f}" y="{y + 15:g}">{label}</text>'
+
+    def _rect(self, name: str, start: float, end: float, y: float, words: str = "") -> str:
+        x, width = self.x(start), self.x(end) - self.x(start)
+        gap = 1 if width > 4 and name not in ("inner", "outer") else 0
+        shape = f'<rect class="{name}" x="{x:.2f}" y="{y:g}" width="{max(0.5, width - gap):.2f}" height="{_BAR}"'
+        rounded = ' rx="2"' if width > 6 else ""
+        return f"{shape}{rounded}><title>{words}</title></rect>" if words else f"{shape}{rounded}/>"
+
+
+def _class(kind: Kind, tint: int, step: int) -> str:
+    return f"k{legend.KINDS.index(kind)}-{tint}-{step}"
+
+
+def _style(shades: set[tuple[Kind, int, int]]) -> str:
+    used = sorted(shades, key=lambda shade: _class(*shade))
+    light, dark = (
+        "".join(f".{_class(*shade)}{{fill:{legend.shade(*shade, dark=dark)}}}" for shade in used)
+        for dark in (False, True)
+    )
+    styles = _STYLE + light + "\n@media (prefers-color-scheme:dark){" + _DARK_STYLE + dark + "}\n"
+    return styles.replace("INK", legend.INK)
+
+
+def _ticks(longest: float, count: int) -> Iterator[float]:
+    """Round numbers from 0 to `longest`, at most about `count` of them."""
+    rough = longest / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    for number in range(int(longest / step + 1e-9) + 1):
+        yield number * step
+
+
+def _clean(name: str) -> str:
+    """A name without the characters that XML forbids even when escaped."""
+    return _NOT_XML.sub("\ufffd", name)

@@ -1,0 +1,183 @@
+"""Schedules on a terminal: a grid with one row per device and time from left to right, and plain tables.
+
+    0 F0 F1 F2 F3 ......... B0--- B1--- B2--- B3---
+    1    F0 F1 F2 F3 ... B0--- B1--- B2--- B3---
+
+Coloured on a terminal, plain otherwise; it fits the width it is given. Where actions get too narrow for their label they keep
+their letter, and where even that has no room a column shows what the device does for most of its time.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Number
+from gapless.schedule.timeline import Timeline, plain
+from gapless.schedule.verify import Report, Violation, excerpt
+
+_COLOURS = {
+    Kind.FORWARD: "30;104",
+    Kind.BACKWARD: "30;101",
+    Kind.INPUT_GRAD: "30;103",
+    Kind.WEIGHT_GRAD: "30;102",
+    Kind.RECOMPUTE: "30;105",
+    Kind.UPDATE: "30;47",
+}
+_IDLE = "·"
+
+
+def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
+    """The timeline as text, at most `width` columns wide."""
+    schedule = timeline.schedule
+    margin = len(str(schedule.num_devices - 1)) + 1
+    columns = max(10, width - margin)
+    scale = _scale(timeline, columns)
+    first = float(min((row[0] for row in timeline.starts if row), default=0))
+    lines = []
+    for device in range(schedule.num_devices):
+        cells = _cells(timeline, device, first, scale, columns)
+        lines.append(f"{device:>{margin - 1}} " + "".join(_painted(cells, colour)).rstrip())
+    return "\n".join(lines)
+
+
+def _scale(timeline: Timeline, columns: int) -> float:
+    """Columns per unit of time: enough for every label if that fits, else what fits."""
+    total = float(timeline.makespan)
+    durations = [
+        float(end - start)
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+    if not durations or total <= 0:
+        return 1.0
+    roomy = (_label_width(timeline.schedule) + 1) / min(durations)
+    return min(roomy, columns / total)
+
+
+def _label_width(schedule: Schedule) -> int:
+    stage = len(str(schedule.num_stages - 1)) if schedule.num_stages > schedule.num_devices else 0
+    return stage + 1 + len(str(max(0, schedule.num_microbatches - 1)))
+
+
+Cell = tuple[Kind | None, str]
+
+
+def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int) -> list[Cell]:
+    """(kind, text) runs that fill the row from left to right."""
+    several = timeline.schedule.num_stages > timeline.schedule.num_devices
+    runs: list[Cell] = []
+    at = 0
+    crowd: Counter[Kind] = Counter()
+    for action, start, end in timeline.spans(device):
+        left, right = round((float(start) - first) * scale), round((float(end) - first) * scale)
+        left, right = min(left, columns), min(right, columns)
+        if action.kind not in _COLOURS:
+            continue
+        crowd[action.kind] += 1
+        if right <= at:
+            continue  # narrower than a column: the next one that reaches a new column shows the most frequent
+        if left > at:
+            runs.append((None, _IDLE * (left - at)))
+            at = left
+        kind = crowd.most_common(1)[0][0] if right - at == 1 else action.kind
+        crowd.clear()
+        labels = (
+            (str(action), f"{action.kind}{action.microbatch}") if several else (f"{action.kind}{action.microbatch}",)
+        )
+        runs.append((kind, _label(labels, kind, right - at)))
+        at = right
+    return runs
+
+
+def _label(labels: Sequence[str], kind: Kind, width: int) -> str:
+    """The longest of the labels that leaves a gap to the next action, else one that just fits, else the letter."""
+    for room in (width - 1, width):
+        for label in labels:
+            if len(label) <= room:
+                return (
+                    (label + "-" * (width - 1 - len(label)) + " ")[:width] if room < width else label.ljust(width, "-")
+                )
+    return str(kind) + "-" * (width - 1)
+
+
+def _painted(cells: list[Cell], colour: bool) -> list[str]:
+    if not colour:
+        return [text for _, text in cells]
+    return [
+        f"\x1b[2m{text}\x1b[0m" if kind is None else f"\x1b[{_COLOURS[kind]}m{text.replace('-', ' ')}\x1b[0m"
+        for kind, text in cells
+    ]
+
+
+def key(schedule: Schedule, colour: bool = False) -> str:
+    """What the letters mean, for the kinds that occur."""
+    names = {
+        Kind.FORWARD: "forward",
+        Kind.BACKWARD: "backward",
+        Kind.INPUT_GRAD: "input gradient",
+        Kind.WEIGHT_GRAD: "weight gradient",
+        Kind.RECOMPUTE: "recompute",
+        Kind.UPDATE: "update",
+    }
+    present = [(kind, name) for kind, name in names.items() if kind in schedule.kinds]
+    letters = [
+        f"\x1b[{_COLOURS[kind]}m {kind} \x1b[0m {name}" if colour else f"{kind} {name}" for kind, name in present
+    ]
+    return "  ".join([*letters, f"{_IDLE} idle"])
+
+
+def number(value: Number | None) -> str:
+    """Six digits at most; whole numbers without a point."""
+    if value is None:
+        return "-"
+    short = plain(value)
+    return str(short) if isinstance(short, int) else f"{short:.6g}"
+
+
+def percent(share: Number) -> str:
+    return f"{100 * float(share):.1f}%"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns two spaces apart; the first `left` ones flush left, the others flush right."""
+    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+    lines = []
+    for row in (headings, *rows):
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def violations(report: Report, width: int = 100, colour: bool = False, most: int = 10) -> str:
+    """The first violations, each shown in its row; the whole schedule with all of them marked where it fits the width."""
+    schedule, found = report.schedule, (*report.violations, *report.warnings)
+    lines = []
+    rows = _marked_rows(schedule, found, colour)
+    if (
+        schedule.num_devices <= 40
+        and schedule.num_actions <= 2000
+        and all(plain_width <= width for _, plain_width in rows)
+    ):
+        lines += [text for text, _ in rows] + [""]
+    for violation in found[:most]:
+        lines += [f"device {violation.device}: {violation.message}", excerpt(schedule, violation)]
+    if len(found) > most:
+        lines.append(f"and {len(found) - most} more")
+    return "\n".join(lines)
+
+
+def _marked_rows(schedule: Schedule, found: Sequence[Violation], colour: bool) -> list[tuple[str, int]]:
+    """Each row with its violations in brackets, and how wide it is without colours."""
+    bad = {(violation.device, violation.position) for violation in found}
+    rows = []
+    for device, row in enumerate(schedule.rows):
+        tokens = [str(action) for action in row] + (["?"] if (device, len(row)) in bad else [])
+        marked = [f"[{token}]" if (device, i) in bad else token for i, token in enumerate(tokens)]
+        width = len(f"{device}: {' '.join(marked)}")
+        if colour:
+            marked = [f"\x1b[1;31m{token}\x1b[0m" if (device, i) in bad else token for i, token in enumerate(marked)]
+        rows.append((f"{device}: {' '.join(marked)}", width))
+    return rows

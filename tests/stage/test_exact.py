@@ -1,0 +1,354 @@
+"""Every model here gives the bits of the plain loop: split or not, with remat or not, over two steps without zero_grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.stage.exactness import assert_same_as_plain, mean_square
+
+
+class Do(nn.Module):
+    """A layer from a function and the modules it uses."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module, **parameters: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(modules)
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def mlp(width: int = 12, depth: int = 3) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)]
+    return layers
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2, 5), (1, 2, 3, 4)])
+def test_an_mlp_gives_the_plain_gradient(cuts: tuple[int, ...]) -> None:
+    assert_same_as_plain(mlp(), torch.randn(7, 12), cuts=cuts)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 12), (6, 5, 12), (6, 3, 4, 12), (6, 1, 12), (6, 0, 12)])
+def test_linear_of_every_dimension(shape: tuple[int, ...], bias: bool) -> None:
+    layers = [nn.Linear(12, 9, bias=bias), nn.Tanh(), nn.Linear(9, 12, bias=bias)]
+    loss = mean_square if 0 not in shape else lambda outputs, _: outputs.sum()
+    assert_same_as_plain(layers, torch.randn(shape), cuts=(1,), loss=loss)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "sliced": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:, :1].expand_as(x),
+    "narrowed": lambda x: x[:, 1:],
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_of_every_layout(layout: str, bias: bool, first: bool) -> None:
+    change = LAYOUTS[layout]
+    width = 6 if layout == "sliced" else 12
+    head: list[nn.Module] = [] if first else [nn.Linear(12, 12)]
+    tail = nn.Linear(width, 5, bias=bias)
+    layers = [
+        *head,
+        Do(lambda s, x: s.parts[0](change(x)), tail),
+        Do(lambda s, x: change(x) if width == 12 else x),
+        nn.Tanh(),
+    ]
+    loss = lambda outputs, _: outputs.sum()  # noqa: E731  its gradient is an expanded tensor
+    assert_same_as_plain(layers, torch.randn(6, 5, 12), cuts=(1,) if first else (1, 2), loss=loss, microbatches=2)
+
+
+def test_the_gradient_of_a_sum_is_an_expanded_tensor() -> None:
+    for bias in (True, False):
+        for shape in ((6, 12), (6, 4, 12)):
+            layers = [nn.Linear(12, 12, bias=bias), nn.Linear(12, 12, bias=bias)]
+            assert_same_as_plain(layers, torch.randn(shape), loss=lambda outputs, _: outputs.sum())
+
+
+def test_a_transposed_weight_keeps_its_layout() -> None:
+    layers = [nn.Linear(12, 9), nn.Linear(9, 12)]
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    assert_same_as_plain(layers, torch.randn(6, 12))
+    assert_same_as_plain(layers, torch.randn(6, 3, 12))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_weights_with_a_single_row_or_column(rows: int) -> None:
+    layers = [nn.Linear(12, rows), nn.Linear(rows, 1), nn.Linear(1, 5)]
+    assert_same_as_plain(layers, torch.randn(6, 12), cuts=(1,))
+
+
+def test_matmul_mm_and_addmm_with_a_parameter() -> None:
+    w = lambda: torch.randn(8, 8) / 3  # noqa: E731
+    layers = [
+        Do(lambda s, x: x @ s.w, w=w()),
+        Do(lambda s, x: torch.tanh(torch.matmul(x, s.w)), w=w().t()),
+        Do(lambda s, x: x.mm(s.w), w=w()),
+        Do(lambda s, x: torch.addmm(s.b, x, s.w), w=w(), b=torch.randn(8)),
+        Do(lambda s, x: torch.mm(s.w, x.t()).t(), w=w()),
+        Do(lambda s, x: F.linear(input=x, weight=s.w), w=w()),
+    ]
+    assert_same_as_plain(layers, torch.randn(6, 8), cuts=(1, 3))
+    assert_same_as_plain(layers[:2], torch.randn(6, 3, 8))
+    assert_same_as_plain(layers[:2], torch.randn(6, 3, 8).transpose(1, 2).contiguous().transpose(1, 2))
+
+
+CONVOLUTIONS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Conv1d(4, 6, 3, padding=1), (5, 4, 9)),
+    (nn.Conv2d(4, 6, 3, stride=2, bias=False), (5, 4, 9, 9)),
+    (nn.Conv2d(4, 6, 3, padding="same", groups=2), (5, 4, 8, 8)),
+    (nn.Conv2d(4, 6, 4, padding="same"), (5, 4, 8, 8)),
+    (nn.Conv2d(4, 6, 3, padding="valid", dilation=2), (5, 4, 8, 8)),
+    (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (5, 4, 8, 8)),
+    (nn.Conv3d(4, 6, 3), (5, 4, 5, 5, 5)),
+    (nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), (5, 4, 9)),
+    (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, dilation=2), (5, 4, 6, 6)),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS, ids=str)
+def test_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    first = {3: nn.Conv1d(4, 4, 1), 4: nn.Conv2d(4, 4, 1), 5: nn.Conv3d(4, 4, 1)}[len(shape)]
+    assert_same_as_plain([first, nn.ReLU(inplace=True), layer], torch.randn(shape), cuts=(1,))
+    assert_same_as_plain([layer, nn.ReLU(inplace=True)], torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}]
+)
+def test_embeddings(options: dict[str, Any]) -> None:
+    layers = [nn.Embedding(9, 8, **options), nn.Linear(8, 8)]
+    assert_same_as_plain(layers, torch.randint(9, (6, 7)), cuts=(1,))
+
+
+def test_a_parameter_used_twice_is_summed_as_autograd_sums() -> None:
+    for times in (2, 3):
+        twice = Do(lambda s, x: [x := torch.tanh(s.parts[0](x)) for _ in range(times)][-1], nn.Linear(8, 8))
+        assert_same_as_plain([nn.Linear(8, 8), twice, nn.Linear(8, 8)], torch.randn(6, 8), cuts=(1,))
+
+
+def test_layers_shared_by_two_places_of_a_stage() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    bias = nn.Parameter(torch.randn(8))
+    other = nn.Linear(8, 8)
+    other.bias = bias
+    third = nn.Linear(8, 8)
+    third.bias = bias
+    layers = [linear, norm, other, nn.Tanh(), linear, norm, third, norm, nn.Linear(8, 3)]
+    assert_same_as_plain(layers, torch.randn(6, 8))
+
+
+def test_a_parameter_with_deferred_and_plain_uses() -> None:
+    linear = nn.Linear(8, 8)
+    layers = [
+        nn.Linear(8, 8),
+        linear,
+        Do(lambda s, x: x * s.parts[0].weight.sum(0) + s.parts[0].bias, linear),
+        Do(lambda s, x: s.parts[0](x) + torch.cat([s.parts[0].bias, s.parts[0].bias])[:8], linear),
+    ]
+    assert_same_as_plain(layers, torch.randn(6, 8))
+
+
+def test_looking_at_a_weight_is_no_use_of_it() -> None:
+    linear = nn.Linear(8, 8)
+
+    def look(s: Any, x: Tensor) -> Any:
+        w = s.parts[0].weight
+        assert w.detach().norm() > 0
+        return s.parts[0](x.to(w.dtype).reshape(-1, w.shape[1]))
+
+    assert_same_as_plain([Do(look, linear)], torch.randn(6, 8))
+
+
+def test_tied_embedding_and_head_in_one_stage() -> None:
+    embedding, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    head.weight = embedding.weight
+    layers = [embedding, nn.Linear(8, 8), nn.Tanh(), head]
+    loss = lambda outputs, target: F.cross_entropy(outputs.flatten(0, 1), target.flatten())  # noqa: E731
+    assert_same_as_plain(layers, torch.randint(11, (6, 5)), torch.randint(11, (6, 5)), loss=loss)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (0, 1, 2), (3, 4, 5, 6, 7, 8), (4,), tuple(range(9))])
+def test_frozen_layers_before_and_after(frozen: tuple[int, ...]) -> None:
+    layers = mlp()
+    for number in frozen:
+        layers[number].requires_grad_(False)
+    for cuts in ((), (3,), (4, 6)):
+        assert_same_as_plain(layers, torch.randn(6, 12), cuts=cuts)
+
+
+def test_a_frozen_weight_with_a_trained_bias_and_the_reverse() -> None:
+    layers = mlp()
+    layers[0].weight.requires_grad_(False)  # type: ignore[union-attr]
+    layers[3].bias.requires_grad_(False)  # type: ignore[union-attr]
+    assert_same_as_plain(layers, torch.randn(6, 12), cuts=(3,))
+
+
+def test_in_place_operations_on_what_a_linear_returns() -> None:
+    for shape in ((6, 8), (6, 3, 8)):
+        layers = [
+            nn.Linear(8, 8),
+            nn.ReLU(inplace=True),
+            nn.Linear(8, 8),
+            Do(lambda s, x: x.mul_(2.0).add_(x.detach())),
+            nn.Linear(8, 8),
+        ]
+        for cuts in ((), (1,), (2, 3)):
+            assert_same_as_plain(layers, torch.randn(shape), cuts=cuts, modes=((False, "none"), (True, "none")))
+        assert_same_as_plain(layers, torch.randn(shape), cuts=(1,), modes=((False, "stage"), (True, "stage")))
+
+
+def test_trees_between_stages() -> None:
+    def start(s: Any, ids: Tensor) -> Any:
+        return {
+            "ids": ids,
+            "x": (s.parts[0](ids), None),
+            "scale": 2,
+            "name": "tree",
+            "mask": ids > 3,
+            "free": torch.ones(3),
+        }
+
+    def middle(s: Any, tree: Any) -> Any:
+        x = tree["x"][0] * tree["scale"] * tree["mask"].unsqueeze(-1)
+        return {**tree, "x": (torch.tanh(s.parts[0](x)), tree["x"][1]), "unused": s.parts[0](x)}
+
+    def end(s: Any, tree: Any) -> Any:
+        return s.parts[0](tree["ids"]) + tree["x"][0] + tree["free"].sum()
+
+    layers = [
+        Do(start, nn.Embedding(9, 8)),
+        Do(middle, nn.Linear(8, 8)),
+        Do(middle, nn.Linear(8, 8)),
+        Do(end, nn.Embedding(9, 8)),
+        nn.Linear(8, 8),
+    ]
+    for cuts in ((), (1,), (1, 2, 3, 4)):
+        assert_same_as_plain(layers, torch.randint(9, (6, 4)), cuts=cuts)
+
+
+def test_skips_used_by_every_later_stage_add_up_in_autograds_order() -> None:
+    def skip(s: Any, pair: Any) -> Any:
+        x, kept = pair
+        return torch.tanh(s.parts[0](x)) + kept * 0.3 + kept.sin() * x, kept
+
+    layers = [
+        Do(lambda s, x: (s.parts[0](x), s.parts[1](x)), nn.Linear(8, 8), nn.Linear(8, 8)),
+        *[Do(skip, nn.Linear(8, 8)) for _ in range(4)],
+        Do(lambda s, pair: pair[0] * pair[1]),
+    ]
+    for cuts in ((), (1, 3), (1, 2, 3, 4, 5)):
+        assert_same_as_plain(layers, torch.randn(6, 8), cuts=cuts)
+
+
+def test_inputs_as_positional_and_keyword_arguments() -> None:
+    two = Do(lambda s, a, b: s.parts[0](a) * b, nn.Linear(8, 8))
+    assert_same_as_plain([two, nn.Linear(8, 8)], (torch.randn(6, 8), torch.randn(6, 8)), cuts=(1,))
+    assert_same_as_plain([two, nn.Linear(8, 8)], {"a": torch.randn(6, 8), "b": torch.randn(8)}, cuts=(1,))
+
+
+def test_uneven_microbatches_and_weights_from_the_target() -> None:
+    layers = [nn.Embedding(11, 8), nn.Linear(8, 11)]
+    target = torch.randint(11, (7, 5))
+    target[torch.rand(7, 5) < 0.4] = -100
+    loss = lambda outputs, target: F.cross_entropy(outputs.flatten(0, 1), target.flatten())  # noqa: E731
+    ids = torch.randint(11, (7, 5))
+    assert_same_as_plain(layers, ids, target, loss=loss, cuts=(1,), loss_weight=lambda t: (t != -100).sum())
+    assert_same_as_plain(layers, ids, target, loss=loss, cuts=(1,), loss_weight="sum", microbatches=4)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+def test_autocast(cache: bool, remat: str) -> None:
+    twice = Do(lambda s, x: s.parts[0](torch.tanh(s.parts[0](x)) + s.parts[1](x)), nn.Linear(8, 8), nn.LayerNorm(8))
+    three = Do(
+        lambda s, x: F.scaled_dot_product_attention(*(part(x) for part in s.parts)),
+        *(nn.Linear(8, 8) for _ in range(3)),
+    )
+    layers = [
+        nn.Embedding(9, 8),
+        nn.Linear(8, 8),
+        twice,
+        three,
+        Do(lambda s, x: x @ s.w, w=torch.randn(8, 8)),
+        nn.Linear(8, 9),
+    ]
+    context = lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)  # noqa: E731
+    modes = ((False, remat), (True, remat))
+    for cuts in ((), (1, 3), (2, 4)):
+        assert_same_as_plain(layers, torch.randint(9, (6, 5)), cuts=cuts, context=context, modes=modes)
+
+
+def test_autocast_inside_a_layer_and_around_a_convolution() -> None:
+    def inside(s: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return s.parts[0](x)
+
+    layers = [
+        nn.Conv2d(3, 4, 3),
+        nn.Flatten(),
+        Do(inside, nn.Linear(4 * 36, 8)),
+        Do(lambda s, x: x.float()),
+        nn.Linear(8, 8),
+    ]
+    assert_same_as_plain(layers, torch.randn(6, 3, 8, 8), cuts=(1, 3))
+    assert_same_as_plain(
+        layers, torch.randn(6, 3, 8, 8), cuts=(1, 3), context=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    layers = [
+        nn.Linear(12, 12).to(dtype),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.LayerNorm(12).to(dtype),
+        nn.Linear(12, 4).to(dtype),
+    ]
+    assert_same_as_plain(layers, torch.randn(6, 5, 12, dtype=dtype), cuts=(2,))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_checkpoint_inside_a_layer(use_reentrant: bool, dropout: float) -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 8))
+    layers = [
+        nn.Linear(8, 8),
+        Do(lambda s, x: checkpoint(s.parts[0], x, use_reentrant=use_reentrant) + s.parts[1](x), block, nn.Dropout(0.2)),
+        nn.Linear(8, 8),
+    ]
+    for cuts in ((), (1, 2)):
+        assert_same_as_plain(layers, torch.randn(6, 8), cuts=cuts)
+
+
+def test_weights_that_are_computed() -> None:
+    layers = [
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+        Do(lambda s, x: F.linear(x, s.parts[0].weight[:4]), nn.Linear(8, 8)),
+        nn.Bilinear(4, 4, 3) and Do(lambda s, x: s.parts[0](x, x), nn.Bilinear(4, 4, 3)),
+    ]
+    assert_same_as_plain(layers, torch.randn(6, 8))
