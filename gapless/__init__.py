@@ -1,4 +1,5 @@
-"""Pipeline-parallel training on PyTorch: exact, checked before it runs, simulated before it is paid for, seen while it runs.
+"""Pipeline-parallel training on PyTorch: exact, checked before it runs, simulated before it is paid for, seen while
+it runs.
 
 The names below load when they are first used: looking at schedules never imports torch.
 """

@@ -1,6 +1,7 @@
 """The command line: one small file per command, each of which parses, calls and prints.
 
-What goes wrong is one sentence on standard error and exit code 2; Ctrl-C is exit code 130. Results go to standard output.
+What goes wrong is one sentence on standard error and exit code 2; Ctrl-C is exit code 130. Results go to standard
+output.
 """
 
 import argparse

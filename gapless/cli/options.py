@@ -205,14 +205,14 @@ def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline],
     """The files asked for; where they went is said on standard error, so that standard output stays the result."""
     from gapless.view import page, perfetto, svg
 
-    for path, write in (
-        (arguments.html, lambda path: page.write(path, timelines, memory_limit=limit)),
-        (arguments.svg, lambda path: svg.write(path, timelines)),
-        (arguments.perfetto, lambda path: perfetto.write(path, timelines)),
-    ):
-        if path:
-            write(path)
-            print(f"wrote {path}", file=sys.stderr)
+    if arguments.html:
+        page.write(arguments.html, timelines, memory_limit=limit)
+    if arguments.svg:
+        svg.write(arguments.svg, timelines)
+    if arguments.perfetto:
+        perfetto.write(arguments.perfetto, timelines)
+    for path in filter(None, (arguments.html, arguments.svg, arguments.perfetto)):
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def print_json(data: Any) -> None:

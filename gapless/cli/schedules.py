@@ -8,8 +8,9 @@ from gapless.cli import options
 from gapless.schedule.recipes import RECIPES
 from gapless.view import text
 
-_LEGEND = """K devices, M microbatches, v stages per device, r = device 0..K-1; f, i, w = time of a forward, an input gradient and
-a weight gradient of one microbatch on one device, b = i + w. Bubble: idle time of a step; peak: activations a device holds."""
+_LEGEND = """K devices, M microbatches, v stages per device, r = device 0..K-1; f, i, w = time of a forward, an input
+gradient and a weight gradient of one microbatch on one device, b = i + w. Bubble: idle time of a step; peak:
+activations a device holds."""
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:

@@ -37,11 +37,20 @@ def run(arguments: argparse.Namespace) -> int:
 def report(timeline: Timeline) -> str:
     schedule = timeline.schedule
     lines = [
-        f"{schedule.name or 'schedule'}: {schedule.num_devices} devices, {schedule.num_stages} stages ({schedule.placement.shape}), "
-        f"{schedule.num_microbatches} microbatches, {schedule.num_actions:,} actions",
+        (
+            f"{schedule.name or 'schedule'}: {schedule.num_devices} devices, {schedule.num_stages} stages "
+            f"({schedule.placement.shape}), "
+            f"{schedule.num_microbatches} microbatches, {schedule.num_actions:,} actions"
+        ),
         "",
-        f"makespan  {text.number(timeline.makespan):>10}   bubble {text.percent(timeline.bubble):>6}   first start of all to last end of all",
-        f"span      {text.number(timeline.span):>10}   bubble {text.percent(timeline.span_bubble):>6}   own first start to own last end, the longest",
+        (
+            f"makespan  {text.number(timeline.makespan):>10}   bubble {text.percent(timeline.bubble):>6}   "
+            "first start of all to last end of all"
+        ),
+        (
+            f"span      {text.number(timeline.span):>10}   bubble {text.percent(timeline.span_bubble):>6}   "
+            "own first start to own last end, the longest"
+        ),
         f"work      {text.number(timeline.work):>10}                   busy time of the busiest device",
     ]
     if schedule.num_minibatches > 1:

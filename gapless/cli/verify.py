@@ -50,9 +50,7 @@ def _print(report: Report) -> None:
     if report.in_order:
         print("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
     else:
-        print(
-            f"{len(report.warnings):,} backwards are out of microbatch order: last bits of gradients differ from the plain loop"
-        )
+        print(f"{len(report.warnings):,} backwards are out of microbatch order: other last bits than the plain loop")
 
 
 def _as_json(report: Report) -> dict[str, Any]:

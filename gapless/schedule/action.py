@@ -36,7 +36,7 @@ class Kind(StrEnum):
     RECEIVE_GRADIENT = "RECV_B"
 
     # Enum's own hash is a Python function; schedules hash millions of actions.
-    __hash__ = str.__hash__  # type: ignore[assignment]
+    __hash__ = str.__hash__
 
 
 TRANSFERS = frozenset({Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT})
@@ -186,7 +186,7 @@ def _parse_text(text: str) -> list[list[Action]]:
             )
         if int(found[1]) != len(rows):
             raise ScheduleError(
-                f"line {number}: device {found[1]} where device {len(rows)} was expected: devices are 0, 1, 2, ... in order"
+                f"line {number}: device {found[1]} where device {len(rows)} was expected; they go 0, 1, 2, ... in order"
             )
         rows.append([parse_action(token, f"line {number}: ") for token in found[2].split()])
     return rows

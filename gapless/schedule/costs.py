@@ -93,7 +93,9 @@ class Costs:
         }
 
     def recomputed_late(self, placement: Placement) -> "Costs":
-        """The same work with the recompute inside the backward, where it waits for the gradient as torch's checkpoint does."""
+        """The same work with the recompute inside the backward, where it waits for the gradient as torch's
+        checkpoint does.
+        """
         inputs, again = self.per_stage("input_grad", placement), self.per_stage("recompute", placement)
         return replace(self, input_grad=tuple(i + r for i, r in zip(inputs, again, strict=True)), recompute=0)
 

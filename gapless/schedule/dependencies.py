@@ -7,8 +7,8 @@
     B(s)  is     I(s) and W(s) in one
     U(s)  needs  every W(s) of its minibatch
 
-all for the same microbatch. Where transfers are written out, the activation comes through SEND_F(s-1) and RECV_F(s), the
-gradient through SEND_B(s+1) and RECV_B(s); a receive is posted and does not wait, so it needs nothing.
+all for the same microbatch. Where transfers are written out, the activation comes through SEND_F(s-1) and RECV_F(s),
+the gradient through SEND_B(s+1) and RECV_B(s); a receive is posted and does not wait, so it needs nothing.
 """
 
 from collections import deque
@@ -83,7 +83,7 @@ class Milestones:
         kinds = sorted(
             (kind for kind in Kind if kind is not Kind.BACKWARD), key=_RECEIVES.__contains__
         )  # receives last
-        self._bases = {kind: i * stages * self.num_microbatches for i, kind in enumerate(kinds)}
+        self._bases: dict[Kind, int] = {kind: i * stages * self.num_microbatches for i, kind in enumerate(kinds)}
         self.first_receive = self._bases[kinds[-len(_RECEIVES)]]
         self.size = len(kinds) * stages * self.num_microbatches
         present = schedule.kinds
@@ -130,7 +130,8 @@ Step = tuple[int, Action, tuple[int, ...], tuple[int, ...]]
 
 
 def replay(schedule: Schedule, milestones: Milestones | None = None) -> Iterator[Step]:
-    """Yield (device, action, needs, gives) in an order in which the devices could run; raise DeadlockError if they can't.
+    """Yield (device, action, needs, gives) in an order in which the devices could run; raise DeadlockError if they
+    can't.
 
     `needs` and `gives` are bases: the numbers of the milestones are these plus the action's microbatch.
     """

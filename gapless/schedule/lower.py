@@ -1,7 +1,7 @@
 """Passes: from the schedule a recipe states to the one that is run.
 
-Recipes keep I and W apart. Whether a pair runs as one B, where a recompute goes and what crosses between devices is decided
-here, and where there is a choice the simulator makes it.
+Recipes keep I and W apart. Whether a pair runs as one B, where a recompute goes and what crosses between devices is
+decided here, and where there is a choice the simulator makes it.
 """
 
 from collections import defaultdict
@@ -9,7 +9,6 @@ from collections.abc import Collection
 
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.memory import changes
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import Channel, messages, receive_buffers
 
@@ -82,9 +81,9 @@ def add_recompute(
 ) -> Schedule:
     """Throw activations away after F and recompute them by an R before the backward.
 
-    R needs its own F alone, so it runs while the gradient is still on its way; `early` also moves it ahead into idle time, as
-    far as memory allows (`memory_limit`, or what the device holds at its peak anyway). Where the backward follows its F
-    directly nothing is thrown away.
+    R needs its own F alone, so it runs while the gradient is still on its way; `early` also moves it ahead into idle
+    time, as far as memory allows (`memory_limit`, or what the device holds at its peak anyway). Where the backward
+    follows its F directly nothing is thrown away.
     """
     costs = costs or Costs()
     wanted = range(schedule.num_stages) if stages is None else stages
@@ -145,9 +144,11 @@ def add_updates(schedule: Schedule) -> Schedule:
 
 
 def add_transfers(schedule: Schedule, spare_buffers: int = 1) -> Schedule:
-    """Write out what crosses between devices: a SEND right behind its producer, a RECV as early as the pool has a buffer.
+    """Write out what crosses between devices: a SEND right behind its producer, a RECV as early as the pool has a
+    buffer.
 
-    The pool of a channel is what the deadlock proof asks for and `spare_buffers` more, so that receives are posted ahead.
+    The pool of a channel is what the deadlock proof asks for and `spare_buffers` more, so that receives are posted
+    ahead.
     """
     produced, consumed = messages(schedule)
     pools = receive_buffers(schedule)

@@ -1,7 +1,7 @@
 """Who did what from when to when, simulated or measured: one type for both, so that they can be laid side by side.
 
-Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the optimizer waits for all devices; the *span*
-bubble is what remains when the next step may start on a device before the others have ended.
+Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the optimizer waits for all devices; the
+*span* bubble is what remains when the next step may start on a device before the others have ended.
 """
 
 from dataclasses import dataclass, field

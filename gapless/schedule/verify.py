@@ -1,10 +1,12 @@
-"""Is this a schedule that can be run? Every violation at once, each with its place; and the proof that nothing can hang.
+"""Is this a schedule that can be run? Every violation at once, each with its place; and the proof that nothing can
+hang.
 
-The proof: a channel is (source device, target device, activation or gradient) and delivers in the producer's order. A receive is
-posted once a buffer of the channel's pool is free again, so with p buffers message n waits until message n-p was consumed.
-Sends never hold a device up. So a schedule that runs to its end with endless buffers also does so with p, unless a device
-consumes some message j < n only after message n, with n - j >= p: that receive would wait for itself. The least p that is safe is
-therefore one more than the largest such n - j, per channel, or 1 where messages are consumed in order.
+The proof: a channel is (source device, target device, activation or gradient) and delivers in the producer's order.
+A receive is posted once a buffer of the channel's pool is free again, so with p buffers message n waits until
+message n-p was consumed. Sends never hold a device up. So a schedule that runs to its end with endless buffers also
+does so with p, unless a device consumes some message j < n only after message n, with n - j >= p: that receive would
+wait for itself. The least p that is safe is therefore one more than the largest such n - j, per channel, or 1 where
+messages are consumed in order.
 """
 
 from collections import defaultdict
@@ -226,7 +228,7 @@ def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
                     before = last.get(action.stage, -1)
                     if action.microbatch < before:
                         message = (
-                            f"{action} comes after microbatch {before}: stage {action.stage} takes its {letter} gradients "
+                            f"{action} comes after microbatch {before}: stage {action.stage} takes {letter} gradients "
                             "out of microbatch order, so their last bits differ from the plain loop's"
                         )
                         yield Violation("microbatch order", device, position, message)
@@ -239,7 +241,9 @@ Message = tuple[int, int]  # the stage that made it, and the microbatch
 def messages(
     schedule: Schedule,
 ) -> tuple[dict[Channel, dict[Message, int]], dict[Channel, list[tuple[Message, Action]]]]:
-    """What crosses between devices: per channel the number of each message as produced, and the consumers in their order."""
+    """What crosses between devices: per channel the number of each message as produced, and the consumers in their
+    order.
+    """
     placement, single = schedule.placement, schedule.placement.single
     last_stage = placement.num_stages - 1
     produced: dict[Channel, dict[Message, int]] = defaultdict(dict)

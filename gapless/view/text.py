@@ -3,8 +3,8 @@
     0 F0 F1 F2 F3 ......... B0--- B1--- B2--- B3---
     1    F0 F1 F2 F3 ... B0--- B1--- B2--- B3---
 
-Coloured on a terminal, plain otherwise; it fits the width it is given. Where actions get too narrow for their label they keep
-their letter, and where even that has no room a column shows what the device does for most of its time.
+Coloured on a terminal, plain otherwise; it fits the width it is given. Where actions get too narrow for their label
+they keep their letter, and where even that has no room a column shows what the device does for most of its time.
 """
 
 from collections import Counter
@@ -152,7 +152,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1)
 
 
 def violations(report: Report, width: int = 100, colour: bool = False, most: int = 10) -> str:
-    """The first violations, each shown in its row; the whole schedule with all of them marked where it fits the width."""
+    """The first violations, each shown in its row; the whole schedule with all of them marked where it fits the
+    width.
+    """
     schedule, found = report.schedule, (*report.violations, *report.warnings)
     lines = []
     rows = _marked_rows(schedule, found, colour)

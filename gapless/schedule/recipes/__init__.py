@@ -131,7 +131,8 @@ def make_schedule(
     replicas: Sequence[int] | None = None,
     minibatches: int = 8,
 ) -> Schedule:
-    """The schedule of that name. `memory_limit` is in the unit of the costs' `activation`, or "2x" for twice 1f1b's peak.
+    """The schedule of that name. `memory_limit` is in the unit of the costs' `activation`, or "2x" for twice 1f1b's
+    peak.
 
     >>> print(make_schedule("1f1b", devices=2, microbatches=2))
     0: 0F0 0F1 0B0 0B1

@@ -1,8 +1,8 @@
 """The V schedules with less memory are one block, repeated: when each device runs Fa, Fb, Ib and Ia of one microbatch.
 
-The block fixes the lifetime of an activation, hence the memory. Repeated every 6 slots it leaves holes at both ends; F and I move
-into them where what they depend on is there and the device's peak does not rise. The W are then laid into what is idle
-at the real costs, the oldest first, or where memory is full.
+The block fixes the lifetime of an activation, hence the memory. Repeated every 6 slots it leaves holes at both ends;
+F and I move into them where what they depend on is there and the device's peak does not rise. The W are then laid
+into what is idle at the real costs, the oldest first, or where memory is full.
 """
 
 from collections import deque
@@ -41,7 +41,9 @@ def repeat_block(
 
 
 def _squeeze(planned: Schedule, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those before it."""
+    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those
+    before it.
+    """
     left = [list(row) for row in planned.rows]
     held = [0] * planned.num_devices  # stage activations
     rows: list[list[Action]] = [[] for _ in left]
@@ -78,7 +80,9 @@ def _first_ready(row: list[Action], held: int, limit: int, ended: set[Action], p
 
 
 def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Schedule:
-    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is full."""
+    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is
+    full.
+    """
     durations = costs.durations(order.placement)
     free: list[Number] = [0] * order.num_devices
     held = [0] * order.num_devices

@@ -10,9 +10,10 @@ from gapless.schedule.placement import loop
 def interleaved(num_devices: int, num_microbatches: int, stages_per_device: int = 2) -> Schedule:
     """Megatron's interleaved 1F1B: the bubble shrinks v times, the traffic grows v times.
 
-    Microbatches go in max(1, M // K) groups whose sizes differ by at most one, the larger first (a short last group would
-    deadlock). Inside a group all its microbatches run the first local stage, then the second, and so on; backwards use the same
-    table with the local stages reversed. A device runs w = min(2(K-1-r) + (v-1)N, M*v) F ahead, N the size of the first group.
+    Microbatches go in max(1, M // K) groups whose sizes differ by at most one, the larger first (a short last group
+    would deadlock). Inside a group all its microbatches run the first local stage, then the second, and so on;
+    backwards use the same table with the local stages reversed. A device runs w = min(2(K-1-r) + (v-1)N, M*v) F
+    ahead, N the size of the first group.
 
     0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
     1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3

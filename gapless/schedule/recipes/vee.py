@@ -1,11 +1,11 @@
-"""Recipes that go down the devices and back up, stages a = r and b = 2K-1-r on device r: zb-v, v-half, v-min, dualpipe-v.
+"""Recipes that go down the devices and back up, stages a = r and b = 2K-1-r on device r: zb-v, v-half, v-min,
+dualpipe-v.
 
-The first and the last stage share device 0, so the first gradient is there at once and memory is the same on every device.
-Letters: K devices, M microbatches, r = device 0..K-1.
+The first and the last stage share device 0, so the first gradient is there at once and memory is the same on every
+device. Letters: K devices, M microbatches, r = device 0..K-1.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs

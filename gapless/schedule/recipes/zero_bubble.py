@@ -1,7 +1,7 @@
 """Recipes with one stage per device and a split backward: zb-h1, zb-h2.
 
-The input gradient I is on the way of the other devices, the weight gradient W is on nobody's: it fills what would be bubbles.
-Letters: K devices, M microbatches, r = device 0..K-1.
+The input gradient I is on the way of the other devices, the weight gradient W is on nobody's: it fills what would be
+bubbles. Letters: K devices, M microbatches, r = device 0..K-1.
 """
 
 from gapless.schedule.action import Action, Kind, Schedule
@@ -19,7 +19,8 @@ def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
-    """Twice the head start: no span bubble, for 2K-1 activations; pays off where the optimizer step does not wait for all.
+    """Twice the head start: no span bubble, for 2K-1 activations; pays off where the optimizer step does not wait
+    for all.
 
     0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     1: 1F0 1F1 1I0 1F2 1I1 1I2 1W0 1W1 1W2

@@ -1,0 +1,103 @@
+"""A layer that only takes time: it stands for a device that this machine does not have.
+
+Its forward and both halves of its backward last as long as they are told to, with the interpreter's lock released, so that many
+such devices fit on a few cores. It is a real layer all the same: `y = x * w`, with a gradient for both. A sleep lasts longer than
+it was asked to, by a span that depends on the machine; it is measured once and taken off, and the rest, some microseconds, is
+waited out.
+
+The two halves are separate nodes of the graph, so whoever splits a backward, gapless by `defer` or torch.distributed.pipelining by
+walking the graph, sleeps for each half where it runs it:
+
+    x --- begin -------*--- y        begin's backward sleeps `input_grad`
+    w --- hold -------/              hold's backward sleeps `weight_grad`
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.stage.deferred import defer
+
+_LONGEST_OVERSHOOT = 0.0002
+
+
+@functools.cache
+def overshoot() -> float:
+    """By how many seconds a sleep is too long on this machine, most of the time; measured at the first call."""
+    spans = []
+    for _ in range(40):
+        start = time.perf_counter()
+        time.sleep(0.0005)
+        spans.append(time.perf_counter() - start - 0.0005)
+    spans.sort()
+    return min(max(spans[len(spans) * 3 // 4], 0.0), _LONGEST_OVERSHOOT)
+
+
+def wait_until(deadline: float) -> None:
+    """Sleeps until `time.perf_counter()` is `deadline`, early rather than late, then yields until it is."""
+    span = deadline - time.perf_counter() - overshoot()
+    if span > 0.0:
+        time.sleep(span)
+    while time.perf_counter() < deadline:
+        time.sleep(0)  # lets go of the interpreter's lock
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        wait_until(time.perf_counter() + ctx.seconds)
+        return grads[0], None
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.seconds = seconds
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (w,) = ctx.saved_tensors
+        return defer(w, functools.partial(_after, ctx.seconds, grads[0])), None
+
+
+def _after(seconds: float, grad: Tensor) -> Tensor:
+    wait_until(time.perf_counter() + seconds)
+    return grad
+
+
+class Emulated(nn.Module):
+    """`y = x * w` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`; samples are `size` floats."""
+
+    def __init__(self, *, forward: float, input_grad: float, weight_grad: float, size: int = 1) -> None:
+        super().__init__()
+        self.seconds = (forward, input_grad, weight_grad)
+        self.size = size
+        self.weight = nn.Parameter(torch.ones(1))
+        overshoot()
+
+    def samples(self, count: int) -> Tensor:
+        """So many samples for the first layer."""
+        return torch.linspace(-1.0, 1.0, count * self.size).view(count, self.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward, input_grad, weight_grad = self.seconds
+        end = time.perf_counter() + forward
+        y: Tensor = _Begin.apply(x, input_grad) * _Hold.apply(self.weight, weight_grad)  # type: ignore[no-untyped-call]
+        wait_until(end)
+        return y
+
+    def extra_repr(self) -> str:
+        forward, input_grad, weight_grad = self.seconds
+        return f"forward={forward}, input_grad={input_grad}, weight_grad={weight_grad}, size={self.size}"

@@ -1,0 +1,109 @@
+"""Any tree of tensors is cut like torch.tensor_split and put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError
+from gapless.stage import microbatch as mb
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 4), (7, 3), (5, 5), (13, 8), (6, 1)])
+def test_a_batch_is_cut_like_tensor_split(size: int, count: int) -> None:
+    x = torch.arange(size * 2).view(size, 2)
+    parts = mb.split(x, count)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in x.tensor_split(count)]
+    assert mb.sizes(size, count) == [len(part) for part in parts]
+    assert torch.equal(mb.merge(parts), x)
+
+
+def test_a_batch_smaller_than_the_number_of_microbatches_gives_fewer() -> None:
+    assert [len(part) for part in mb.split(torch.zeros(3, 2), 8)] == [1, 1, 1]
+    assert mb.sizes(3, 8) == [1, 1, 1]
+
+
+def test_trees_are_cut_and_merged_and_the_rest_goes_to_every_microbatch() -> None:
+    tree = {
+        "x": torch.arange(6),
+        "pair": Pair(torch.arange(12).view(6, 2), None),
+        "scale": 2,
+        "table": torch.zeros(9),
+        "n": [torch.tensor(3.0), "name"],
+    }
+    parts = mb.split(tree, 3)
+    assert len(parts) == 3
+    assert parts[1]["x"].tolist() == [2, 3]
+    assert isinstance(parts[1]["pair"], Pair)
+    assert parts[1]["pair"].a.tolist() == [[4, 5], [6, 7]]
+    assert parts[2]["table"] is tree["table"]
+    assert parts[0]["n"][1] == "name"
+    merged = mb.merge(parts, [2, 2, 2])
+    assert torch.equal(merged["x"], tree["x"])  # type: ignore[arg-type]
+    assert merged["table"].shape == (9,)
+    assert merged["pair"].b is None
+
+
+def test_batch_dims_say_where_to_cut() -> None:
+    tree = {"x": torch.zeros(5, 6), "table": torch.zeros(6, 6)}
+    parts = mb.split(tree, 2, {"x": 1, "table": None})
+    assert parts[0]["x"].shape == (5, 3)
+    assert parts[0]["table"].shape == (6, 6)
+    assert mb.batch_size(tree, {"x": 1}) == 6
+    assert [part[0].shape for part in mb.split((torch.zeros(4, 6), torch.zeros(2, 6)), 3, 1)] == [(4, 2)] * 3
+    with pytest.raises(ConfigError, match=r"batch_dims names \['y'\], which the batch does not have"):
+        mb.split(tree, 2, {"y": 0})
+    with pytest.raises(
+        ConfigError, match=r"shape \(2, 5\) is to be cut along dimension 1, but the batch has 6 samples"
+    ):
+        mb.split((torch.zeros(4, 6), torch.zeros(2, 5)), 3, 1)
+
+
+def test_targets_are_cut_by_the_size_of_the_inputs() -> None:
+    parts = mb.split({"weights": torch.ones(3), "y": torch.arange(6)}, 2, size=6)
+    assert parts[1]["y"].tolist() == [3, 4, 5]
+    assert parts[1]["weights"].shape == (3,)
+
+
+def test_a_batch_without_samples_or_without_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the batch is empty"):
+        mb.split(torch.zeros(0, 3), 2)
+    with pytest.raises(ConfigError, match="no tensor with a batch dimension among 1 tensor"):
+        mb.split({"x": torch.tensor(1.0)}, 2)
+    with pytest.raises(ConfigError, match="0 microbatches: at least 1 is needed"):
+        mb.split(torch.zeros(2), 0)
+
+
+def test_tensors_hidden_in_a_dataclass_are_refused() -> None:
+    @dataclasses.dataclass
+    class Hidden:
+        x: Tensor
+
+    with pytest.raises(ConfigError, match=r"Hidden holds tensors \(x\) where none can be seen"):
+        mb.flatten({"h": Hidden(torch.zeros(2))})
+
+
+def test_weights_of_microbatches() -> None:
+    targets = [torch.tensor([1, -100, 2]), torch.tensor([-100, -100, 3])]
+    assert mb.weights(None, [3, 1], targets) == [0.75, 0.25]
+    assert mb.weights("sum", [3, 1], targets) == [1.0, 1.0]
+    assert mb.weights(lambda target: (target != -100).sum(), [3, 3], targets) == [2 / 3, 1 / 3]
+    assert mb.weights(lambda target: 0, [3, 3], targets) == [0.0, 0.0]
+
+
+def test_flatten_and_unflatten_are_inverse() -> None:
+    tree = {"b": [torch.ones(1), None, (torch.zeros(2), 3)], "a": "text"}
+    tensors, shape = mb.flatten(tree)
+    assert [tensor.numel() for tensor in tensors] == [1, 2]
+    again = mb.unflatten([10, 20], shape)
+    assert again == {"b": [10, None, (20, 3)], "a": "text"}
+    assert list(again) == ["b", "a"]

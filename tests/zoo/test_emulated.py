@@ -1,0 +1,81 @@
+"""Emulated layers take the time they are told to, and their gradients are real."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from gapless.stage.stage import Stage
+from gapless.zoo.emulated import Emulated, overshoot, wait_until
+from tests.stage.exactness import assert_same_as_plain, mean_square
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def test_gradients_are_those_of_the_plain_loop() -> None:
+    layers = [Emulated(forward=0.0, input_grad=0.0, weight_grad=0.0, size=5) for _ in range(3)]
+    assert_same_as_plain(layers, layers[0].samples(7), cuts=(1, 2))
+
+
+def test_each_part_takes_its_own_time() -> None:
+    stage = Stage(
+        [Emulated(forward=0.004, input_grad=0.008, weight_grad=0.012)], first_layer=0, split=True, loss=mean_square
+    )
+    x = torch.ones(2, 1, requires_grad=True)
+    spans: list[tuple[float, float, float]] = []
+    for microbatch in range(7):
+        forward = seconds(lambda m=microbatch: stage.forward(m, x, step=0))  # type: ignore[misc]
+        inputs = seconds(lambda m=microbatch: stage.backward_input(m, None))  # type: ignore[misc]
+        weights = seconds(lambda m=microbatch: stage.backward_weight(m))  # type: ignore[misc]
+        spans.append((forward, inputs, weights))
+    for expected, measured in zip((0.004, 0.008, 0.012), zip(*spans, strict=True), strict=True):
+        assert min(measured) >= expected
+        assert statistics.median(measured) < expected * 1.25
+
+
+def test_an_unsplit_backward_takes_both_times() -> None:
+    layer = Emulated(forward=0.0, input_grad=0.004, weight_grad=0.006)
+    loss = layer(torch.ones(2, 1, requires_grad=True)).sum()
+    assert 0.010 <= seconds(loss.backward) < 0.030
+
+
+def test_the_split_of_torchs_own_pipelining_sleeps_each_half_where_it_runs_it() -> None:
+    layer = Emulated(forward=0.0, input_grad=0.004, weight_grad=0.016)
+    x = torch.ones(2, 1, requires_grad=True)
+    y = layer(x)
+    parts: list[object] = []
+    first = seconds(lambda: parts.extend(stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())))
+    assert 0.004 <= first < 0.016
+    assert layer.weight.grad is None
+    assert seconds(lambda: stage_backward_weight(layer.parameters(), parts[1])) >= 0.016  # type: ignore[arg-type]
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.item() == 2.0
+
+
+@pytest.mark.timeout(60)
+def test_eight_of_them_sleep_at_once_on_any_number_of_cores() -> None:
+    spans: list[float] = []
+
+    def work() -> None:
+        spans.append(seconds(lambda: [wait_until(time.perf_counter() + 0.005) for _ in range(20)]))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statistics.median(spans) < 0.100 * 1.15
+
+
+def test_the_overshoot_is_small() -> None:
+    assert 0.0 <= overshoot() <= 0.0002
