@@ -1,8 +1,8 @@
 """How a stage calls its layers: inside the mode, outside of it, or not at all but by the table's own handler.
 
-The mode costs a few microseconds on every torch call inside it. Torch's own modules are known: most of them neither hold weights
-that could wait nor draw, so they run outside; a linear layer's one call is answered directly. Of anything else nothing is known,
-and it runs inside.
+The mode costs a few microseconds on every torch call inside it. Torch's own modules are known: most of them neither
+hold weights that could wait nor draw, so they run outside; a linear layer's one call is answered directly. Of anything
+else nothing is known, and it runs inside.
 """
 
 from __future__ import annotations
@@ -74,8 +74,12 @@ class Calls:
                 self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
 
     def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has one."""
+        """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
+        one.
+        """
         draws = self._draws
+        if step != draws.step:
+            self.forget()
         draws.step, draws.microbatch = step, microbatch
         draws.restart()
         self._mode.begin(records if self._split else None, self._device().type)
@@ -126,6 +130,8 @@ class Calls:
 def _way(layer: Any, split: bool) -> Way:
     if not isinstance(layer, nn.Module):
         return Way.OUTSIDE if _is_torchs(layer) and layer not in TABLE else Way.INSIDE
+    if type(layer).__module__ == "torch._dynamo.eval_frame":
+        return Way.OUTSIDE  # compiled: modes would be traced into it
     modules = list(layer.modules())
     if any(
         not _is_torchs(type(module)) or _has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules

@@ -1,13 +1,12 @@
 """What has one autograd graph and is rebuilt at once: all layers of a stage or, with remat="layer", one of them.
 
-A cell keeps for each microbatch its inputs, as leaves whose `.grad` the backward fills, and the gradient edges of its outputs. It
-does not keep the outputs: what was handed on must be free to die.
+A cell keeps for each microbatch its inputs, as leaves whose `.grad` the backward fills, and the gradient edges of its
+outputs. It does not keep the outputs: what was handed on must be free to die.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gapless.errors import GaplessError
+
 from . import microbatch as mb
 from .autocast import AutocastState, autocast_is_on
 from .calls import Calls
@@ -33,13 +33,16 @@ class Work:
     target: Any
     weight: float | Tensor
     want_outputs: bool
+    defer: bool  # will the halves of its backward be called apart
     records: Records
     replaying: bool = False
 
 
 @dataclasses.dataclass(slots=True)
 class Kept:
-    """What a cell keeps of a microbatch. `edges` are those of the outputs, or of the weighted loss; None: to be recomputed."""
+    """What a cell keeps of a microbatch. `edges` are those of the outputs, or of the weighted loss; None: to be
+    recomputed.
+    """
 
     leaves: list[Tensor]
     shape: mb.Shape | None
@@ -90,7 +93,8 @@ class Cell:
             return ([edge], [start]) if edge is not None and start is not None else ([], [])
         if len(grads) != len(kept.edges):
             raise GaplessError(
-                f"{len(grads)} gradients came for {len(kept.edges)} outputs: give one, or None, for each tensor of the outputs."
+                f"{len(grads)} gradients came for {len(kept.edges)} outputs: "
+                "give one, or None, for each tensor of the outputs."
             )
         pairs = [
             (edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None
@@ -119,7 +123,7 @@ class Cell:
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls = self._calls
-        with calls.begin(work.records if defer else None, work.step, work.microbatch):
+        with calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch):
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
@@ -149,10 +153,10 @@ def leaf_of(tensor: Tensor) -> Tensor:
 def _not_a_leaf(leaf: Tensor) -> Tensor:
     """The leaf's data as the result of an operation, which it is in the plain loop.
 
-    It matters in two places: torch forbids to change a leaf in place, and autocast caches the cast of a leaf but not that of a
-    result, so that gradients of several uses would be summed in another precision.
+    It matters in two places: torch forbids to change a leaf in place, and autocast caches the cast of a leaf but not
+    that of a result, so that gradients of several uses would be summed in another precision.
     """
-    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape) if leaf.requires_grad else leaf  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape) if leaf.requires_grad else leaf
 
 
 def _check_scalar(loss: Any) -> None:

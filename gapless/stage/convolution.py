@@ -1,4 +1,6 @@
-"""Convolutions and embeddings with the gradients of their parameters deferred: autograd's own derivative, asked for one part at a time."""
+"""Convolutions and embeddings with the gradients of their parameters deferred: autograd's own derivative, asked for one
+part at a time.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ class _Both:
 
 
 def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`F.embedding(indices, weight, ...)`; sparse gradients and max_norm, which changes the weight, are left to torch."""
+    """`F.embedding(indices, weight, ...)`; sparse gradients, and max_norm, which changes the weight, are torch's."""
     return _embedding(mode, func, args, kwargs, *args, **kwargs)
 
 

@@ -1,11 +1,12 @@
-"""Weight gradients that can wait: nobody but the optimizer needs them, while another device waits for the input gradients.
+"""Weight gradients that can wait: nobody but the optimizer needs them, while another device waits for the input
+gradients.
 
-During the backward's first half each intercepted call records (parameter, function, what it needs); the second half computes and
-adds. A record holds detached tensors only: one with its history would, through the autograd graph that holds the records,
-hold itself, in a cycle that Python's collector cannot see.
+During the backward's first half each intercepted call records (parameter, function, what it needs); the second half
+computes and adds. A record holds detached tensors only: one with its history would, through the autograd graph that
+holds the records, hold itself, in a cycle that Python's collector cannot see.
 
-Autograd sums the contributions to a parameter within one backward, in the order in which they arrive, and then adds the sum to
-`.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
+Autograd sums the contributions to a parameter within one backward, in the order in which they arrive, and then adds the
+sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .autocast import without_autocast
 
 
 class Record(NamedTuple):
-    """One contribution to come. `summed_low`: contributions are added up in their own, lower precision before the cast to the
-    parameter's, because autocast casts a parameter once and caches the result."""
+    """One contribution to come. `summed_low`: contributions are added up in their own, lower precision before the cast
+    to the parameter's, because autocast casts a parameter once and caches the result."""
 
     parameter: Tensor
     function: Callable[[Any, Tensor], Tensor]
@@ -102,7 +103,7 @@ class _Sum:
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
         return
@@ -136,7 +137,7 @@ def recording(records: Records, edges: Sequence[GradientEdge], device: torch.dev
     tasks: set[int] = set()
 
     def note(_: Any) -> None:
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = torch._C._current_graph_task_id()
         tasks.add(task)
         _tasks[task] = records
 
@@ -153,8 +154,8 @@ def recording(records: Records, edges: Sequence[GradientEdge], device: torch.dev
 def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     """For the backward of a custom autograd function: the gradient of `parameter`, now or later.
 
-    Where the backward is split, `closure` is kept for the second half and the result is None, which the function returns as
-    that gradient; anywhere else `closure` runs at once and its value is the result. So one line serves both:
+    Where the backward is split, `closure` is kept for the second half and the result is None, which the function
+    returns as that gradient; anywhere else `closure` runs at once and its value is the result. So one line serves both:
 
         @staticmethod
         def backward(ctx, grad):
@@ -166,7 +167,7 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     """
     records = _running.records
     if records is None and _tasks:
-        records = _tasks.get(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+        records = _tasks.get(torch._C._current_graph_task_id())
     if records is None or type(parameter) is not Parameter or not parameter.requires_grad:
         return closure()
     records.append((parameter, _call, (closure, parameter.shape), None, False))

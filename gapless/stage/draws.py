@@ -1,9 +1,9 @@
 """Randomness that does not depend on who runs when.
 
-Every layer draws as if `torch.manual_seed(seed_of(seed, step, microbatch, layer))` had been called just before it. Threads share torch's
-default generators, so nothing may be drawn from them unprotected: dropout on a CPU draws its exact mask from a private generator,
-and every other random call runs with the default generator's state swapped for the private one, under a lock. The caller's own
-generators are left as they were.
+Every layer draws as if `torch.manual_seed(seed_of(seed, step, microbatch, layer))` had been called just before it.
+Threads share torch's default generators, so nothing may be drawn from them unprotected: dropout on a CPU draws its
+exact mask from a private generator, and every other random call runs with the default generator's state swapped for the
+private one, under a lock. The caller's own generators are left as they were.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _lock = threading.RLock()
 
 
 class Draws:
-    """The private generators of one stage; where it stands is set from outside, and costs nothing until something is drawn."""
+    """The private generators of one stage; where it stands is set from outside, and costs nothing until something is
+    drawn.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -173,7 +175,8 @@ def _named(*places: Any, names: str) -> list[Callable[..., Any]]:
 RANDOM: list[Callable[..., Any]] = [
     *_named(
         torch,
-        names="rand rand_like randint randint_like randn randn_like randperm normal bernoulli multinomial poisson binomial "
+        names="rand rand_like randint randint_like randn randn_like randperm normal bernoulli multinomial poisson "
+        "binomial "
         "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
         "feature_alpha_dropout_ native_dropout rrelu rrelu_ _standard_gamma _sample_dirichlet _fused_dropout",
     ),

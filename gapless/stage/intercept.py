@@ -1,9 +1,9 @@
 """The one function mode: torch calls that a stage answers itself, in one table.
 
-It is there for two reasons, deferred weight gradients and seeded randomness, and it costs a little on every torch call, so it is
-installed only where a stage splits its backward or may draw. A parameter whose calls are deferred must not be used by any other call
-of the same graph, or autograd and the records would each add a part; the mode sees every use, and where it learns of one too
-late, the forward starts again with that parameter left to autograd.
+It is there for two reasons, deferred weight gradients and seeded randomness, and it costs a little on every torch call,
+so it is installed only where a stage splits its backward or may draw. A parameter whose calls are deferred must not be
+used by any other call of the same graph, or autograd and the records would each add a part; the mode sees every use,
+and where it learns of one too late, the forward starts again with that parameter left to autograd.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .linear import addmm, linear, matmul
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_in_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _MAY_HOLD_PARAMETERS = frozenset((Parameter, list, tuple))
 _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
 
@@ -43,12 +44,13 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.draws = draws
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
+        self.nothing_waits = False  # a layer takes gradients itself, and of a deferred call these would be wrong
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._records: Records | None = None
         self._deferred: set[int] = set()  # parameters used in this forward, by id
         self._plain: set[int] = set()
         self._kind = "cpu"
-        self._casts: dict[int, tuple[int, Tensor]] = {}
+        self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = TABLE
 
     @property
@@ -105,14 +107,16 @@ class Mode(TorchFunctionMode):
                 self._note(arg, result)
 
     def defers(self, weight: Any, bias: Any) -> bool:
-        """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts saved tensors."""
-        if self._records is None or type(weight) is not Parameter or not weight.requires_grad:
+        """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts
+        saved tensors.
+        """
+        if self._records is None or self.nothing_waits or type(weight) is not Parameter or not weight.requires_grad:
             return False
         if id(weight) in self.excluded or id(weight) in self._plain or not torch.is_grad_enabled():
             return False
         if bias is not None and (type(bias) is not Parameter or id(bias) in self.excluded or id(bias) in self._plain):
             return False
-        return _top_hooks(False) is None
+        return _top_hooks(False) is None and _in_functorch() is None and weight.is_floating_point()
 
     def recording(self, weight: Parameter, bias: Parameter | None) -> Callable[[Any], None]:
         """Where to put the records of these."""
@@ -131,21 +135,22 @@ class Mode(TorchFunctionMode):
         return low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
 
     def cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
-        """The parameter as autocast would cast it, kept until it changes or `forget`."""
+        """The parameter as autocast would cast it, kept until it changes or the step ends."""
         if parameter.dtype == low or parameter.dtype == torch.float64 or not parameter.is_floating_point():
             return parameter.detach()
-        version = parameter._version
         known = self._casts.get(id(parameter))
-        if known is None or known[0] != version or known[1].dtype != low:
-            known = self._casts[id(parameter)] = (version, parameter.detach().to(low))
-        return known[1].detach()
+        if known is None or known[:2] != (parameter._version, low):
+            known = self._casts[id(parameter)] = (parameter._version, low, parameter.detach().to(low))
+        return known[2].detach()
 
     def forget(self) -> None:
         """Lets go of casts."""
         self._casts.clear()
 
     def refuse_checkpoint(self) -> None:
-        """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from these."""
+        """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from
+        these.
+        """
         if (_top_hooks(False) is not None or not torch.is_grad_enabled()) and random.inside_checkpoint():
             self.alone = True
             raise Restart
@@ -158,8 +163,8 @@ def _needs_grad(result: Any) -> bool:
 
 
 def _opened(function: Any) -> Handler:
-    """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the function
-    that does not ask for modes, with the mode on."""
+    """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the
+    function that does not ask for modes, with the mode on."""
     scope = {
         **function.__globals__,
         "has_torch_function": _no,
@@ -178,6 +183,14 @@ def _opened(function: Any) -> Handler:
     return handler
 
 
+def _gradient(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer that asks for gradients in its forward must find the whole graph, weights included."""
+    if mode.defers_now and not mode.nothing_waits:
+        mode.nothing_waits = True
+        raise Restart
+    return mode.plain(func, args, kwargs)
+
+
 def _no(*_: Any) -> bool:
     return False
 
@@ -190,6 +203,8 @@ TABLE: dict[Any, Handler] = {
     torch.mm: matmul,
     Tensor.mm: matmul,
     torch.addmm: addmm,
+    torch.autograd.grad: _gradient,
+    Tensor.backward: _gradient,
     F.embedding: embedding,
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), convolution),

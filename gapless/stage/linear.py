@@ -1,14 +1,15 @@
 """`x @ w`, `x @ w.t()` and `x @ w.t() + b` with the gradients of w and b deferred.
 
-The call runs with the parameters detached, so that autograd computes the input gradient alone, by its own formula; a hook on the
-result records the rest. The bits must be those of plain torch, so each case below follows what `at::linear` and `at::matmul` do:
+The call runs with the parameters detached, so that autograd computes the input gradient alone, by its own formula; a
+hook on the result records the rest. The bits must be those of plain torch, so each case below follows what `at::linear`
+and `at::matmul` do:
 
     input               bias   at::linear is                         here
     2-d                 yes    addmm                                 the same call
     2-d                 no     mm                                    the same call
     n-d contiguous      yes    flatten, addmm, view                  written out: the hook must sit below the view
     n-d contiguous      no     flatten, mm, unsafe view              the same call
-    n-d otherwise       yes    copy, flatten, mm, unsafe view, add   written out: without a gradient for w torch would not fold
+    n-d otherwise       yes    copy, flatten, mm, unsafe view, add   written out: torch folds only if w needs a gradient
     n-d otherwise       no     copy, flatten, mm, unsafe view        the same after contiguous()
 """
 
@@ -115,40 +116,28 @@ def record(
 ) -> None:
     """Has the gradients of weight and bias recorded as soon as that of y is known.
 
-    Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and the
-    hook ends the backward there.
+    Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and
+    the hook ends the backward there.
     """
     append = mode.recording(weight, bias)
-    if bias is None or bias_grad is None or not bias.requires_grad:
+    if bias is not None and not bias.requires_grad:
+        bias = None
 
-        def hook(grad: Tensor | None) -> None:
-            if grad is not None:
-                append((weight, weight_grad, kept, grad, summed_low))
-    else:
-        on_bias = bias_grad
-
-        def hook(grad: Tensor | None) -> None:
-            if grad is not None:
-                append((weight, weight_grad, kept, grad, summed_low))
-                append((bias, on_bias, kept, grad, summed_low))
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        grad = grads[0]
+        if grad is not None:
+            append((weight, weight_grad, kept, grad, summed_low))
+            if bias is not None:
+                append((bias, bias_grad, kept, grad, summed_low))
+        return None if needs_input else (None,)
 
     node: Any = y.grad_fn
-    if needs_input:
-        # What Tensor.register_hook does, without the handle to take the hook away again.
-        y._backward_hooks = {0: hook}  # type: ignore[assignment]
-        node._register_hook_dict(y)
-    else:
-
-        def stop(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
-            hook(grads[0])
-            return (None,)
-
-        node.register_prehook(stop)
+    node.register_prehook(hook)  # on the node, and not on y: after hooks of the user's that change the gradient of y
 
 
 def _plain_input(x: Any) -> bool:
-    """A parameter as the input needs a gradient of its own, of which nothing is known here."""
-    return type(x) is Tensor
+    """A parameter as the input needs a gradient of its own, and nested tensors fold in another way."""
+    return type(x) is Tensor and not x.is_nested
 
 
 def _positional(

@@ -1,8 +1,8 @@
 """A minibatch is any tree of tensors and constants; this file cuts it into microbatches and puts the results together.
 
-The trees are those of `torch.utils._pytree`: tuples, lists, dicts, named tuples and every class registered there (the outputs of
-Hugging Face models are). A tensor whose first dimension is the batch size is cut like `torch.tensor_split`; all else goes to
-every microbatch. A tensor that only happens to have that size is told apart with `batch_dims`.
+The trees are those of `torch.utils._pytree`: tuples, lists, dicts, named tuples and every class registered there (the
+outputs of Hugging Face models are). A tensor whose first dimension is the batch size is cut like `torch.tensor_split`;
+all else goes to every microbatch. A tensor that only happens to have that size is told apart with `batch_dims`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
 
 
 def batch_size(tree: Any, batch_dims: Any = None) -> int:
-    """The number of samples: the first dimension of the first tensor that has one, or the first dimension that `batch_dims` names."""
+    """The number of samples: the first dimension of the first tensor that has one, or the first dimension that
+    `batch_dims` names.
+    """
     tensors, shape = flatten(tree)
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
@@ -78,8 +80,9 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
 def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int | None = None) -> list[Any]:
     """Cuts a minibatch into microbatches, as many as asked or, if it has fewer samples, one per sample.
 
-    `batch_dims` says where each tensor is cut: one number for all, or a tree shaped like the batch (a prefix of it is enough)
-    of numbers and None (not cut). `size` is the number of samples where another tree decides it: the targets of these inputs.
+    `batch_dims` says where each tensor is cut: one number for all, or a tree shaped like the batch (a prefix of it is
+    enough) of numbers and None (not cut). `size` is the number of samples where another tree decides it: the targets of
+    these inputs.
     """
     if num_microbatches < 1:
         raise ConfigError(f"{num_microbatches} microbatches: at least 1 is needed.")
@@ -96,7 +99,8 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
             columns.append([tensor] * count)
         elif tensor.size(dim) != size:
             raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, but the batch has {size} samples."
+                f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, "
+                f"but the batch has {size} samples."
             )
         else:
             columns.append(list(tensor.tensor_split(count, dim)))
@@ -111,9 +115,11 @@ def sizes(size: int, num_microbatches: int) -> list[int]:
 
 
 def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
-    """The outputs of all microbatches as one tree: what was cut is concatenated, the rest is taken from the first microbatch.
+    """The outputs of all microbatches as one tree: what was cut is concatenated, the rest is taken from the first
+    microbatch.
 
-    A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every microbatch.
+    A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every
+    microbatch.
     """
     rows = [flatten(tree) for tree in trees]
     merged = []
@@ -128,8 +134,8 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
 def weights(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:
     """What the loss of each microbatch is multiplied by, so that the sum of the losses is the loss of the minibatch.
 
-    A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other means;
-    "sum" is for losses that are sums already.
+    A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other
+    means; "sum" is for losses that are sums already.
     """
     if loss_weight == "sum":
         return [1.0] * len(counts)
@@ -160,11 +166,13 @@ def _spread(tree: Any, dims: Any) -> list[int | None]:
     if isinstance(tree, dict) and isinstance(dims, dict):
         if unknown := set(dims) - set(tree):
             raise ConfigError(
-                f"batch_dims names {sorted(map(str, unknown))}, which the batch does not have: it has {sorted(map(str, tree))}."
+                f"batch_dims names {sorted(map(str, unknown))}, which the batch does not have: "
+                f"it has {sorted(map(str, tree))}."
             )
         return [dim for key, value in tree.items() for dim in _spread(value, dims.get(key, None))]
     if isinstance(tree, (tuple, list)) and isinstance(dims, (tuple, list)) and len(tree) == len(dims):
         return [dim for value, part in zip(tree, dims, strict=True) for dim in _spread(value, part)]
     raise ConfigError(
-        f"batch_dims={dims!r} does not fit a batch that is a {type(tree).__name__}: give numbers in the shape of the batch."
+        f"batch_dims={dims!r} does not fit a batch that is a {type(tree).__name__}: "
+        "give numbers in the shape of the batch."
     )

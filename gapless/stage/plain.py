@@ -1,4 +1,6 @@
-"""The reference: the plain loop over microbatches on one device, which every schedule, split and remat is compared with, bit by bit."""
+"""The reference: the plain loop over microbatches on one device, which every schedule, split and remat is compared
+with, bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .seeds import seed_of
 
 @dataclasses.dataclass(frozen=True)
 class PlainResult:
-    """The loss of the minibatch, those of its microbatches in order (unweighted), and the merged outputs; all detached."""
+    """The loss of the minibatch, those of its microbatches in order (unweighted), the merged outputs; all detached."""
 
     loss: Tensor
     losses: list[Tensor]
@@ -37,8 +39,8 @@ def plain_step(
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
-    Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators are
-    left reseeded. The backward runs outside of autocast, as torch advises.
+    Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators
+    are left reseeded. The backward runs outside of autocast, as torch advises.
     """
     size = mb.batch_size(inputs, batch_dims)
     parts = mb.split(inputs, microbatches, batch_dims)
@@ -60,7 +62,9 @@ def plain_step(
 
 
 def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
-    """The first layer of a model takes the minibatch apart: a tuple is its positional arguments, a dict its keyword arguments."""
+    """The first layer of a model takes the minibatch apart: a tuple is its positional arguments, a dict its keyword
+    arguments.
+    """
     if isinstance(inputs, tuple):
         return layer(*inputs)
     if isinstance(inputs, dict):
@@ -86,4 +90,4 @@ def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
         return
     with torch.autocast(loss.device.type, enabled=False):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]

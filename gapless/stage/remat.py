@@ -3,11 +3,11 @@
     remat    kept per microbatch            rebuilt
     none     inputs and the whole graph     nothing
     stage    inputs                         the whole graph, by `recompute` or at the start of the backward
-    layer    inputs of every layer          one layer's graph at a time, inside the backward, from the last layer to the first
+    layer    inputs of every layer          one layer's graph at a time, inside the backward, the last layer first
 
-The layers are seeded and cast as in the first run, so the second computes the same bits. With a split backward it happens once: the
-graph is rebuilt for the first half, and the second uses what that recorded. (Buffers that a forward changes, like the running
-statistics of batch norm, are changed by both runs; `Work.replaying` tells them apart.)
+The layers are seeded and cast as in the first run, so the second computes the same bits. With a split backward it
+happens once: the graph is rebuilt for the first half, and the second uses what that recorded. (Buffers that a forward
+changes, like the running statistics of batch norm, are changed by both runs; `Work.replaying` tells them apart.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, GaplessError
+
 from . import microbatch as mb
 from .autocast import AutocastState, autocast_is_on
 from .calls import Calls
@@ -32,15 +33,17 @@ class RematCell(Cell):
     def __init__(self, calls: Calls, layers: range, parameters: Sequence[nn.Parameter], *, with_loss: bool) -> None:
         super().__init__(calls, layers, with_loss=with_loss)
         self._parameters = parameters
-        # Which outputs need a gradient, for each pattern of inputs and parameters that do: a run without a graph cannot tell.
+        # Which outputs need a gradient, for each pattern of inputs and parameters that do: a run without a graph cannot
+        # tell.
         self._flags: dict[tuple[bool, ...], list[bool]] = {}
+        self._needs_graph = False  # a layer uses autograd in its forward: it asks for gradients, or sets hooks
 
     def forward(self, work: Work, inputs: Any) -> Any:
         tensors, shape = mb.flatten(inputs)
         kept = Kept([leaf_of(tensor) for tensor in tensors], shape, autocast=AutocastState())
         pattern = tuple(tensor.requires_grad for tensor in (*kept.leaves, *self._parameters))
         flags = self._flags.get(pattern)
-        handed = None if flags is None else self._run_without_graph(work, kept, flags)
+        handed = None if flags is None or self._needs_graph else self._run_without_graph(work, kept, flags)
         if handed is None:
             handed, self._flags[pattern] = self._learn(work, kept)
         self._kept[work.microbatch] = kept
@@ -61,7 +64,9 @@ class RematCell(Cell):
         return super().backward(work, grads)
 
     def _learn(self, work: Work, kept: Kept) -> tuple[Any, list[bool]]:
-        """The outputs and which of them need a gradient, from a run with a graph, on a copy: layers may change their input."""
+        """The outputs and which of them need a gradient, from a run with a graph, on a copy: layers may change their
+        input.
+        """
         leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in kept.leaves]
         versions = [leaf._version for leaf in leaves]
         handed = self._build(work, Kept(leaves, kept.shape), defer=False)
@@ -70,12 +75,16 @@ class RematCell(Cell):
         return handed, [tensor.requires_grad for tensor in mb.flatten(handed)[0]]
 
     def _run_without_graph(self, work: Work, kept: Kept, flags: list[bool]) -> Any:
-        """The outputs, marked by `flags`; None if these are not those of these outputs."""
+        """The outputs, marked by `flags`; None if they must be computed with a graph."""
         clear_casts()
         versions = [leaf._version for leaf in kept.leaves]
         with torch.no_grad():
             tensors = [leaf.detach().clone() if self._guarded else leaf.detach() for leaf in kept.leaves]
-            handed = self._attempt(work, kept, tensors)
+            try:
+                handed = self._attempt(work, kept, tensors)
+            except RuntimeError:
+                self._needs_graph = True  # if it was another error, it will come again
+                return None
         clear_casts()
         kept.edges = kept.start = None
         if versions != [leaf._version for leaf in kept.leaves]:
@@ -111,7 +120,9 @@ def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, 
 
 
 def clear_casts() -> None:
-    """Autocast keeps the casts it made; those made without a graph must not be used where one is built, nor the reverse."""
+    """Autocast keeps the casts it made; those made without a graph must not be used where one is built, nor the
+    reverse.
+    """
     if autocast_is_on():
         torch.clear_autocast_cache()
 

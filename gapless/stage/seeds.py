@@ -1,7 +1,8 @@
 """One number for each place where randomness enters.
 
-A pipeline runs layers in an order that depends on devices, schedule and thread timing. If every layer draws from a seed that
-depends on none of these, the same step draws the same numbers everywhere, and the plain loop on one device can be its reference.
+A pipeline runs layers in an order that depends on devices, schedule and thread timing. If every layer draws from a seed
+that depends on none of these, the same step draws the same numbers everywhere, and the plain loop on one device can be
+its reference.
 """
 
 _MASK = (1 << 64) - 1

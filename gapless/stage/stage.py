@@ -1,13 +1,13 @@
 """A stage computes: it runs its layers forward and backward for one microbatch after another, on one device.
 
-It knows nothing of schedules and of other stages. What comes in and what goes out are trees of tensors; an outgoing tensor is cut
-off from its graph and carries `requires_grad` exactly if a gradient for it must come back:
+It knows nothing of schedules and of other stages. What comes in and what goes out are trees of tensors; an outgoing
+tensor is cut off from its graph and carries `requires_grad` exactly if a gradient for it must come back:
 
-    inputs  --forward-->          outputs
-    input gradients  <--backward--  output gradients          (lists, one entry per tensor of the tree, None where there is none)
+    inputs           --forward-->   outputs             (trees)
+    input gradients  <--backward--  output gradients    (lists: for each tensor of the tree its gradient, or None)
 
-Between forward and backward a stage keeps, for each microbatch, the inputs and the graph, or with remat the inputs alone; between
-`backward_input` and `backward_weight` only what the deferred weight gradients need.
+Between forward and backward a stage keeps, for each microbatch, the inputs and the graph, or with remat the inputs
+alone; between `backward_input` and `backward_weight` only what the deferred weight gradients need.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GaplessError
+
 from .calls import Calls
 from .cell import Work
 from .deferred import Records
@@ -31,10 +32,10 @@ Remat = Literal["none", "stage", "layer"]
 class Stage:
     """A run of consecutive layers on one device.
 
-    `first_layer` is the number of its first layer in the model (seeds count from it). `split` says that the two halves of the
-    backward will be called. `loss` belongs to the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first
-    stage) a tuple of inputs is the positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in
-    `nn.Sequential`, what a layer returns is the one argument of the next.
+    `first_layer` is the number of its first layer in the model (seeds count from it). `split` says that the two halves
+    of the backward will be called. `loss` belongs to the last stage: `loss(outputs, target)` must be a scalar. With
+    `spread` (the first stage) a tuple of inputs is the positional arguments of the first layer and a dict its keyword
+    arguments; elsewhere, as in `nn.Sequential`, what a layer returns is the one argument of the next.
     """
 
     def __init__(
@@ -71,13 +72,16 @@ class Stage:
         target: Any = None,
         weight: float | Tensor = 1.0,
         want_outputs: bool = True,
+        defer: bool = True,
     ) -> Any:
-        """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without its weight)."""
+        """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without
+        its weight).
+        """
         if microbatch in self._work:
             raise GaplessError(
                 f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
             )
-        work = Work(microbatch, step, target, weight, want_outputs, Records())
+        work = Work(microbatch, step, target, weight, want_outputs, defer, Records())
         self._work[microbatch] = work
         try:
             for cell in self._cells:
@@ -88,12 +92,16 @@ class Stage:
         return inputs
 
     def recompute(self, microbatch: int) -> None:
-        """Rebuilds the graph of a microbatch from its kept inputs (remat="stage"); the backward does it itself if nobody did."""
+        """Rebuilds the graph of a microbatch from its kept inputs (remat="stage"); the backward does it itself if
+        nobody did.
+        """
         if self.remat == "stage":
             self._cells[0].recompute(self._work[microbatch])
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None] | None) -> list[Tensor | None]:
-        """The whole backward: adds to the parameters' `.grad`, returns the gradients of the inputs, frees the microbatch."""
+        """The whole backward: adds to the parameters' `.grad`, returns the gradients of the inputs, frees the
+        microbatch.
+        """
         grads = self.backward_input(microbatch, output_grads)
         self.backward_weight(microbatch)
         return grads

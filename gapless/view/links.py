@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gapless.schedule.action import Action, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Number
-from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.dependencies import Milestones
 from gapless.schedule.timeline import Timeline
 
 
@@ -28,15 +28,18 @@ class Links:
 
 def resolve(schedule: Schedule) -> Links:
     """A need that no action of the schedule meets is left out: `verify` reports it, the viewer still draws the rest."""
-    where: dict[Action, int] = {}
-    for number, action in enumerate(actions(schedule)):
-        for gift in completes(action):
-            where[gift] = number
+    milestones = Milestones(schedule)
+    where = array("i", [-1]) * milestones.size  # the number of the action that reaches each milestone
+    for number, (stage, kind, microbatch) in enumerate(actions(schedule)):
+        for base in milestones.gives[kind][stage]:
+            where[base + microbatch] = number
     first, needs = array("i", [0]), array("i")
-    for action in actions(schedule):
-        for need in dependencies(action, schedule):
-            if need in where:
-                needs.append(where[need])
+    for stage, kind, microbatch in actions(schedule):
+        update = kind is Kind.UPDATE
+        bases = milestones.update_needs(stage, microbatch) if update else milestones.needs[kind][stage]
+        for base in bases:
+            if (number := where[base + microbatch]) >= 0:
+                needs.append(number)
         first.append(len(needs))
     return Links(first, needs)
 

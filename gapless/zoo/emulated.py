@@ -1,12 +1,12 @@
 """A layer that only takes time: it stands for a device that this machine does not have.
 
-Its forward and both halves of its backward last as long as they are told to, with the interpreter's lock released, so that many
-such devices fit on a few cores. It is a real layer all the same: `y = x * w`, with a gradient for both. A sleep lasts longer than
-it was asked to, by a span that depends on the machine; it is measured once and taken off, and the rest, some microseconds, is
-waited out.
+Its forward and both halves of its backward last as long as they are told to, with the interpreter's lock released, so
+that many such devices fit on a few cores. It is a real layer all the same: `y = x * w`, with a gradient for both. A
+sleep lasts longer than it was asked to, by a span that depends on the machine; that span is learnt and taken off, and
+the rest, some microseconds, is waited out.
 
-The two halves are separate nodes of the graph, so whoever splits a backward, gapless by `defer` or torch.distributed.pipelining by
-walking the graph, sleeps for each half where it runs it:
+The two halves are separate nodes of the graph, so whoever splits a backward, gapless by `defer` or
+torch.distributed.pipelining by walking the graph, sleeps for each half where it runs it:
 
     x --- begin -------*--- y        begin's backward sleeps `input_grad`
     w --- hold -------/              hold's backward sleeps `weight_grad`
@@ -15,6 +15,7 @@ walking the graph, sleeps for each half where it runs it:
 from __future__ import annotations
 
 import functools
+import select
 import time
 from typing import Any
 
@@ -23,28 +24,48 @@ from torch import Tensor, nn
 
 from gapless.stage.deferred import defer
 
-_LONGEST_OVERSHOOT = 0.0002
+
+class _Sleep:
+    """Sleeps that end on time: too early by the machine's usual overshoot, learnt from every sleep, then yielding."""
+
+    longest = 0.00015  # what is taken off at most, and so the longest time spent yielding
+
+    def __init__(self) -> None:
+        self._mean = 0.00008
+        self._deviation = 0.00002
+
+    @property
+    def overshoot(self) -> float:
+        """By how many seconds a sleep may be too long."""
+        return min(self._mean + self._deviation, self.longest)
+
+    def until(self, deadline: float) -> None:
+        """Returns when `time.perf_counter()` is `deadline`."""
+        now = time.perf_counter()
+        wake = deadline - self.overshoot
+        if wake > now:
+            time.sleep(wake - now)
+            now = time.perf_counter()
+            error = min(now - wake, 2 * self.longest) - self._mean
+            self._mean += error / 8
+            self._deviation += (abs(error) - self._deviation) / 8
+        while now < deadline:
+            select.select((), (), (), 0)  # lets go of the interpreter's lock, and unlike sleep(0) returns at once
+            now = time.perf_counter()
 
 
 @functools.cache
-def overshoot() -> float:
-    """By how many seconds a sleep is too long on this machine, most of the time; measured at the first call."""
-    spans = []
-    for _ in range(40):
-        start = time.perf_counter()
-        time.sleep(0.0005)
-        spans.append(time.perf_counter() - start - 0.0005)
-    spans.sort()
-    return min(max(spans[len(spans) * 3 // 4], 0.0), _LONGEST_OVERSHOOT)
+def the_sleep() -> _Sleep:
+    """The one of this process, calibrated at the first call."""
+    sleep = _Sleep()
+    for _ in range(10):
+        sleep.until(time.perf_counter() + 0.001)
+    return sleep
 
 
 def wait_until(deadline: float) -> None:
-    """Sleeps until `time.perf_counter()` is `deadline`, early rather than late, then yields until it is."""
-    span = deadline - time.perf_counter() - overshoot()
-    if span > 0.0:
-        time.sleep(span)
-    while time.perf_counter() < deadline:
-        time.sleep(0)  # lets go of the interpreter's lock
+    """Sleeps until `time.perf_counter()` is `deadline`."""
+    the_sleep().until(deadline)
 
 
 class _Begin(torch.autograd.Function):
@@ -78,14 +99,16 @@ def _after(seconds: float, grad: Tensor) -> Tensor:
 
 
 class Emulated(nn.Module):
-    """`y = x * w` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`; samples are `size` floats."""
+    """`y = x * w` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`; samples are `size`
+    floats.
+    """
 
     def __init__(self, *, forward: float, input_grad: float, weight_grad: float, size: int = 1) -> None:
         super().__init__()
         self.seconds = (forward, input_grad, weight_grad)
         self.size = size
         self.weight = nn.Parameter(torch.ones(1))
-        overshoot()
+        the_sleep()
 
     def samples(self, count: int) -> Tensor:
         """So many samples for the first layer."""

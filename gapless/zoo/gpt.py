@@ -1,4 +1,5 @@
-"""A GPT as people write it: token and position embeddings, pre-norm blocks with causal attention, a final norm and a head.
+"""A GPT as people write it: token and position embeddings, pre-norm blocks with causal attention, a final norm and a
+head.
 
 It is a sequence of layers, so a pipeline can cut it anywhere between them. The head has a weight of its own.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def make_stages(layers: Layers, cuts: Sequence[int], loss: Callable[[Any, Any], 
     """Stages of these layers, cut before the layers whose numbers `cuts` gives."""
     bounds = [0, *cuts, len(layers)]
     stages = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         last = loss if end == len(layers) else None
         stages.append(Stage(layers[start:end], first_layer=start, loss=last, spread=start == 0, **options))
     return stages
@@ -45,7 +46,7 @@ def run_step(
     loss_weight: mb.LossWeight = None,
     together: bool = True,
 ) -> PlainResult:
-    """All forwards, then all backwards (`together`), or microbatch by microbatch; each half of the backward by itself."""
+    """All forwards, then all backwards (`together`), or microbatch by microbatch; the halves of a backward apart."""
     size = mb.batch_size(inputs)
     parts = mb.split(inputs, microbatches)
     targets = [None] * len(parts) if target is None else mb.split(target, len(parts), size=size)

@@ -1,4 +1,4 @@
-"""Every model here gives the bits of the plain loop: split or not, with remat or not, over two steps without zero_grad."""
+"""Every model here gives the bits of the plain loop: split or not, remat or not, over two steps without zero_grad."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_weights_with_a_single_row_or_column(rows: int) -> None:
 
 
 def test_matmul_mm_and_addmm_with_a_parameter() -> None:
-    w = lambda: torch.randn(8, 8) / 3  # noqa: E731
+    def w() -> Tensor:
+        return torch.randn(8, 8) / 3
+
     layers = [
         Do(lambda s, x: x @ s.w, w=w()),
         Do(lambda s, x: torch.tanh(torch.matmul(x, s.w)), w=w().t()),
@@ -144,8 +146,14 @@ def test_embeddings(options: dict[str, Any]) -> None:
 
 
 def test_a_parameter_used_twice_is_summed_as_autograd_sums() -> None:
-    for times in (2, 3):
-        twice = Do(lambda s, x: [x := torch.tanh(s.parts[0](x)) for _ in range(times)][-1], nn.Linear(8, 8))
+    def again(s: Any, x: Tensor) -> Tensor:
+        return torch.tanh(s.parts[0](torch.tanh(s.parts[0](x))))
+
+    def thrice(s: Any, x: Tensor) -> Any:
+        return s.parts[0](again(s, x))
+
+    for function in (again, thrice):
+        twice = Do(function, nn.Linear(8, 8))
         assert_same_as_plain([nn.Linear(8, 8), twice, nn.Linear(8, 8)], torch.randn(6, 8), cuts=(1,))
 
 
@@ -201,8 +209,8 @@ def test_frozen_layers_before_and_after(frozen: tuple[int, ...]) -> None:
 
 def test_a_frozen_weight_with_a_trained_bias_and_the_reverse() -> None:
     layers = mlp()
-    layers[0].weight.requires_grad_(False)  # type: ignore[union-attr]
-    layers[3].bias.requires_grad_(False)  # type: ignore[union-attr]
+    layers[0].weight.requires_grad_(False)
+    layers[3].bias.requires_grad_(False)
     assert_same_as_plain(layers, torch.randn(6, 12), cuts=(3,))
 
 
@@ -302,7 +310,7 @@ def test_autocast(cache: bool, remat: str) -> None:
 
 
 def test_autocast_inside_a_layer_and_around_a_convolution() -> None:
-    def inside(s: Any, x: Tensor) -> Tensor:
+    def inside(s: Any, x: Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return s.parts[0](x)
 
@@ -342,6 +350,33 @@ def test_a_checkpoint_inside_a_layer(use_reentrant: bool, dropout: float) -> Non
     ]
     for cuts in ((), (1, 2)):
         assert_same_as_plain(layers, torch.randn(6, 8), cuts=cuts)
+
+
+def test_a_layer_that_takes_gradients_in_its_forward() -> None:
+    def penalty(s: Any, x: Tensor) -> Any:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = torch.tanh(s.parts[0](x))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.square()
+
+    assert_same_as_plain([nn.Linear(8, 8), Do(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)], torch.randn(6, 8), cuts=(1,))
+
+
+def test_hooks_of_the_user_on_activations_and_modules() -> None:
+    def hooked(s: Any, x: Tensor) -> Any:
+        y = s.parts[0](x)
+        y.register_hook(lambda grad: grad * 3)
+        return y
+
+    linear = nn.Linear(8, 8)
+    linear.register_forward_hook(lambda module, args, output: F.dropout(output, 0.3))
+    linear.register_full_backward_hook(lambda module, inputs, outputs: None)
+    assert_same_as_plain([nn.Linear(8, 8), Do(hooked, nn.Linear(8, 8)), linear, nn.Linear(8, 8)], torch.randn(6, 8))
+
+
+def test_vmap_inside_a_layer() -> None:
+    layers = [nn.Linear(8, 8), Do(lambda s, x: torch.vmap(s.parts[0])(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
+    assert_same_as_plain(layers, torch.randn(6, 8))
 
 
 def test_weights_that_are_computed() -> None:

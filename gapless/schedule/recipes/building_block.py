@@ -65,17 +65,21 @@ def _first_ready(row: list[Action], held: int, limit: int, ended: set[Action], p
     """The index of the first action that could run now without raising the peak of what it would go ahead of."""
     highest = held  # the most held over the prefix that a candidate would jump
     tried: set[tuple[int, Kind]] = set()
+    gradients = 0  # of those tried
     for index, action in enumerate(row):
-        key = (action.stage, action.kind)
-        forward = action.kind is _F
-        if key not in tried and not (forward and highest + 1 > limit):
-            tried.add(key)
+        stage, kind, _ = action
+        forward = kind is _F
+        full = highest >= limit  # and so for every forward from here on
+        if not (forward and full) and (stage, kind) not in tried:
+            tried.add((stage, kind))
+            gradients += not forward
             if all(need in ended for need in dependencies(action, planned)):
                 return index
-        if len(tried) == 4:
+        if gradients == 2 and (full or len(tried) == 4):
             return None
         held += 1 if forward else -1
-        highest = max(highest, held)
+        if held > highest:
+            highest = held
     return None
 
 

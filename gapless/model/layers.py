@@ -1,0 +1,47 @@
+"""A model as a sequence of layers, with the names its parameters had before anybody cut it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from gapless.errors import PartitionError
+
+Layer = Callable[..., Any]
+
+
+class Layers:
+    """The layers in order, and the module that owns their parameters under their original names."""
+
+    def __init__(self, model: Any) -> None:
+        if isinstance(model, nn.Sequential | nn.ModuleList):
+            self.module: nn.Module = model
+            self.layers: list[Layer] = list(model)
+        elif isinstance(model, Sequence | Iterable) and not isinstance(model, nn.Module):
+            self.layers = list(model)
+            self.module = _owner(self.layers)
+        else:
+            raise PartitionError(
+                f"a {type(model).__name__} is not a sequence of layers; pass an nn.Sequential or a list of layers"
+            )
+        for number, layer in enumerate(self.layers):
+            if not callable(layer) or isinstance(layer, nn.ModuleList | nn.ModuleDict):
+                raise PartitionError(f"layer {number} is a {type(layer).__name__}, which can't be called")
+
+    def costs(self) -> list[int]:
+        """Parameters of each layer, and one for its existence: a stand-in until the layers have been measured."""
+        return [
+            1 + (sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0)
+            for layer in self.layers
+        ]
+
+
+def _owner(layers: Sequence[Layer]) -> nn.Module:
+    """Names as in an nn.Sequential of the same layers: `3.weight` is of layer 3, also where others are plain
+    functions.
+    """
+    owner = nn.Module()
+    for number, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            owner.add_module(str(number), layer)
+    return owner

@@ -1,0 +1,360 @@
+"""The facade: a model, its devices and a schedule, as one object that trains.
+
+pipe = gapless.Pipeline(model, devices=4, schedule="zb-v", microbatches=16, loss=F.cross_entropy)
+optimizer = torch.optim.AdamW(pipe.parameters())
+for x, y in loader:
+    result = pipe.step(x, y)
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError, PartitionError, ScheduleError
+from gapless.model.layers import Layers
+from gapless.plan.partition import balanced, check_enough_layers
+from gapless.run.executor import Program, execute, measured
+from gapless.run.gradients import clip_grad_norm
+from gapless.run.streams import make_lane
+from gapless.run.threads import Team, close_with
+from gapless.schedule import lower
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.recipes import RECIPES, Objective, find_recipe, make_schedule
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.schedule.verify import verify
+from gapless.stage import microbatch as mb
+from gapless.stage.plain import sum_in_order
+from gapless.stage.stage import Remat, Stage
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step leaves: all tensors are detached.
+
+    loss      of the minibatch, 0-d
+    losses    of the microbatches, in their order, without their weights
+    outputs   of the minibatch, merged; None unless asked for
+    timeline  as measured; None unless asked for
+    """
+
+    loss: Tensor | None
+    losses: tuple[Tensor, ...]
+    outputs: Any = None
+    timeline: Timeline | None = None
+
+
+class Pipeline:
+    """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
+
+    model              an nn.Sequential or a list of layers
+    devices            how many, or a list of torch devices (one may be there several times)
+    schedule           a name from `gapless schedules`, or a Schedule
+    microbatches       into how many parts a minibatch is cut
+    loss               loss(outputs, target), a scalar
+    stages_per_device  by default what the schedule needs
+    partition          layers per stage; by default balanced by parameters
+    costs              for schedules that are made from costs, and for the choice between a B and I W
+    memory_limit       for `auto`
+    seed               of everything random in the layers, together with step, microbatch and layer
+    remat              "none", "stage", "layer", or a list with one of these per stage
+    loss_weight        None for a loss that is a mean over samples, "sum", or a function from a target to its weight
+    batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
+    intra_op_threads   of a CPU device; by default the caller's, shared among the devices
+    timeline           measure every step
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[Callable[..., Any]],
+        *,
+        devices: int | Sequence[torch.device | str],
+        microbatches: int,
+        loss: Loss,
+        schedule: str | Schedule = "1f1b",
+        stages_per_device: int | None = None,
+        partition: Sequence[int] | None = None,
+        costs: Costs | None = None,
+        memory_limit: Number | str | None = None,
+        objective: Objective = "makespan",
+        seed: int = 0,
+        remat: Remat | Sequence[Remat] = "none",
+        loss_weight: mb.LossWeight = None,
+        batch_dims: Any = None,
+        target_dims: Any = None,
+        intra_op_threads: int | None = None,
+        timeline: bool = False,
+    ) -> None:
+        self.devices = _devices(devices)
+        self._model = Layers(model)
+        self._asked = schedule
+        self._sizes = {
+            "stages_per_device": _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
+        }
+        self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
+        self.microbatches = _at_least_one("microbatches", microbatches)
+        self._loss, self._loss_weight = loss, loss_weight
+        self._batch_dims, self._target_dims = batch_dims, target_dims
+        self._timeline = timeline
+        self.seed = seed
+        self.steps = 0  # done so far; random numbers depend on it
+
+        self._remat_asked = remat
+        self.schedule = self._schedule_for(self.microbatches)
+        self.partition = _partition(self._model, self.schedule.num_stages, partition)
+        self._lanes = [make_lane(device) for device in self.devices]
+        self._stages = self._make_stages()
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        threads = intra_op_threads or max(1, torch.get_num_threads() // len(self.devices))
+        self._team = Team([f"gapless device {k}" for k in range(len(self.devices))], threads)
+        self._close = close_with(self, self._team)
+
+    # -- training
+    ---------------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, target: Any = None, *, outputs: bool = False, scaler: Any = None) -> Result:
+        """Forward and backward of a minibatch; gradients are added to `.grad`, the optimizer is yours.
+
+        `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
+        `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
+        """
+        parts, targets, counts = self._split(inputs, target)
+        weights = mb.weights(self._loss_weight, counts, targets)
+        program = self._program(len(parts), inference=False, recorded=self._timeline)
+        batch = program.batch
+        batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
+        batch.weights = (
+            weights if scaler is None else [scaler.scale(torch.tensor(w, device=self.devices[0])) for w in weights]
+        )
+        try:
+            self._run(program)
+            losses = tuple(batch.losses)
+            merged = mb.merge(batch.outputs, counts) if outputs else None
+            timeline = measured(program, "measured") if self._timeline else None
+        finally:
+            program.clear()
+        self.steps += 1
+        return Result(sum_in_order(losses, weights), losses, merged, timeline)
+
+    def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
+        """Outputs, and the loss if there is a target, in eval mode and without gradients."""
+        parts, targets, counts = self._split(inputs, target)
+        program = self._program(len(parts), inference=True, recorded=False)
+        batch = program.batch
+        batch.inputs, batch.targets = parts, targets if target is not None else ()
+        modes = [(module, module.training) for module in self._model.module.modules()]
+        self._model.module.eval()
+        try:
+            self._run(program)
+            losses = tuple(batch.losses) if target is not None else ()
+            merged = mb.merge(batch.outputs, counts) if outputs else None
+        finally:
+            program.clear()
+            for module, training in modes:
+                module.training = training
+        total = sum_in_order(losses, mb.weights(self._loss_weight, counts, targets)) if losses else None
+        return Result(total, losses, merged)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
+        return clip_grad_norm(list(self.parameters()), max_norm, norm_type)
+
+    # -- the model
+    --------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._model.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's own: it knows nothing of stages."""
+        return self._model.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        return self._model.module.load_state_dict(state, strict)
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        self._model.module.train(mode)
+        return self
+
+    def eval(self) -> "Pipeline":
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._model.module.zero_grad(set_to_none)
+
+    # -- life
+    -------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads. The model and its gradients stay."""
+        self._close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        timeline = simulate(self.schedule, self._costs)
+        name, bubble = self.schedule.name or "schedule", 100 * float(timeline.bubble)
+        sizes = f"{len(self.devices)} devices, {self.schedule.num_stages} stages, {self.microbatches} microbatches"
+        lines = [f"Pipeline: {name}, {sizes}, predicted bubble {bubble:.1f}%"]
+        first = 0
+        for stage, (count, work) in enumerate(zip(self.partition, self._stages, strict=True)):
+            device = self.schedule.placement.device(stage, 0)
+            size = sum(self._model.costs()[first : first + count]) - count
+            remat = f", remat {work.remat}" if work.remat != "none" else ""
+            lines.append(
+                f"  stage {stage} on device {device} ({self.devices[device]}): layers {first} to {first + count - 1}, "
+                f"{size:,} parameters{remat}"
+            )
+            first += count
+        return "\n".join(lines)
+
+    # -- how it is done
+    ---------------------------------------------------------------------------------------------------
+
+    def _split(self, inputs: Any, target: Any) -> tuple[list[Any], list[Any], list[int]]:
+        size = mb.batch_size(inputs, self._batch_dims)
+        parts = mb.split(inputs, self.microbatches, self._batch_dims)
+        targets = (
+            mb.split(target, len(parts), self._target_dims, size=size) if target is not None else [None] * len(parts)
+        )
+        return parts, targets, mb.sizes(size, len(parts))
+
+    def _run(self, program: Program) -> None:
+        count = program.schedule.num_microbatches
+        program.batch.outputs, program.batch.losses = [None] * count, [None] * count
+        execute(program, self._team)
+
+    def _program(self, microbatches: int, *, inference: bool, recorded: bool) -> Program:
+        key = (microbatches, inference, recorded)
+        if key not in self._programs:
+            schedule = self.schedule if microbatches == self.microbatches else self._schedule_for(microbatches)
+            if inference:
+                schedule = lower.forward_only(schedule)
+            self._programs[key] = Program(schedule, self._stages, self._lanes, self._loss, recorded=recorded)
+        return self._programs[key]
+
+    def _schedule_for(self, microbatches: int) -> Schedule:
+        """The schedule as it is run: made or taken, checked, and lowered."""
+        devices = len(self.devices)
+        if isinstance(self._asked, Schedule):
+            schedule = _fitting(self._asked, devices, microbatches)
+        else:
+            if not find_recipe(self._asked).synchronous:
+                raise ScheduleError(f"{self._asked} updates weights on its way; a Pipeline runs schedules that do not")
+            schedule = make_schedule(
+                self._asked,
+                devices=devices,
+                microbatches=microbatches,
+                costs=self._costs,
+                memory_limit=self._memory_limit,
+                objective=self._objective,
+                **self._sizes,
+            )
+        schedule = lower.fuse(schedule, self._costs)
+        remat = self._remat(schedule.num_stages)
+        again = [stage for stage, kind in enumerate(remat) if kind == "stage"]
+        if again and Kind.RECOMPUTE not in schedule.kinds:
+            schedule = lower.add_recompute(schedule, self._costs, stages=again)
+        return schedule
+
+    def _remat(self, num_stages: int) -> list[Remat]:
+        asked = self._remat_asked
+        remat = [asked] * num_stages if isinstance(asked, str) else list(asked)
+        if len(remat) != num_stages:
+            raise ConfigError(f"remat lists {len(remat)} stages, but the schedule has {num_stages}")
+        return remat
+
+    def _make_stages(self) -> list[Stage]:
+        stages, first = [], 0
+        remat = self._remat(self.schedule.num_stages)
+        halves = {action.stage for row in self.schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+        for stage, count in enumerate(self.partition):
+            layers = self._model.layers[first : first + count]
+            device = self.devices[self.schedule.placement.device(stage, 0)]
+            for layer in layers:
+                if isinstance(layer, nn.Module):
+                    layer.to(device)
+            last = stage == len(self.partition) - 1
+            stages.append(
+                Stage(
+                    layers,
+                    first_layer=first,
+                    seed=self.seed,
+                    remat=remat[stage],
+                    split=stage in halves,
+                    loss=self._loss if last else None,
+                    spread=stage == 0,
+                )
+            )
+            first += count
+        return stages
+
+
+def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor]:
+    """The weights times the scale of a GradScaler, which is a power of two: the losses' other bits stay."""
+    return [scaler.scale(torch.tensor(weight, device=device)) for weight in weights]
+
+
+def _devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:
+    if isinstance(devices, int):
+        count = _at_least_one("devices", devices)
+        if torch.cuda.device_count() >= count:
+            return [torch.device("cuda", index) for index in range(count)]
+        return [torch.device("cpu")] * count
+    made = [torch.device(device) for device in devices]
+    _at_least_one("devices", len(made))
+    return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in made]
+
+
+def _at_least_one(word: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{word} is {value!r}, but it must be a whole number of at least 1")
+    return value
+
+
+def _stages_per_device(
+    schedule: str | Schedule, asked: int | None, partition: Sequence[int] | None, num_devices: int
+) -> int | None:
+    """As asked, or as many as the partition has, where the recipe leaves a choice."""
+    if asked is not None or partition is None or not isinstance(schedule, str):
+        return asked
+    recipe = RECIPES.get(schedule)
+    free = recipe is not None and (recipe.stages_per_device is None or len(recipe.stages_per_device) > 1)
+    return len(partition) // num_devices if free and len(partition) % num_devices == 0 else None
+
+
+def _fitting(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:
+    if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
+        raise ScheduleError(
+            f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but this "
+            f"step has {num_devices} devices and {microbatches} microbatches; a schedule by name is made for any number"
+        )
+    verify(schedule).raise_if_wrong()
+    return schedule
+
+
+def _partition(model: Layers, num_stages: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+    if asked is None:
+        return balanced(model.costs(), num_stages)
+    counts = tuple(asked)
+    check_enough_layers(len(model.layers), num_stages)
+    if len(counts) != num_stages or sum(counts) != len(model.layers) or min(counts) < 1:
+        raise PartitionError(
+            f"partition {list(counts)} has {len(counts)} stages and {sum(counts)} layers, but the schedule has "
+            f"{num_stages} stages and the model {len(model.layers)} layers: give at least 1 layer per stage"
+        )
+    return counts

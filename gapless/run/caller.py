@@ -1,0 +1,31 @@
+"""What torch keeps per thread and the caller has set: it must hold in the threads that work for the caller too."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from gapless.stage.autocast import AutocastState
+
+
+class CallerState:
+    """Autocast, grad mode and default device of the thread it was made in, to be entered in another."""
+
+    def __init__(self) -> None:
+        self._autocast = AutocastState()
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._device = torch.get_default_device()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            stack.enter_context(self._autocast.replayed())
+            if self._device != torch.get_default_device():
+                stack.enter_context(self._device)
+            yield
+        # Casts cached by autocast belong to this use of it: the weights change before the next.
+        torch.clear_autocast_cache()

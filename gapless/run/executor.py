@@ -1,0 +1,252 @@
+"""Runs a schedule: a device's actions become a flat list of bound calls once, and are then just run.
+
+Each call takes what it needs (from the batch, from a stage on the same device, or from a channel), computes, and
+hands the result on. No decision is taken and nothing is looked up by name while a step runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.run.caller import CallerState
+from gapless.run.streams import Lane, Parcel, fenced
+from gapless.run.threads import Channels, StoppedError, Team
+from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.timeline import Timeline
+from gapless.stage.stage import Stage
+
+Call = Callable[[], None]
+
+
+@dataclass
+class Batch:
+    """What one step works on and what it leaves: filled by the caller, read and written by the devices."""
+
+    step: int = 0
+    inputs: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+    weights: Sequence[float | Tensor] = ()
+    want_outputs: bool = False
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+
+
+class Program:
+    """One schedule bound to stages and lanes: per device the calls, and the action each belongs to."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        lanes: Sequence[Lane],
+        loss: Callable[[Any, Any], Tensor] | None,
+        *,
+        recorded: bool,
+    ) -> None:
+        self.schedule = schedule
+        self.stages, self.lanes, self.loss = stages, lanes, loss
+        self.batch = Batch()
+        self.channels = Channels(schedule)
+        self.inference = schedule.kinds == {Kind.FORWARD}
+        self.marks: list[list[Any]] = [[] for _ in schedule.rows]
+        self.recorded = recorded
+        self.stopping: list[bool] = []  # not empty: every device is to stop before its next action
+        self._local: dict[tuple[str, int, int], Any] = {}  # handed from a stage to another one of the same device
+        # A backward that runs whole needs no deferral, even where the same stage splits others.
+        self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+        self.calls = [self._bind(device) for device in range(schedule.num_devices)]
+
+    def _bind(self, device: int) -> list[Call]:
+        there: set[Action] = set()
+        for action in self.schedule.rows[device]:  # ours to be right about: what is needed locally comes before
+            for need in dependencies(action, self.schedule):
+                home = self.schedule.placement.device(need.stage, need.microbatch)
+                assert home != device or need in there, f"{action} before {need} on device {device}"
+            there.update(completes(action))
+        return [self._call(device, action) for action in self.schedule.rows[device]]
+
+    def _call(self, device: int, action: Action) -> Call:
+        stage, kind, microbatch = action
+        work = self.stages[stage]
+        if kind is Kind.FORWARD:
+            take, put = self._taker(device, action, -1), self._putter(device, action, 1)
+            compute = self._forward(stage, microbatch)
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            take, put = self._taker(device, action, 1), self._putter(device, action, -1)
+            half = work.backward if kind is Kind.BACKWARD else work.backward_input
+            compute = lambda grads: half(microbatch, grads)  # noqa: E731
+        else:
+            assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
+            alone = work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute
+            take, put, compute = None, None, lambda _: alone(microbatch)
+        if self.recorded:
+            compute = self._timed(device, compute)
+
+        def call() -> None:
+            result = compute(take() if take is not None else None)
+            if put is not None:
+                put(result)
+
+        return call
+
+    def _forward(self, stage: int, microbatch: int) -> Callable[[Any], Any]:
+        work, batch = self.stages[stage], self.batch
+        last = stage == len(self.stages) - 1
+        if self.inference:
+            return self._infer_last(work, microbatch) if last else work.infer
+        defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
+        if not last:
+            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer)
+
+        lane = self.lanes[self.schedule.placement.device(stage, microbatch)]
+
+        def forward(inputs: Any) -> None:
+            batch.outputs[microbatch], batch.losses[microbatch] = work.forward(
+                microbatch,
+                inputs,
+                step=batch.step,
+                target=lane.unpack(Parcel(batch.targets[microbatch])),
+                weight=batch.weights[microbatch],
+                want_outputs=batch.want_outputs,
+                defer=defer,
+            )
+
+        return forward
+
+    def _infer_last(self, work: Stage, microbatch: int) -> Callable[[Any], None]:
+        batch, loss = self.batch, self.loss
+        lane = self.lanes[self.schedule.placement.device(len(self.stages) - 1, microbatch)]
+
+        def infer(inputs: Any) -> None:
+            outputs = work.infer(inputs)
+            batch.outputs[microbatch] = outputs
+            if loss is not None and batch.targets:
+                with torch.no_grad():
+                    batch.losses[microbatch] = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch])))
+
+        return infer
+
+    def _taker(self, device: int, action: Action, step: int) -> Callable[[], Any] | None:
+        """What brings an action its input: from the stage `step` away, or the batch for the first forward."""
+        stage, kind, microbatch = action
+        lane, batch = self.lanes[device], self.batch
+        other = stage + step
+        if other < 0:
+            return lambda: lane.unpack(Parcel(batch.inputs[microbatch]))
+        if other == len(self.stages):
+            return None
+        source = self.schedule.placement.device(other, microbatch)
+        name = "activation" if kind is Kind.FORWARD else "gradient"
+        if source == device:
+            local, key = self._local, (name, other, microbatch)
+            return lambda: local.pop(key)
+        receive, unpack = self.channels.receiver((source, device, name)), lane.unpack
+        return lambda: unpack(receive())
+
+    def _putter(self, device: int, action: Action, step: int) -> Callable[[Any], None] | None:
+        stage, kind, microbatch = action
+        other = stage + step
+        if not 0 <= other < len(self.stages):
+            return None
+        target = self.schedule.placement.device(other, microbatch)
+        name = "activation" if kind is Kind.FORWARD else "gradient"
+        if target == device:
+            local, key = self._local, (name, stage, microbatch)
+            return lambda result: local.__setitem__(key, result)
+        send, pack = self.channels.sender((device, target, name)), self.lanes[device].pack
+        return lambda result: send(pack(result))
+
+    def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        now, marks = self.lanes[device].now, self.marks[device]
+
+        def timed(argument: Any) -> Any:
+            start = now()
+            result = compute(argument)
+            marks.append((start, now()))
+            return result
+
+        return timed
+
+    def stop(self) -> None:
+        self.stopping.append(True)
+        self.channels.stop()
+
+    def clear(self) -> None:
+        """Nothing of the last step is left, whether it ended well or not."""
+        self.batch.inputs = self.batch.targets = self.batch.weights = ()
+        self.batch.outputs, self.batch.losses = [], []
+        for marks in self.marks:
+            marks.clear()
+
+    def recover(self) -> None:
+        """After a failure: forget what was under way."""
+        self.stopping.clear()
+        self.channels.clear()
+        self._local.clear()
+        for stage in self.stages:
+            stage.drop()
+
+
+def execute(program: Program, team: Team) -> None:
+    """Run the program's batch on its devices. The first failure stops all and is raised here, with its place noted."""
+    state = CallerState()
+    failures: list[BaseException] = []
+
+    def task(device: int) -> Call:
+        lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+
+        def run() -> None:
+            position = 0
+            try:
+                with lane.entered(), state.entered():
+                    for position, call in enumerate(calls):  # noqa: B007
+                        if stopping:
+                            raise StoppedError
+                        call()
+            except StoppedError:
+                pass
+            except BaseException as error:
+                error.add_note(_place(program, device, position))
+                failures.append(error)
+                program.stop()
+
+        return run
+
+    try:
+        with fenced(program.lanes):
+            for lane in program.lanes if program.recorded else ():
+                lane.begin()
+            team.run([task(device) for device in range(len(program.lanes))], program.stop)
+    except BaseException:
+        program.recover()
+        raise
+    if failures:
+        program.recover()
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
+
+
+def _place(program: Program, device: int, position: int) -> str:
+    action = program.schedule.rows[device][position]
+    where = program.lanes[device].device
+    return f"gapless: raised on device {device} ({where}), stage {action.stage}, action {action}"
+
+
+def measured(program: Program, name: str) -> Timeline:
+    """The timeline of the step that has just run."""
+    spans = [
+        [(lane.seconds(start), lane.seconds(end)) for start, end in marks]
+        for lane, marks in zip(program.lanes, program.marks, strict=True)
+    ]
+    return Timeline(
+        program.schedule,
+        tuple(tuple(start for start, _ in row) for row in spans),
+        tuple(tuple(end for _, end in row) for row in spans),
+        name=name,
+    )

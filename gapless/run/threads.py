@@ -1,0 +1,183 @@
+"""One persistent thread per device, and the channels between them.
+
+A channel is (source, target, kind) and delivers in the producer's order. A device never waits for what it sends.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gapless.errors import TransportError
+from gapless.schedule.action import Schedule
+from gapless.schedule.verify import Channel, messages
+
+
+class StoppedError(Exception):
+    """Another device failed, so this one need not go on. Never reaches the user."""
+
+
+_STOP = object()
+
+
+class Channels:
+    """What crosses between the devices of one process, for one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        produced, consumed = messages(schedule)
+        self._queues: dict[Channel, queue.SimpleQueue[Any]] = {channel: queue.SimpleQueue() for channel in produced}
+        self._takers = {
+            channel: _Taker(self._queues[channel], [produced[channel][message] for message, _ in consumers])
+            for channel, consumers in consumed.items()
+        }
+
+    def sender(self, channel: Channel) -> Callable[[Any], None]:
+        return self._queues[channel].put
+
+    def receiver(self, channel: Channel) -> Callable[[], Any]:
+        """Each call returns what the next consumer of this channel needs, and waits until it is there."""
+        return self._takers[channel].take
+
+    def stop(self) -> None:
+        """Wake every device that waits; it raises StoppedError."""
+        for waiting in self._queues.values():
+            waiting.put(_STOP)
+
+    def clear(self) -> None:
+        """Ready for the next step, whatever was left behind."""
+        for waiting in self._queues.values():
+            while not waiting.empty():
+                waiting.get()
+        for taker in self._takers.values():
+            taker.clear()
+
+
+class _Taker:
+    """Takes messages in the order they are consumed, which may differ from the order they come in."""
+
+    def __init__(self, waiting: "queue.SimpleQueue[Any]", order: Sequence[int]) -> None:
+        self._get = waiting.get
+        self._order = order
+        self._early: dict[int, Any] = {}  # came before they were needed
+        self._came = 0
+        self._taken = 0
+        if list(order) == sorted(order):
+            self.take = self._next  # type: ignore[method-assign]
+
+    def _next(self) -> Any:
+        parcel = self._get()
+        if parcel is _STOP:
+            raise StoppedError
+        return parcel
+
+    def take(self) -> Any:
+        number = self._order[self._taken]
+        while number not in self._early:
+            self._early[self._came] = self._next()
+            self._came += 1
+        self._taken = (self._taken + 1) % len(self._order)
+        if self._taken == 0:
+            self._came = 0
+        return self._early.pop(number)
+
+    def clear(self) -> None:
+        self._early.clear()
+        self._came = self._taken = 0
+
+
+Task = Callable[[], None]
+
+
+class Team:
+    """The threads. They start at the first use, keep nothing alive between two uses, and end with `close`."""
+
+    def __init__(self, names: Sequence[str], intra_op_threads: int) -> None:
+        self._inboxes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in names]
+        self._names = names
+        self._intra_op_threads = intra_op_threads
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def run(self, tasks: Iterable[Task], on_interrupt: Callable[[], None]) -> None:
+        """One task per thread, to its end. Ctrl-C calls `on_interrupt`, waits for the tasks, and goes on to the
+        caller.
+        """
+        if self._closed:
+            raise TransportError("the pipeline is closed; make a new one")
+        if not self._threads:
+            self._start()
+        latch = _Latch(len(self._inboxes))
+        for inbox, task in zip(self._inboxes, tasks, strict=True):
+            inbox.put(latch.counted(task))
+        try:
+            latch.wait()
+        except BaseException:
+            on_interrupt()
+            latch.wait()
+            raise
+
+    def _start(self) -> None:
+        threads = torch.get_num_threads()
+        ready = _Latch(len(self._inboxes))
+        for name, inbox in zip(self._names, self._inboxes, strict=True):
+            thread = threading.Thread(target=_work, args=(inbox, ready, self._intra_op_threads), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        ready.wait()
+        torch.set_num_threads(threads)  # what a thread sets for itself, later threads would inherit
+
+    def close(self) -> None:
+        self._closed = True
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads = []
+
+
+def close_with(owner: object, team: Team) -> Callable[[], Any]:
+    """End the threads when `owner` is closed or collected, or the interpreter ends."""
+    return weakref.finalize(owner, team.close)
+
+
+def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:
+    torch.get_num_threads()  # torch sets a thread up at its first call; later that would undo the next line
+    torch.set_num_threads(intra_op_threads)
+    ready.down()
+    while (task := inbox.get()) is not None:
+        task()
+        del task  # whatever it holds must not stay until the next one comes
+
+
+class _Latch:
+    """Opens when it was counted down to zero. Waiting for it can be interrupted."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._open = threading.Lock()
+        self._open.acquire()
+
+    def counted(self, task: Task) -> Task:
+        def run() -> None:
+            try:
+                task()
+            finally:
+                self.down()
+
+        return run
+
+    def down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._open.release()
+
+    def wait(self) -> None:
+        with self._open:
+            pass
