@@ -116,8 +116,7 @@ class Pipeline:
         self._team = Team([f"gapless device {k}" for k in range(len(self.devices))], threads)
         self._close = close_with(self, self._team)
 
-    # -- training
-    ---------------------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any, target: Any = None, *, outputs: bool = False, scaler: Any = None) -> Result:
         """Forward and backward of a minibatch; gradients are added to `.grad`, the optimizer is yours.
@@ -166,8 +165,7 @@ class Pipeline:
         """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type)
 
-    # -- the model
-    --------------------------------------------------------------------------------------------------------
+    # -- the model --------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self._model.module.parameters()
@@ -192,8 +190,7 @@ class Pipeline:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.module.zero_grad(set_to_none)
 
-    # -- life
-    -------------------------------------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the threads. The model and its gradients stay."""
@@ -222,8 +219,7 @@ class Pipeline:
             first += count
         return "\n".join(lines)
 
-    # -- how it is done
-    ---------------------------------------------------------------------------------------------------
+    # -- how it is done ---------------------------------------------------------------------------------------------
 
     def _split(self, inputs: Any, target: Any) -> tuple[list[Any], list[Any], list[int]]:
         size = mb.batch_size(inputs, self._batch_dims)
@@ -340,8 +336,8 @@ def _stages_per_device(
 def _fitting(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:
     if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
         raise ScheduleError(
-            f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but this "
-            f"step has {num_devices} devices and {microbatches} microbatches; a schedule by name is made for any number"
+            f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but "
+            f"this step has {num_devices} devices and {microbatches} microbatches; one by name is made for any number"
         )
     verify(schedule).raise_if_wrong()
     return schedule

@@ -16,8 +16,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     check_enough_layers(n, num_stages)
     sums = [0.0, *accumulate(costs)]
     bound = _least_maximum(costs, num_stages)
-    # best[j] = least sum of squares of the first j layers in the stages so far; a stage starts where its cost fits
-    the bound. infinity = float("inf")
+    # best[j]: least sum of squares of the first j layers in the stages so far, each within the bound.
+    infinity = float("inf")
     best = [0.0] + [infinity] * n
     cuts: list[list[int]] = []
     for stage in range(1, num_stages + 1):
@@ -42,8 +42,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def check_enough_layers(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         raise PartitionError(
-            f"the model has {num_layers} layers, but {num_stages} stages were asked for: use fewer devices or stages per "
-            "device, or cut the model into smaller layers"
+            f"the model has {num_layers} layers, but {num_stages} stages were asked for: use fewer devices or stages "
+            "per device, or cut the model into smaller layers"
         )
 
 

@@ -40,41 +40,54 @@ def repeat_block(
     return min(filled, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
+_Step = tuple[int, Kind]  # an action of whichever microbatch
+
+
+def _needs(planned: Schedule) -> dict[_Step, list[_Step]]:
+    """What each step depends on, all for the same microbatch."""
+    steps = [(stage, kind) for stage in range(planned.num_stages) for kind in (_F, _I)]
+    return {step: [need[:2] for need in dependencies(Action(*step, 0), planned)] for step in steps}
+
+
 def _squeeze(planned: Schedule, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those
-    before it.
-    """
+    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those before it."""
     left = [list(row) for row in planned.rows]
     held = [0] * planned.num_devices  # stage activations
     rows: list[list[Action]] = [[] for _ in left]
-    ended: set[Action] = set()
+    needs = _needs(planned)
+    ended = dict.fromkeys(needs, 0)  # microbatches: each step takes them in order
     while any(left):
         chosen = []
         for device, row in enumerate(left):
-            index = _first_ready(row, held[device], limit, ended, planned)
+            index = _first_ready(row, held[device], limit, needs, ended)
             if index is not None:
                 chosen.append((device, row.pop(index)))
         for device, action in chosen:
             held[device] += 1 if action.kind is _F else -1
             rows[device].append(action)
-            ended.add(action)
+            ended[action[:2]] += 1
     return tuple(map(tuple, rows))
 
 
-def _first_ready(row: list[Action], held: int, limit: int, ended: set[Action], planned: Schedule) -> int | None:
+def _first_ready(
+    row: list[Action], held: int, limit: int, needs: dict[_Step, list[_Step]], ended: dict[_Step, int]
+) -> int | None:
     """The index of the first action that could run now without raising the peak of what it would go ahead of."""
     highest = held  # the most held over the prefix that a candidate would jump
-    tried: set[tuple[int, Kind]] = set()
+    tried: set[_Step] = set()
     gradients = 0  # of those tried
-    for index, action in enumerate(row):
-        stage, kind, _ = action
+    for index, (stage, kind, microbatch) in enumerate(row):
+        step = (stage, kind)
         forward = kind is _F
         full = highest >= limit  # and so for every forward from here on
-        if not (forward and full) and (stage, kind) not in tried:
-            tried.add((stage, kind))
-            gradients += not forward
-            if all(need in ended for need in dependencies(action, planned)):
+        if not (forward and full) and step not in tried:
+            for need in needs[step]:
+                if ended[need] <= microbatch:
+                    break
+            else:
                 return index
+            tried.add(step)
+            gradients += not forward
         if gradients == 2 and (full or len(tried) == 4):
             return None
         held += 1 if forward else -1
@@ -84,33 +97,38 @@ def _first_ready(row: list[Action], held: int, limit: int, ended: set[Action], p
 
 
 def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Schedule:
-    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is
-    full.
-    """
+    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is full."""
     durations = costs.durations(order.placement)
+    home = [order.placement.device(stage, 0) for stage in range(order.num_stages)]
+    needs = {
+        step: [(need, costs.latency if home[need[0]] != home[step[0]] else 0) for need in found]
+        for step, found in _needs(order).items()
+    }
+    ends: dict[_Step, list[Number]] = {step: [] for step in needs}
     free: list[Number] = [0] * order.num_devices
     held = [0] * order.num_devices
     waiting: list[deque[Action]] = [deque() for _ in order.rows]
     rows: list[list[Action]] = [[] for _ in order.rows]
-    ends: dict[Action, Number] = {}
     for device, action, _, _ in replay(order):
+        stage, kind, microbatch = action
         start = free[device]
-        for need in dependencies(action, order):
-            away = order.placement.device(need.stage, need.microbatch) != device
-            start = max(start, ends[need] + (costs.latency if away else 0))
+        for need, hop in needs[stage, kind]:
+            arrival = ends[need][microbatch] + hop
+            if arrival > start:
+                start = arrival
         queue = waiting[device]
         while queue:
             end = free[device] + durations[_W][queue[0].stage]
-            if end > start and not (action.kind is _F and held[device] == limit):
+            if end > start and not (kind is _F and held[device] == limit):
                 break
             rows[device].append(queue.popleft())
             free[device] = end
             held[device] -= 1
-        start = max(start, free[device])
-        free[device] = ends[action] = start + durations[action.kind][action.stage]
+        free[device] = end = max(start, free[device]) + durations[kind][stage]
+        ends[stage, kind].append(end)
         rows[device].append(action)
-        if action.kind is _F:
+        if kind is _F:
             held[device] += 1
         else:
-            queue.append(Action(action.stage, _W, action.microbatch))
+            queue.append(Action(stage, _W, microbatch))
     return order.with_rows([*row, *queue] for row, queue in zip(rows, waiting, strict=True))
