@@ -11,24 +11,45 @@ from gapless._version import __version__
 
 if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
+    from gapless.pipeline import Pipeline as Pipeline
+    from gapless.pipeline import Result as Result
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
     from gapless.schedule.recipes import make_schedule as make_schedule
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
     from gapless.schedule.verify import verify as verify
+    from gapless.stage.plain import plain_step as plain_step
+    from gapless.stage.seeds import seed_of as seed_of
 
 _HOMES = {
     "Costs": "gapless.schedule.costs",
     "GaplessError": "gapless.errors",
+    "Pipeline": "gapless.pipeline",
+    "Result": "gapless.pipeline",
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
     "make_schedule": "gapless.schedule.recipes",
+    "plain_step": "gapless.stage.plain",
+    "seed_of": "gapless.stage.seeds",
     "simulate": "gapless.schedule.simulate",
     "verify": "gapless.schedule.verify",
 }
 
-__all__ = ["Costs", "GaplessError", "Schedule", "Timeline", "__version__", "make_schedule", "simulate", "verify"]
+__all__ = [
+    "Costs",
+    "GaplessError",
+    "Pipeline",
+    "Result",
+    "Schedule",
+    "Timeline",
+    "__version__",
+    "make_schedule",
+    "plain_step",
+    "seed_of",
+    "simulate",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

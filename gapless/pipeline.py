@@ -255,10 +255,10 @@ class Pipeline:
                 self._asked,
                 devices=devices,
                 microbatches=microbatches,
+                stages_per_device=self._stages_per_device,
                 costs=self._costs,
                 memory_limit=self._memory_limit,
                 objective=self._objective,
-                **self._sizes,
             )
         schedule = lower.fuse(schedule, self._costs)
         remat = self._remat(schedule.num_stages)

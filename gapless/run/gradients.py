@@ -15,7 +15,7 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_typ
         return torch.tensor(0.0)
     device = grads[0].device
     norms = [torch.linalg.vector_norm(grad, norm_type).to(device) for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device))

@@ -118,7 +118,7 @@ class CudaLane:
     def seconds(self, mark: torch.cuda.Event) -> float:
         """Waits for the mark: only asked for when the step is over."""
         mark.synchronize()
-        return self.origin.elapsed_time(mark) / 1000
+        return float(self.origin.elapsed_time(mark)) / 1000
 
 
 Lane = CpuLane | CudaLane
