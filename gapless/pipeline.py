@@ -95,9 +95,7 @@ class Pipeline:
         self.devices = _devices(devices)
         self._model = Layers(model)
         self._asked = schedule
-        self._sizes = {
-            "stages_per_device": _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
-        }
+        self._stages_per_device = _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
         self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
         self.microbatches = _at_least_one("microbatches", microbatches)
         self._loss, self._loss_weight = loss, loss_weight

@@ -21,6 +21,7 @@ COMMANDS = {
     "simulate": "what a schedule costs in time and memory",
     "compare": "all schedules, ranked for these costs and this memory",
     "verify": "check a schedule in a file, and prove that it can't hang",
+    "bench": "measure: schedules against their bound, and gapless against its peers",
 }
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        print(end="", flush=True)  # a pipe that is closed shows here, not at exit
         return code
     except GaplessError as error:
         return _complain(str(error))
@@ -50,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 0
     except (OSError, UnicodeError) as error:
         return _complain(str(error))
-    except (MemoryError, OverflowError) as error:
-        return _complain(
-            f"this is too large for this machine ({type(error).__name__}): use fewer devices or microbatches"
-        )
+    except MemoryError:
+        return _complain("this takes more memory than there is: use fewer devices or microbatches")
 
 
 def _complain(message: str) -> int:

@@ -9,7 +9,7 @@ from gapless.errors import GaplessError, ScheduleError
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
 
 
@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ScheduleError(f"no schedule fits a memory limit{bound} ({reasons})")
     ranked.sort(key=lambda t: _value(t, arguments.objective))
     unflushed = [t for t in timelines if not RECIPES[t.name].synchronous]
-    options.write_pictures(arguments, [*ranked, *unflushed], limit)
+    # On one time axis, what takes many times as long (naive, a run of several minibatches) would squeeze all others.
+    best = ranked[0].makespan
+    options.write_pictures(arguments, [t for t in ranked if t.makespan <= 3 * best], limit)
     if arguments.json:
         found = [{**t.summary(), "rank": i + 1, "best": i == 0} for i, t in enumerate(ranked)]
         found += [{**t.summary(), "rank": None, "best": False} for t in unflushed]
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _value(timeline: Timeline, objective: str) -> tuple[Number, Number, Number]:
-    first, second = timeline.makespan, timeline.span
+    first, second = plain(timeline.makespan), plain(timeline.span)  # equal ones stay equal whatever floats add up to
     return (first, second, max(timeline.peak)) if objective == "makespan" else (second, first, max(timeline.peak))
 
 

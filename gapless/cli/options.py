@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
-from gapless.schedule.recipes import RECIPES, make_schedule
+from gapless.schedule.recipes import RECIPES, Request, find_recipe, make_request, solve
 from gapless.schedule.recipes.auto import resolve_limit
 from gapless.schedule.timeline import Timeline
+from gapless.schedule.verify import verify
 
 LARGEST_FILE = 64 * 2**20
 MOST_ACTIONS = 20_000_000
@@ -135,15 +137,24 @@ def check_sizes(arguments: argparse.Namespace) -> None:
     for name in ("devices", "microbatches", "minibatches"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, but a schedule needs at least 1")
-    actions = 3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1)
-    if actions > MOST_ACTIONS:
-        raise ConfigError(f"that would be about {actions:,} actions; this command takes up to {MOST_ACTIONS:,}")
+    _check_actions(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
+
+
+def _check_actions(number: int) -> None:
+    if number > MOST_ACTIONS:
+        raise ConfigError(f"that would be about {number:,} actions; this command takes up to {MOST_ACTIONS:,}")
 
 
 def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The recipe of that name with the sizes and costs asked for."""
     check_sizes(arguments)
-    return make_schedule(
+    if name == "2bw":
+        _check_actions(2 * arguments.devices * arguments.microbatches * arguments.minibatches)
+    return find_recipe(name).build(request(arguments, name, costs))
+
+
+def request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
+    return make_request(
         name,
         devices=arguments.devices,
         microbatches=arguments.microbatches,
@@ -153,14 +164,42 @@ def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
         objective=arguments.objective,
         replicas=arguments.replicas if name == "pipedream" else None,
         minibatches=arguments.minibatches,
+        time_limit=getattr(arguments, "time_limit", 60.0),
     )
 
 
 def schedule_of(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     name = arguments.schedule
     if name not in RECIPES and (os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))):
-        return read_schedule(name)
+        schedule = read_schedule(name)
+        verify(schedule).raise_if_wrong()
+        return schedule
+    if name == "optimal":
+        return _solved(arguments, costs)
     return build(name, arguments, costs)
+
+
+def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    """The optimal schedule; how far the search is, and what it proved, goes to standard error."""
+    check_sizes(arguments)
+    began = time.monotonic()
+    live = sys.stderr.isatty()
+
+    def show(progress: Any) -> None:
+        if live:
+            line = f"\r{progress.seconds:6.1f} s  best {float(progress.value):g}  bound {float(progress.bound):g}   "
+            print(line, end="", file=sys.stderr, flush=True)
+
+    found = solve(request(arguments, "optimal", costs), show)
+    arguments.optimum = found
+    if live and time.monotonic() - began > 0.1:
+        print(file=sys.stderr)
+    claim = "proven optimal" if found.proven else f"gap {100 * found.gap:.2f}%"
+    print(
+        f"{arguments.objective} {float(found.value):g}, bound {float(found.bound):g}: {claim} ({found.seconds:.1f} s)",
+        file=sys.stderr,
+    )
+    return found.schedule
 
 
 def read_schedule(path: str) -> Schedule:
@@ -220,7 +259,7 @@ def print_json(data: Any) -> None:
 
 
 def on_terminal() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def width() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gapless.cli import options
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
 
 
@@ -28,10 +28,18 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = simulate(schedule, costs)
     options.write_pictures(arguments, [timeline], limit)
     if arguments.json:
-        options.print_json(timeline.summary())
+        options.print_json({**timeline.summary(), **_proof(arguments)})
     else:
         print(report(timeline))
     return 0
+
+
+def _proof(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the solver proved, where it was asked."""
+    found = getattr(arguments, "optimum", None)
+    if found is None:
+        return {}
+    return {"bound": plain(found.bound), "gap": found.gap, "proven": found.proven, "seconds": round(found.seconds, 3)}
 
 
 def report(timeline: Timeline) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gapless.run.caller import CallerState
-from gapless.run.streams import Lane, Parcel, fenced
+from gapless.run.streams import CpuLane, Lane, Parcel, fenced
 from gapless.run.threads import Channels, StoppedError, Team
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
@@ -54,6 +54,8 @@ class Program:
         self.inference = schedule.kinds == {Kind.FORWARD}
         self.marks: list[list[Any]] = [[] for _ in schedule.rows]
         self.recorded = recorded
+        # Where all devices are threads of one CPU, what is made is where it is needed.
+        self._one_memory = all(isinstance(lane, CpuLane) for lane in lanes)
         self.stopping: list[bool] = []  # not empty: every device is to stop before its next action
         self._local: dict[tuple[str, int, int], Any] = {}  # handed from a stage to another one of the same device
         # A backward that runs whole needs no deferral, even where the same stage splits others.
@@ -85,13 +87,9 @@ class Program:
             take, put, compute = None, None, lambda _: alone(microbatch)
         if self.recorded:
             compute = self._timed(device, compute)
-
-        def call() -> None:
-            result = compute(take() if take is not None else None)
-            if put is not None:
-                put(result)
-
-        return call
+        if put is None:
+            return (lambda: compute(None)) if take is None else (lambda: compute(take()))
+        return (lambda: put(compute(None))) if take is None else (lambda: put(compute(take())))
 
     def _forward(self, stage: int, microbatch: int) -> Callable[[Any], Any]:
         work, batch = self.stages[stage], self.batch
@@ -145,7 +143,7 @@ class Program:
             local, key = self._local, (name, other, microbatch)
             return lambda: local.pop(key)
         receive, unpack = self.channels.receiver((source, device, name)), lane.unpack
-        return lambda: unpack(receive())
+        return receive if self._one_memory else lambda: unpack(receive())
 
     def _putter(self, device: int, action: Action, step: int) -> Callable[[Any], None] | None:
         stage, kind, microbatch = action
@@ -158,7 +156,7 @@ class Program:
             local, key = self._local, (name, stage, microbatch)
             return lambda result: local.__setitem__(key, result)
         send, pack = self.channels.sender((device, target, name)), self.lanes[device].pack
-        return lambda result: send(pack(result))
+        return send if self._one_memory else lambda result: send(pack(result))
 
     def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         now, marks = self.lanes[device].now, self.marks[device]

@@ -55,10 +55,11 @@ class Action(NamedTuple):
 
 
 _ACTION = re.compile(
-    r"(\d{1,9})(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d{1,9})"
+    r"(\d{1,9})(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d{1,9})",
+    re.ASCII,
 )
 _KINDS = {kind.value: kind for kind in Kind}
-_ROW = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL)
+_ROW = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What actions cost: time, bytes held, and what a hop between devices takes."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -11,6 +10,8 @@ from gapless.schedule.placement import Placement
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
+
+_MOST = 1e100  # sums of costs stay finite
 
 _PER_STAGE = (
     "forward",
@@ -48,20 +49,18 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Sequence):
+            listed = isinstance(value, Sequence) and not isinstance(value, str)
+            if listed:
                 if field.name not in _PER_STAGE:
                     raise ConfigError(f"{field.name} takes one number, not a list of {len(value)}")
                 object.__setattr__(self, field.name, tuple(value))
-            for number in value if isinstance(value, Sequence) else () if value is None else (value,):
-                if (
-                    isinstance(number, bool)
-                    or not isinstance(number, Number)
-                    or not math.isfinite(number)
-                    or number < 0
-                ):
-                    raise ConfigError(f"{field.name} is {number!r}, but a cost is a number of at least 0")
-        if self.bandwidth == 0:
-            raise ConfigError("bandwidth is 0, so nothing would ever arrive; leave it out for links without a limit")
+            for number in value if listed else () if value is None else (value,):
+                if isinstance(number, bool) or not isinstance(number, Number) or not 0 <= number <= _MOST:
+                    raise ConfigError(f"{field.name} is {number!r:.40}, but a cost is a number from 0 to {_MOST:g}")
+        if self.bandwidth is not None and self.bandwidth < 1 / _MOST:
+            raise ConfigError(
+                f"bandwidth is {self.bandwidth}, so nothing would ever arrive; leave it out for links without a limit"
+            )
 
     def per_stage(self, name: str, placement: Placement) -> tuple[Number, ...]:
         """The cost `name` of every stage of `placement`."""

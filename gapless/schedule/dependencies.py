@@ -70,6 +70,19 @@ class DeadlockError(ScheduleError):
         super().__init__(f"the schedule can't be run to its end: {'; '.join(waits[:4])}{more}")
 
 
+_MOST_HOLES = 100_000
+
+
+def refuse_holes(schedule: Schedule) -> None:
+    """A few actions with large numbers would make a table of every stage and microbatch that fills the memory."""
+    S, M = schedule.num_stages, schedule.num_microbatches
+    if schedule.num_actions + _MOST_HOLES < S * M:
+        raise ScheduleError(
+            f"the schedule has {schedule.num_actions:,} actions for {S:,} stages and {M:,} microbatches, "
+            f"but every stage runs every microbatch: at least {S * M:,} forwards"
+        )
+
+
 class Milestones:
     """Every (kind, stage, microbatch) as a number, so that what is done of millions of them fits into a flat list.
 
@@ -77,6 +90,7 @@ class Milestones:
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        refuse_holes(schedule)
         self.schedule = schedule
         self.num_microbatches = max(schedule.num_microbatches, schedule.num_minibatches)
         stages = schedule.num_stages

@@ -92,7 +92,8 @@ def add_recompute(
         made: list[Action] = []
         for action in row:
             stage, kind, microbatch = action
-            if kind in BACKWARDS and stage in wanted and (not made or made[-1] != Action(stage, _F, microbatch)):
+            again = kind in BACKWARDS and stage in wanted and (stage, microbatch) not in schedule.recomputed
+            if again and (not made or made[-1] != Action(stage, _F, microbatch)):
                 made.append(Action(stage, _R, microbatch))
             made.append(action)
         rows.append(made)
@@ -134,7 +135,9 @@ def _moved_ahead(schedule: Schedule, costs: Costs, memory_limit: Number | None) 
 
 
 def add_updates(schedule: Schedule) -> Schedule:
-    """A `U` for each stage right after its last weight gradient."""
+    """A `U` for each stage right after its last weight gradient, unless the schedule has its own."""
+    if Kind.UPDATE in schedule.kinds:
+        return schedule
     rows = []
     for row in schedule.rows:
         last = {action.stage: i for i, action in enumerate(row) if action.kind in (_B, _W)}
@@ -150,6 +153,8 @@ def add_transfers(schedule: Schedule, spare_buffers: int = 1) -> Schedule:
     The pool of a channel is what the deadlock proof asks for and `spare_buffers` more, so that receives are posted
     ahead.
     """
+    if schedule.has_transfers:
+        return schedule
     produced, consumed = messages(schedule)
     pools = receive_buffers(schedule)
     before: dict[int, list[Action]] = defaultdict(list)  # device -> receives posted at its start
@@ -181,12 +186,15 @@ def _post_receives(
     before: dict[int, list[Action]],
     after: dict[Action, list[Action]],
 ) -> None:
+    """In the producer's order, whatever the order of the consumers: a channel has no other."""
     kind, step = (Kind.RECEIVE_ACTIVATION, 1) if channel[2] == "activation" else (Kind.RECEIVE_GRADIENT, -1)
     in_order = sorted(produced, key=produced.__getitem__)
-    by_message = dict(consumers)
+    turn = {message: i for i, (message, _) in enumerate(consumers)}
+    last = 0  # the turn by which every message that must be gone has been consumed
     for number, (stage, microbatch) in enumerate(in_order):
         receive = Action(stage + step, kind, microbatch)
         if number < pool:
             before[channel[1]].append(receive)
         else:
-            after[by_message[in_order[number - pool]]].append(receive)
+            last = max(last, turn[in_order[number - pool]])
+            after[consumers[last][1]].append(receive)

@@ -4,11 +4,13 @@ F  takes the activations of its stage, or only the stage's input where the micro
 R  takes the activations then
 I  gives back all but what W needs
 W  gives back that, and the kept input;   B gives back everything
+
+For inference, where nothing runs backward, F gives back what it took.
 """
 
 from collections.abc import Iterator
 
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import BACKWARDS, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 
 
@@ -19,12 +21,13 @@ def changes(schedule: Schedule, costs: Costs) -> Iterator[Iterator[tuple[Number,
     kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), activation))
     boundary = costs.per_stage("boundary", placement)
     recomputed = schedule.recomputed
+    inference = schedule.kinds.isdisjoint(BACKWARDS)
     nothing: tuple[Number, Number] = (0, 0)
     # One shared pair per (kind, stage), so that a million actions cost a million look-ups and no arithmetic.
     stages = range(placement.num_stages)
     table: dict[tuple[Kind, int], tuple[Number, Number]] = {}
     for s in stages:
-        table[Kind.FORWARD, s] = (activation[s], 0)
+        table[Kind.FORWARD, s] = (activation[s], activation[s] if inference else 0)
         table[Kind.BACKWARD, s] = (0, activation[s])
         table[Kind.INPUT_GRAD, s] = (0, activation[s] - kept[s])
         table[Kind.WEIGHT_GRAD, s] = (0, kept[s])

@@ -108,10 +108,11 @@ def explicit(num_devices: int, devices: Iterable[Iterable[int]]) -> Placement:
 
 
 def _shortest(cycle: tuple[int, ...], num_microbatches: int | None = None) -> tuple[int, ...]:
-    """The shortest cycle that places microbatches 0 to `num_microbatches` - 1 as `cycle` does."""
+    """The shortest cycle that places microbatches 0 to `num_microbatches` - 1 (None: all there are) as `cycle` does."""
     if num_microbatches is not None:
         cycle = tuple(cycle[m % len(cycle)] for m in range(max(1, num_microbatches)))
     for period in range(1, len(cycle)):
-        if all(cycle[m] == cycle[m - period] for m in range(period, len(cycle))):
+        fits = num_microbatches is not None or len(cycle) % period == 0
+        if fits and all(cycle[m] == cycle[m - period] for m in range(period, len(cycle))):
             return cycle[:period]
     return cycle

@@ -2,7 +2,8 @@
 
 Every action starts as soon as its device is free and what it depends on is there. What comes from another device
 arrives a hop later: `latency` after it was sent, and where a bandwidth is given after it has gone through the link,
-one message at a time. Where transfers are written out, a message leaves once it is sent and its receive is posted.
+one message at a time. Where transfers are written out, a message leaves once it is sent and its receive is posted
+(where a bandwidth is given, receives count as posted in time).
 """
 
 from gapless.schedule.action import Action, Kind, Schedule

@@ -79,6 +79,7 @@ class Timeline:
         for row, ends in zip(self.schedule.rows, self.ends, strict=True):
             for action, end in zip(row, ends, strict=True):
                 number = action.microbatch if action.kind == "U" else action.microbatch // per_minibatch
+                number = min(number, count - 1)  # what is left over where the updates do not divide the microbatches
                 last[number] = max(last[number], end)
         return tuple(last)
 
@@ -123,8 +124,10 @@ class Timeline:
 
 
 def plain(number: Number) -> int | float:
-    """A number as JSON has it: whole ones without a point."""
-    value = round(float(number), 12)
+    """A number as JSON has it: whole ones without a point, others without the noise of adding up floats."""
+    value = float(number)
+    if not value.is_integer():
+        value = float(f"{value:.12g}")
     return int(value) if value.is_integer() else value
 
 

@@ -12,10 +12,11 @@ messages are consumed in order.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
-from gapless.schedule.dependencies import DeadlockError, completes, dependencies, replay
+from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
 
 Channel = tuple[int, int, str]  # source device, target device, "activation" or "gradient"
 
@@ -75,8 +76,10 @@ def excerpt(schedule: Schedule, violation: Violation, reach: int = 4) -> str:
 
 def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
     """Completeness, order, dependencies, placement and the deadlock proof; the expected sizes where they are known."""
+    refuse_holes(schedule)
     places, violations = _places(schedule)
     violations += _incomplete(schedule, num_microbatches, num_stages)
+    violations += _not_updated(schedule, places)
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     stuck = _stuck(schedule, places)
@@ -94,7 +97,8 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
         for position, action in enumerate(row):
             if places.setdefault(action, (device, position)) != (device, position):
                 other = places[action][0]
-                message = f"{action} is there twice: on device {other} and on device {device}"
+                where = f"on device {device}" if other == device else f"on devices {other} and {device}"
+                message = f"{action} is there twice {where}"
                 twice.append(Violation("complete", device, position, message))
     return places, twice
 
@@ -138,7 +142,7 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
 
 
 def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
-    """Where transfers are written out, all are: what crosses has its SEND and its RECV."""
+    """Where transfers are written out, all are: what crosses has its SEND and its RECV, and both in the same order."""
     if not schedule.has_transfers:
         return []
     found = []
@@ -148,14 +152,41 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
             if name == "activation"
             else (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, -1)
         )
+        pairs = []
         for stage, microbatch in numbers:
-            for device, action in (
-                (source, Action(stage, send, microbatch)),
-                (target, Action(stage + step, receive, microbatch)),
-            ):
+            pair = (Action(stage, send, microbatch), Action(stage + step, receive, microbatch))
+            for device, action in zip((source, target), pair, strict=True):
                 if action not in places:
                     message = f"{action} is missing: the {name} crosses from device {source} to device {target}"
                     found.append(Violation("complete", device, len(schedule.rows[device]), message))
+            if places.keys() >= set(pair):
+                pairs.append(pair)
+        pairs.sort(key=lambda pair: places[pair[0]])
+        for (_, first), (_, second) in pairwise(pairs):
+            if places[second] < places[first]:
+                message = f"{second} comes before {first}, which device {source} sends first"
+                found.append(Violation("order", *places[second], message))
+    return found
+
+
+def _not_updated(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+    """Where updates are written out, every stage has one per minibatch, and all minibatches have the same size."""
+    if Kind.UPDATE not in schedule.kinds:
+        return []
+    found = []
+    if schedule.num_microbatches % schedule.num_minibatches:
+        action = next(action for action in places if action.kind is Kind.UPDATE)
+        message = (
+            f"{schedule.num_microbatches} microbatches can't be shared by updates 0 to {schedule.num_minibatches - 1}: "
+            "each minibatch has as many as the others"
+        )
+        found.append(Violation("complete", *places[action], message))
+    for stage, cycle in enumerate(schedule.placement.cycles):
+        for minibatch in range(schedule.num_minibatches):
+            action = Action(stage, Kind.UPDATE, minibatch)
+            if action not in places:
+                device = cycle[minibatch % len(cycle)]
+                found.append(Violation("complete", device, len(schedule.rows[device]), f"{action} is missing"))
     return found
 
 

@@ -42,6 +42,12 @@ def autocast_is_on() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
+def clear_casts() -> None:
+    """Autocast keeps the casts it made. Those made without a graph must not be used where one is built."""
+    if autocast_is_on():
+        torch.clear_autocast_cache()
+
+
 @contextlib.contextmanager
 def _switched_off() -> Iterator[None]:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _has_any_global_hook
 
 from . import draws as random
 from .autocast import without_autocast
@@ -45,6 +46,9 @@ class Way(Enum):
     INSIDE = "inside the mode"
 
 
+_OUTSIDE, _DIRECTLY = Way.OUTSIDE, Way.DIRECTLY
+
+
 class Calls:
     """The calls of one stage: its layers, its loss, its backwards."""
 
@@ -58,7 +62,7 @@ class Calls:
         loss: Callable[[Any, Any], Tensor] | None,
         spread: bool,
     ) -> None:
-        self._layers = [(layer, _way(layer, split)) for layer in layers]
+        self._layers: list[tuple[Any, Way]] = [(layer, _way(layer, split)) for layer in layers]
         self._loss = loss
         self._loss_way = Way.OUTSIDE if loss is None else _way(loss, split)
         self._spread = spread
@@ -92,9 +96,11 @@ class Calls:
         draws.layer = self._first_layer + index
         if mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, draws.layer))
-        if way is Way.DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
+        if way is _DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
             if mode.defers_now:
-                return linear(mode, F.linear, (value, layer.weight, layer.bias), {})  # type: ignore[attr-defined]
+                return linear(mode, F.linear, (value, layer.weight, layer.bias), {})
+            return layer(value)
+        if way is _OUTSIDE and not _has_hooks(layer) and not (self._spread and index == 0):
             return layer(value)
         with mode if self._inside(layer, way) else _NOTHING:
             return apply_first(layer, value) if self._spread and index == 0 else layer(value)
@@ -154,4 +160,12 @@ def _is_torchs(thing: Any) -> bool:
 
 
 def _has_hooks(layer: Any) -> bool:
-    return isinstance(layer, nn.Module) and bool(layer._forward_hooks or layer._forward_pre_hooks)
+    """Whether a module's call is more than its class's forward."""
+    return isinstance(layer, nn.Module) and bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+        or _has_any_global_hook()
+    )

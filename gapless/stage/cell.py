@@ -106,8 +106,11 @@ class Cell:
         while True:
             identity = self._guarded or autocast_is_on()
             tensors = [_not_a_leaf(leaf) for leaf in kept.leaves] if identity else kept.leaves
+            versions = [tensor._version for tensor in tensors]
             try:
-                return self._attempt(work, kept, tensors, defer=defer)
+                handed = self._attempt(work, kept, tensors, defer=defer)
+                self._guarded = self._guarded or versions != [tensor._version for tensor in tensors]
+                return handed
             except RuntimeError as error:
                 if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise

@@ -75,8 +75,9 @@ class _Both:
 
     def weight(self, grad: Tensor) -> Tensor:
         mask = [False, True, self._wants_bias]
+        weight: Tensor
         _, weight, self._bias = torch.ops.aten.convolution_backward.default(grad, self._x, self._w, *self._rest, mask)
-        return weight  # type: ignore[no-any-return]
+        return weight
 
     def bias(self, grad: Tensor) -> Tensor:
         bias, self._bias = self._bias, None
@@ -114,7 +115,8 @@ def _embedding(
 
 
 def _embedding_grad(kept: tuple[Tensor, int, int, bool], grad: Tensor) -> Tensor:
-    return torch.ops.aten.embedding_dense_backward.default(grad, *kept)  # type: ignore[no-any-return]
+    weight: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, *kept)
+    return weight
 
 
 def _spread(value: Any, spatial: int) -> list[int]:

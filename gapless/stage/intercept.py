@@ -44,7 +44,6 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.draws = draws
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
-        self.nothing_waits = False  # a layer takes gradients itself, and of a deferred call these would be wrong
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._records: Records | None = None
         self._deferred: set[int] = set()  # parameters used in this forward, by id
@@ -110,7 +109,7 @@ class Mode(TorchFunctionMode):
         """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts
         saved tensors.
         """
-        if self._records is None or self.nothing_waits or type(weight) is not Parameter or not weight.requires_grad:
+        if self._records is None or type(weight) is not Parameter or not weight.requires_grad:
             return False
         if id(weight) in self.excluded or id(weight) in self._plain or not torch.is_grad_enabled():
             return False
@@ -125,6 +124,12 @@ class Mode(TorchFunctionMode):
         if bias is not None:
             self._deferred.add(id(bias))
         return self._records.append
+
+    def exclude_deferred(self) -> None:
+        """Leaves to autograd what this forward has deferred so far."""
+        if self._deferred:
+            self.excluded |= self._deferred
+            raise Restart
 
     def autocast_dtype(self) -> torch.dtype | None:
         """What autocast casts to here, if it is on."""
@@ -185,9 +190,7 @@ def _opened(function: Any) -> Handler:
 
 def _gradient(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A layer that asks for gradients in its forward must find the whole graph, weights included."""
-    if mode.defers_now and not mode.nothing_waits:
-        mode.nothing_waits = True
-        raise Restart
+    mode.exclude_deferred()
     return mode.plain(func, args, kwargs)
 
 

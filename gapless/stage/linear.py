@@ -8,9 +8,9 @@ and `at::matmul` do:
     2-d                 yes    addmm                                 the same call
     2-d                 no     mm                                    the same call
     n-d contiguous      yes    flatten, addmm, view                  written out: the hook must sit below the view
-    n-d contiguous      no     flatten, mm, unsafe view              the same call
-    n-d otherwise       yes    copy, flatten, mm, unsafe view, add   written out: torch folds only if w needs a gradient
-    n-d otherwise       no     copy, flatten, mm, unsafe view        the same after contiguous()
+    n-d otherwise       yes    flatten, mm, unsafe view, add         written out: an addmm otherwise
+    n-d                 no     flatten, mm, unsafe view              the same call, once x can be flattened by a view;
+                                                                     else torch flattens only if w needs a gradient
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _product(
     shape = None
     added = None
     if x.dim() > 2:
-        if not x.is_contiguous():
-            x, b, added = x.contiguous(), None, b
-        elif b is not None:
+        if b is not None and x.is_contiguous():
             shape = x.shape
             x = x.view(-1, shape[-1])
+        else:
+            x, b, added = _foldable(x), None, b
     y = product(x, w) if b is None else product(x, w, b)
     if added is not None:
         y.add_(added)
@@ -138,6 +138,15 @@ def record(
 def _plain_input(x: Any) -> bool:
     """A parameter as the input needs a gradient of its own, and nested tensors fold in another way."""
     return type(x) is Tensor and not x.is_nested
+
+
+def _foldable(x: Tensor) -> Tensor:
+    """x with strides that at::matmul folds without looking whether w needs a gradient: the copy, if any, is its own."""
+    shape, strides = x.shape, x.stride()
+    for dim in range(len(shape) - 2):
+        if strides[dim] != strides[dim + 1] * shape[dim + 1]:
+            return x.reshape(-1, shape[-1]).view(shape)
+    return x
 
 
 def _positional(

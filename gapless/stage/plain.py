@@ -90,4 +90,4 @@ def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
         return
     with torch.autocast(loss.device.type, enabled=False):
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)

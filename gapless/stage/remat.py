@@ -5,9 +5,11 @@
     stage    inputs                         the whole graph, by `recompute` or at the start of the backward
     layer    inputs of every layer          one layer's graph at a time, inside the backward, the last layer first
 
-The layers are seeded and cast as in the first run, so the second computes the same bits. With a split backward it
-happens once: the graph is rebuilt for the first half, and the second uses what that recorded. (Buffers that a forward
-changes, like the running statistics of batch norm, are changed by both runs; `Work.replaying` tells them apart.)
+The layers are seeded and cast as in the first run, so the second computes the same bits. The first run builds a graph
+too, and lets go of it: without gradients torch takes other kernels in places (oneDNN's LSTM, attention), and whether an
+output needs a gradient could not be told. With a split backward the second run happens once: for the first half, and
+the second half uses what that recorded. (Buffers that a forward changes, like the running statistics of batch norm, are
+changed by both runs; `Work.replaying` tells them apart.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
-from .autocast import AutocastState, autocast_is_on
+from .autocast import AutocastState
 from .calls import Calls
 from .cell import Cell, Kept, Work, leaf_of
 
@@ -30,22 +32,27 @@ from .cell import Cell, Kept, Work, leaf_of
 class RematCell(Cell):
     """A cell that keeps its inputs alone."""
 
-    def __init__(self, calls: Calls, layers: range, parameters: Sequence[nn.Parameter], *, with_loss: bool) -> None:
+    def __init__(self, calls: Calls, layers: range, *, with_loss: bool) -> None:
         super().__init__(calls, layers, with_loss=with_loss)
-        self._parameters = parameters
-        # Which outputs need a gradient, for each pattern of inputs and parameters that do: a run without a graph cannot
-        # tell.
-        self._flags: dict[tuple[bool, ...], list[bool]] = {}
-        self._needs_graph = False  # a layer uses autograd in its forward: it asks for gradients, or sets hooks
+        self._tried = False
 
     def forward(self, work: Work, inputs: Any) -> Any:
         tensors, shape = mb.flatten(inputs)
         kept = Kept([leaf_of(tensor) for tensor in tensors], shape, autocast=AutocastState())
-        pattern = tuple(tensor.requires_grad for tensor in (*kept.leaves, *self._parameters))
-        flags = self._flags.get(pattern)
-        handed = None if flags is None or self._needs_graph else self._run_without_graph(work, kept, flags)
-        if handed is None:
-            handed, self._flags[pattern] = self._learn(work, kept)
+        # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
+        copies = [leaf.detach().clone() for leaf in kept.leaves] if self._guarded or not self._tried else kept.leaves
+        # Nor may a copy be laid out in another way, or the layers may take other kernels.
+        if not self._guarded and any(a.stride() != b.stride() for a, b in zip(copies, kept.leaves, strict=True)):
+            copies = kept.leaves
+        copied = copies is not kept.leaves
+        leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
+        handed = self._build(work, Kept(leaves, shape), defer=False)
+        self._tried = True
+        if self._guarded and not copied:
+            raise GaplessError(
+                "a layer changed its input in place that had not done so before, and remat needs that input again: "
+                "use remat='none' for its stage, or let it make a new tensor."
+            )
         self._kept[work.microbatch] = kept
         return handed
 
@@ -63,45 +70,6 @@ class RematCell(Cell):
         self.recompute(work)
         return super().backward(work, grads)
 
-    def _learn(self, work: Work, kept: Kept) -> tuple[Any, list[bool]]:
-        """The outputs and which of them need a gradient, from a run with a graph, on a copy: layers may change their
-        input.
-        """
-        leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in kept.leaves]
-        versions = [leaf._version for leaf in leaves]
-        handed = self._build(work, Kept(leaves, kept.shape), defer=False)
-        if versions != [leaf._version for leaf in leaves]:
-            self._guarded = True
-        return handed, [tensor.requires_grad for tensor in mb.flatten(handed)[0]]
-
-    def _run_without_graph(self, work: Work, kept: Kept, flags: list[bool]) -> Any:
-        """The outputs, marked by `flags`; None if they must be computed with a graph."""
-        clear_casts()
-        versions = [leaf._version for leaf in kept.leaves]
-        with torch.no_grad():
-            tensors = [leaf.detach().clone() if self._guarded else leaf.detach() for leaf in kept.leaves]
-            try:
-                handed = self._attempt(work, kept, tensors)
-            except RuntimeError:
-                self._needs_graph = True  # if it was another error, it will come again
-                return None
-        clear_casts()
-        kept.edges = kept.start = None
-        if versions != [leaf._version for leaf in kept.leaves]:
-            raise GaplessError(
-                "a layer changed its input in place, and remat needs that input again: "
-                "use remat='none' for its stage, or let it make a new tensor."
-            )
-        if self._with_loss:
-            return handed
-        outputs = mb.flatten(handed)[0]
-        if len(outputs) != len(flags):
-            return None
-        for output, flag in zip(outputs, flags, strict=True):
-            if flag:
-                output.requires_grad_()
-        return handed
-
 
 def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, with_loss: bool) -> list[Cell]:
     """The cells of a stage. Layers that share a parameter, and those between them, are one cell: autograd adds up the
@@ -112,37 +80,18 @@ def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, 
         raise ConfigError(f"remat={remat!r}: it is 'none', 'stage' or 'layer'.")
     bounds = _bounds(layers) if remat == "layer" else [0, len(layers)]
     return [
-        RematCell(
-            calls, range(start, end), parameters_of(layers[start:end]), with_loss=with_loss and end == len(layers)
-        )
+        RematCell(calls, range(start, end), with_loss=with_loss and end == len(layers))
         for start, end in itertools.pairwise(bounds)
     ]
 
 
-def clear_casts() -> None:
-    """Autocast keeps the casts it made; those made without a graph must not be used where one is built, nor the
-    reverse.
-    """
-    if autocast_is_on():
-        torch.clear_autocast_cache()
-
-
-def parameters_of(layers: Sequence[Callable[..., Any]]) -> list[nn.Parameter]:
-    """The parameters of those layers that are modules, each once."""
-    return list(
-        dict.fromkeys(parameter for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters())
-    )
-
-
 def _bounds(layers: Sequence[Callable[..., Any]]) -> list[int]:
     """Where a cell may end: not between two uses of one parameter."""
-    last: dict[int, int] = {}
-    for number, layer in enumerate(layers):
-        for parameter in parameters_of([layer]):
-            last[id(parameter)] = number
+    owned = [list(layer.parameters()) if isinstance(layer, nn.Module) else [] for layer in layers]
+    last = {id(parameter): number for number, parameters in enumerate(owned) for parameter in parameters}
     bounds, end = [0], 0
-    for number, layer in enumerate(layers):
-        end = max([end, number, *(last[id(parameter)] for parameter in parameters_of([layer]))])
+    for number, parameters in enumerate(owned):
+        end = max([end, number, *(last[id(parameter)] for parameter in parameters)])
         if end == number:
             bounds.append(number + 1)
     return bounds

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from gapless.errors import GaplessError
 
+from .autocast import clear_casts
 from .calls import Calls
 from .cell import Work
 from .deferred import Records
 from .plain import apply_first
-from .remat import cells_of, clear_casts
+from .remat import cells_of
 
 Remat = Literal["none", "stage", "layer"]
 

@@ -7,7 +7,8 @@ Coloured on a terminal, plain otherwise; it fits the width it is given. Where ac
 they keep their letter, and where even that has no room a column shows what the device does for most of its time.
 """
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from gapless.schedule.action import Kind, Schedule
@@ -52,7 +53,8 @@ def _scale(timeline: Timeline, columns: int) -> float:
     if not durations or total <= 0:
         return 1.0
     roomy = (_label_width(timeline.schedule) + 1) / min(durations)
-    return min(roomy, columns / total)
+    scale = min(roomy, columns / total)
+    return scale if math.isfinite(scale) else 1.0
 
 
 def _label_width(schedule: Schedule) -> int:
@@ -68,19 +70,19 @@ def _cells(timeline: Timeline, device: int, first: float, scale: float, columns:
     several = timeline.schedule.num_stages > timeline.schedule.num_devices
     runs: list[Cell] = []
     at = 0
-    crowd: Counter[Kind] = Counter()
+    crowd: defaultdict[Kind, float] = defaultdict(float)  # time since the last column that was drawn
     for action, start, end in timeline.spans(device):
         left, right = round((float(start) - first) * scale), round((float(end) - first) * scale)
         left, right = min(left, columns), min(right, columns)
         if action.kind not in _COLOURS:
             continue
-        crowd[action.kind] += 1
+        crowd[action.kind] += float(end - start)
         if right <= at:
-            continue  # narrower than a column: the next one that reaches a new column shows the most frequent
+            continue  # narrower than a column: the next one that reaches a new column shows what took longest
         if left > at:
             runs.append((None, _IDLE * (left - at)))
             at = left
-        kind = crowd.most_common(1)[0][0] if right - at == 1 else action.kind
+        kind = max(crowd, key=crowd.__getitem__) if right - at == 1 else action.kind
         crowd.clear()
         labels = (
             (str(action), f"{action.kind}{action.microbatch}") if several else (f"{action.kind}{action.microbatch}",)

@@ -1,0 +1,1 @@
+"""Models as people write them: for tests, examples and benchmarks."""

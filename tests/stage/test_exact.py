@@ -58,6 +58,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: x[..., ::2],
     "expanded": lambda x: x[:, :1].expand_as(x),
     "narrowed": lambda x: x[:, 1:],
+    "cut short": lambda x: x[..., :6],
+    "of one row, strides of another": lambda x: x[:, :1].transpose(0, 1).contiguous().transpose(0, 1),
 }
 
 
@@ -66,7 +68,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear_of_every_layout(layout: str, bias: bool, first: bool) -> None:
     change = LAYOUTS[layout]
-    width = 6 if layout == "sliced" else 12
+    width = 6 if layout in ("sliced", "cut short") else 12
     head: list[nn.Module] = [] if first else [nn.Linear(12, 12)]
     tail = nn.Linear(width, 5, bias=bias)
     layers = [
@@ -224,8 +226,9 @@ def test_in_place_operations_on_what_a_linear_returns() -> None:
             nn.Linear(8, 8),
         ]
         for cuts in ((), (1,), (2, 3)):
-            assert_same_as_plain(layers, torch.randn(shape), cuts=cuts, modes=((False, "none"), (True, "none")))
-        assert_same_as_plain(layers, torch.randn(shape), cuts=(1,), modes=((False, "stage"), (True, "stage")))
+            assert_same_as_plain(layers, torch.randn(shape), cuts=cuts)
+        context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+        assert_same_as_plain(layers, torch.randn(shape), cuts=(1, 3), context=context)
 
 
 def test_trees_between_stages() -> None:
@@ -371,7 +374,23 @@ def test_hooks_of_the_user_on_activations_and_modules() -> None:
     linear = nn.Linear(8, 8)
     linear.register_forward_hook(lambda module, args, output: F.dropout(output, 0.3))
     linear.register_full_backward_hook(lambda module, inputs, outputs: None)
-    assert_same_as_plain([nn.Linear(8, 8), Do(hooked, nn.Linear(8, 8)), linear, nn.Linear(8, 8)], torch.randn(6, 8))
+    scaled = nn.Linear(8, 8)
+    scaled.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    layers = [nn.Linear(8, 8), Do(hooked, nn.Linear(8, 8)), linear, scaled, nn.Linear(8, 8)]
+    assert_same_as_plain(layers, torch.randn(6, 8))
+
+
+def test_a_forward_put_in_place_of_a_modules_own() -> None:
+    class Wrapped:
+        def __init__(self, module: nn.Linear) -> None:
+            self.module = module
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.module.weight) * 2
+
+    linear = nn.Linear(8, 8)
+    linear.forward = Wrapped(linear)  # type: ignore[method-assign]
+    assert_same_as_plain([nn.Linear(8, 8), linear], torch.randn(6, 8))
 
 
 def test_vmap_inside_a_layer() -> None:

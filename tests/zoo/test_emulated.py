@@ -6,6 +6,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +36,9 @@ def test_each_part_takes_its_own_time() -> None:
     x = torch.ones(2, 1, requires_grad=True)
     spans: list[tuple[float, float, float]] = []
     for microbatch in range(7):
-        forward = seconds(lambda m=microbatch: stage.forward(m, x, step=0))  # type: ignore[misc]
-        inputs = seconds(lambda m=microbatch: stage.backward_input(m, None))  # type: ignore[misc]
-        weights = seconds(lambda m=microbatch: stage.backward_weight(m))  # type: ignore[misc]
+        forward = seconds(partial(stage.forward, microbatch, x, step=0))
+        inputs = seconds(partial(stage.backward_input, microbatch, None))
+        weights = seconds(partial(stage.backward_weight, microbatch))
         spans.append((forward, inputs, weights))
     for expected, measured in zip((0.004, 0.008, 0.012), zip(*spans, strict=True), strict=True):
         assert min(measured) >= expected
@@ -53,11 +55,11 @@ def test_the_split_of_torchs_own_pipelining_sleeps_each_half_where_it_runs_it() 
     layer = Emulated(forward=0.0, input_grad=0.004, weight_grad=0.016)
     x = torch.ones(2, 1, requires_grad=True)
     y = layer(x)
-    parts: list[object] = []
+    parts: list[Any] = []
     first = seconds(lambda: parts.extend(stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())))
     assert 0.004 <= first < 0.016
     assert layer.weight.grad is None
-    assert seconds(lambda: stage_backward_weight(layer.parameters(), parts[1])) >= 0.016  # type: ignore[arg-type]
+    assert seconds(lambda: stage_backward_weight(layer.parameters(), parts[1])) >= 0.016
     assert layer.weight.grad is not None
     assert layer.weight.grad.item() == 2.0
 

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import asynchronous, auto, line, loop, vee, zero_bubble
+
+if TYPE_CHECKING:
+    from gapless.schedule.recipes.optimal import Optimum, Progress
 
 Objective = Literal["makespan", "span"]
 
@@ -25,6 +28,7 @@ class Request:
     objective: Objective = "makespan"
     replicas: tuple[int, ...] | None = None
     minibatches: int = 8
+    time_limit: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,30 @@ def _looped(function: Callable[[int, int, int], Schedule]) -> Callable[[Request]
 
 def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Request], Schedule]:
     return lambda request: function(request.devices, request.microbatches, request.costs)
+
+
+def solve(request: Request, progress: "Callable[[Progress], None] | None" = None) -> "Optimum":
+    """The exact answer to what `auto` is asked, with its answer as the hint; on a vee if that is what `auto` chose."""
+    from gapless.schedule.recipes.optimal import optimal
+
+    hint = auto.auto(
+        request.devices,
+        request.microbatches,
+        request.costs,
+        stages_per_device=request.stages_per_device,
+        memory_limit=request.memory_limit,
+        objective=request.objective,
+    )
+    return optimal(
+        hint.placement,
+        request.microbatches,
+        request.costs,
+        memory_limit=request.memory_limit,
+        objective=request.objective,
+        hint=hint,
+        time_limit=request.time_limit,
+        progress=progress,
+    )
 
 
 _TABLE = (
@@ -87,6 +115,15 @@ _TABLE = (
             memory_limit=request.memory_limit,
             objective=request.objective,
         ),
+        (1, 2),
+    ),
+    Recipe(
+        "optimal",
+        "line or vee",
+        "the least there is",
+        "the limit",
+        "proven, for small K and M; needs gapless[optimal]",
+        lambda request: solve(request).schedule,
         (1, 2),
     ),
     Recipe(
@@ -130,6 +167,7 @@ def make_schedule(
     objective: Objective = "makespan",
     replicas: Sequence[int] | None = None,
     minibatches: int = 8,
+    time_limit: float = 60.0,
 ) -> Schedule:
     """The schedule of that name. `memory_limit` is in the unit of the costs' `activation`, or "2x" for twice 1f1b's
     peak.
@@ -138,6 +176,35 @@ def make_schedule(
     0: 0F0 0F1 0B0 0B1
     1: 1F0 1B0 1F1 1B1
     """
+    request = make_request(
+        name,
+        devices=devices,
+        microbatches=microbatches,
+        stages_per_device=stages_per_device,
+        costs=costs,
+        memory_limit=memory_limit,
+        objective=objective,
+        replicas=replicas,
+        minibatches=minibatches,
+        time_limit=time_limit,
+    )
+    return find_recipe(name).build(request)
+
+
+def make_request(
+    name: str,
+    *,
+    devices: int,
+    microbatches: int,
+    stages_per_device: int | None,
+    costs: Costs | None,
+    memory_limit: Number | str | None,
+    objective: Objective,
+    replicas: Sequence[int] | None,
+    minibatches: int,
+    time_limit: float,
+) -> Request:
+    """What a recipe is asked for, checked."""
     recipe = find_recipe(name)
     for word, value in (("devices", devices), ("microbatches", microbatches), ("minibatches", minibatches)):
         if value < 1:
@@ -146,9 +213,9 @@ def make_schedule(
         raise ConfigError(f"{name} has no replicated stages; only pipedream takes replicas")
     if objective not in ("makespan", "span"):
         raise ConfigError(f"objective is {objective!r}, but it is makespan or span")
-    costs = costs or Costs()
     _check_stages_per_device(recipe, stages_per_device)
-    request = Request(
+    costs = costs or Costs()
+    return Request(
         devices,
         microbatches,
         stages_per_device,
@@ -157,8 +224,8 @@ def make_schedule(
         objective,
         tuple(replicas) if replicas is not None else None,
         minibatches,
+        time_limit,
     )
-    return recipe.build(request)
 
 
 def _check_stages_per_device(recipe: Recipe, asked: int | None) -> None:

@@ -1,27 +1,63 @@
-"""The schedule for *these* costs and *this* memory: several greedy passes and every named recipe, judged by the simulator."""
+"""The schedule for *these* costs and *this* memory: of all that is tried the best, by the simulator.
+
+List scheduling is tried with several policies, and each schedule it finds is justified: the one leaves no gap at the
+start, the other none at the end. The named recipes are tried too, so that none is ever better. What a bound proves to
+be worse than the best so far is left out: that keeps it quick.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Literal
 
 from gapless.errors import ConfigError, ScheduleError
-from gapless.schedule.action import Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
 from gapless.schedule.placement import line as line_placement
 from gapless.schedule.placement import vee as vee_placement
 from gapless.schedule.recipes import line, vee, zero_bubble
-from gapless.schedule.recipes.greedy import Policy, greedy
+from gapless.schedule.recipes.greedy import Policy, greedy, hops
+from gapless.schedule.recipes.justification import justified
 from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
 
 Objective = Literal["makespan", "span"]
 
-_POLICIES = tuple(
+# The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the second.
+_FIRST = {
+    "line": (
+        Policy(0.0, 2.0),
+        Policy(0.5, 1.5),
+        Policy(0.0, 1.0, 1),
+        Policy(0.5, 2.0),
+        Policy(0.5, 1.5, 1),
+        Policy(0.0, 2.0, 1),
+        Policy(0.0, 3.0),
+        Policy(1.0, 2.0, 1),
+    ),
+    "vee": (
+        Policy(0.0, oldest_first=True),
+        Policy(0.0),
+        Policy(0.5, 1.0),
+        Policy(0.0, 2.0),
+        Policy(0.0, 1.0, oldest_first=True),
+        Policy(0.0, 1.5),
+        Policy(0.0, 2.0, oldest_first=True),
+        Policy(0.5, 2.0, oldest_first=True),
+        Policy(0.0, 1.0, 1),
+        Policy(0.5, 1.5, 1),
+        Policy(1.0, 1.0, oldest_first=True),
+    ),
+}
+_REST = tuple(
     Policy(patience, head_start, backlog)
     for patience in (0.0, 0.5, 1.0)
-    for head_start, backlog in ((None, None), (2.0, None), (1.5, None), (1.0, None), (None, 1), (2.0, 1))
+    for head_start, backlog in ((None, None), (2.0, None), (1.5, None), (1.0, None), (None, 1), (2.0, 1), (1.0, 1))
 )
+_EFFORT = 40_000
+_ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
 
 def auto(
@@ -34,63 +70,176 @@ def auto(
     objective: Objective = "makespan",
 ) -> Schedule:
     """The best schedule found: 1 stage per device is a line, 2 are a vee, None tries both where the costs allow."""
-    best: tuple[tuple[Number, Number], Schedule] | None = None
-    least: Number = math.inf
-    for placement in _placements(num_devices, costs, stages_per_device):
-        for schedule in _candidates(placement, num_microbatches, costs, memory_limit):
-            peak = max(peaks(schedule, costs))
-            least = min(least, peak)
-            if memory_limit is not None and peak > memory_limit:
-                continue
-            timeline = simulate(schedule, costs)
-            value = (
-                (timeline.makespan, timeline.span) if objective == "makespan" else (timeline.span, timeline.makespan)
-            )
-            if best is None or value < best[0]:
-                best = (value, schedule)
-    if best is None:
+    search = _Search(num_microbatches, costs, memory_limit, objective)
+    least = [search.run(placement) for placement in _placements(num_devices, costs, stages_per_device)]
+    if search.best is None:
         raise ScheduleError(
             f"no schedule of {num_devices} devices and {num_microbatches} microbatches fits a memory limit of "
-            f"{_shown(memory_limit)}: the smallest peak found is {_shown(least)}"
+            f"{_shown(memory_limit)}: the smallest peak, one microbatch at a time, is {_shown(min(least))}"
         )
-    return best[1].renamed("auto")
+    search.polish(search.best)
+    return search.best.schedule.renamed("auto")
+
+
+class _Search:
+    """Keeps the best of the schedules tried that fit."""
+
+    def __init__(self, num_microbatches: int, costs: Costs, limit: Number | None, objective: Objective) -> None:
+        self.num_microbatches, self.costs, self.limit, self.objective = num_microbatches, costs, limit, objective
+        self.best: Timeline | None = None
+
+    def run(self, placement: Placement) -> Number:
+        """Try all that may be better on this placement; returns the smallest peak a schedule can have there."""
+        # One microbatch alone fills all stages of a device before any of them gives something back.
+        sizes = self.costs.per_stage("activation", placement)
+        least = max(sum(sizes[stage] for stage in stages) for stages in placement.stages)
+        if self.limit is None or least <= self.limit:
+            bounds = self._bounds(placement, self._deferrable(placement))
+            if not self._is_below(bounds):
+                for recipe in _quick_recipes(placement):
+                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches))
+            self._try_policies(placement, bounds)
+            for recipe, most in _slow_recipes(placement, self.costs):
+                if not self._is_below(self._bounds(placement, self._deferrable(placement, most))):
+                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches))
+        return least
+
+    def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
+        policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
+        passes = max(2, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
+        seen: set[Schedule] = set()
+        for policy in islice(policies, passes):
+            if self._is_below(bounds) or self._reaches(bounds):
+                return
+            schedule: Schedule | None = None
+            for limit in (self._planned_limit(placement), self.limit):
+                schedule = schedule or greedy(placement, self.num_microbatches, self.costs, limit, policy)
+            if schedule is not None and schedule not in seen:
+                seen.add(schedule)
+                self._try_with_justification(schedule)
+
+    def _try_with_justification(self, schedule: Schedule) -> None:
+        timeline = self._try(schedule)
+        if timeline is not None and Kind.BACKWARD not in schedule.kinds:
+            self._try(self._justified(timeline))
+
+    def polish(self, best: Timeline) -> None:
+        """Justify the best again as long as that gains something."""
+        for _ in range(2):
+            if Kind.BACKWARD not in best.schedule.kinds:
+                self._try(self._justified(best))
+            if self.best is None or self.best is best:
+                return
+            best = self.best
+
+    def _justified(self, timeline: Timeline) -> Schedule:
+        limit = self._planned_limit(timeline.schedule.placement)
+        return justified(timeline, limit, ends_together=self.objective == "makespan")
+
+    def _try(self, schedule: Schedule) -> Timeline | None:
+        """What the schedule takes, if it fits."""
+        if self.limit is not None and max(peaks(schedule, self.costs)) > self.limit:
+            return None
+        timeline = simulate(schedule, self.costs)
+        if self.best is None or self._value(timeline) < self._value(self.best):
+            self.best = timeline
+        return timeline
+
+    def _value(self, timeline: Timeline) -> tuple[Number, Number, int]:
+        return *self._ranked(timeline.makespan, timeline.span), timeline.schedule.num_stages
+
+    def _ranked(self, makespan: Number, span: Number) -> tuple[Number, Number]:
+        return (makespan, span) if self.objective == "makespan" else (span, makespan)
+
+    def _planned_limit(self, placement: Placement) -> Number | None:
+        """Sums of floats such as 0.6 vary a little with their order: plans stay that far below the limit."""
+        sizes = self.costs.per_stage("activation", placement)
+        sizes += self.costs.per_stage("kept_for_weight_grad", placement)
+        exact = all(not isinstance(size, float) or (size * 1024).is_integer() for size in sizes)
+        return self.limit if exact or self.limit is None else self.limit * (1 - _ROUNDING)
+
+    def _is_below(self, bounds: tuple[Number, Number]) -> bool:
+        return self.best is not None and self._value(self.best)[0] * (1 + _ROUNDING) < bounds[0]
+
+    def _reaches(self, bounds: tuple[Number, Number]) -> bool:
+        if self.best is None:
+            return False
+        pairs = zip(self._value(self.best), bounds, strict=False)
+        return all(value <= bound * (1 + _ROUNDING) for value, bound in pairs)
+
+    def _bounds(self, placement: Placement, deferrable: Sequence[Number]) -> tuple[Number, Number]:
+        """What no schedule can be below if a device has at most so much work left after its last I, all of it W.
+
+        device 0   |-- F down to r --|                                     |-- I up from r --|W|
+        device r                     |-- all its work but what it defers --|-- deferred W --|
+        """
+        durations = self.costs.durations(placement)
+        forward, inputs, weights = (durations[kind] for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+        between = hops(placement, self.costs)
+        makespan: Number = 0
+        span: Number = 0
+        for stages, left in zip(placement.stages, deferrable, strict=True):
+            first = stages[0]
+            work = self.num_microbatches * sum(forward[s] + inputs[s] + weights[s] for s in stages)
+            head = sum(forward[:first]) + sum(between[:first])
+            tail = sum(inputs[:first]) + sum(between[:first]) + weights[0] if first else left
+            span = max(span, work, head + work - left + tail)
+            makespan = max(makespan, span, head + work)
+        return self._ranked(makespan, span)
+
+    def _deferrable(self, placement: Placement, most: int | None = None) -> list[Number]:
+        """Per device the work in W that fits into memory at once, or that at most so many W are."""
+        weights = self.costs.durations(placement)[Kind.WEIGHT_GRAD]
+        sizes = tuple(
+            map(
+                min,
+                self.costs.per_stage("kept_for_weight_grad", placement),
+                self.costs.per_stage("activation", placement),
+            )
+        )
+        found: list[Number] = []
+        for stages in placement.stages:
+            work: Number = self.num_microbatches * sum(weights[s] for s in stages)
+            if most is not None:
+                work = min(work, most * max(weights[s] for s in stages))
+            if self.limit is not None and all(sizes[s] for s in stages):
+                work = min(work, self.limit * max(weights[s] / sizes[s] for s in stages))
+            found.append(work)
+        return found
 
 
 def _placements(K: int, costs: Costs, stages_per_device: int | None) -> Iterator[Placement]:
+    """The vee first: it is rarely worse, and what it reaches may rule out the line."""
     lengths = {len(value) for value in vars(costs).values() if isinstance(value, tuple)}
-    if stages_per_device in (None, 1) and (stages_per_device == 1 or lengths <= {K}):
-        yield line_placement(K)
-    if stages_per_device in (None, 2) and (stages_per_device == 2 or lengths <= {2 * K}):
-        yield vee_placement(K)
     if stages_per_device is None and not (lengths <= {K} or lengths <= {2 * K}):
         raise ConfigError(f"costs list {sorted(lengths)} stages, but auto places {K} in a line or {2 * K} in a vee")
+    if stages_per_device == 2 or (stages_per_device is None and lengths <= {2 * K}):
+        yield vee_placement(K)
+    if stages_per_device == 1 or (stages_per_device is None and lengths <= {K}):
+        yield line_placement(K)
 
 
-def _candidates(placement: Placement, M: int, costs: Costs, limit: Number | None) -> Iterator[Schedule]:
-    K = placement.num_devices
-    for recipe in _named(placement, costs):
-        yield recipe(K, M)
-    for policy in _POLICIES:
-        schedule = greedy(placement, M, costs, limit, policy)
-        if schedule is not None:
-            yield schedule
-
-
-def _named(placement: Placement, costs: Costs) -> list[Callable[[int, int], Schedule]]:
-    if placement.num_stages == placement.num_devices:
-        return [
-            line.naive,
-            line.gpipe,
-            line.one_forward_one_backward,
-            line.eager_one_forward_one_backward,
-            zero_bubble.zb_h1,
-            zero_bubble.zb_h2,
-        ]
+def _quick_recipes(placement: Placement) -> list[Callable[[int, int], Schedule]]:
+    if placement.shape == "vee":
+        return [vee.zb_v, vee.dualpipe_v]
     return [
-        vee.zb_v,
-        vee.dualpipe_v,
-        lambda K, M: vee.v_half(K, M, costs),
-        lambda K, M: vee.v_min(K, M, costs),
+        line.naive,
+        line.gpipe,
+        line.one_forward_one_backward,
+        line.eager_one_forward_one_backward,
+        zero_bubble.zb_h1,
+        zero_bubble.zb_h2,
+    ]
+
+
+def _slow_recipes(placement: Placement, costs: Costs) -> list[tuple[Callable[[int, int], Schedule], int]]:
+    """Each with the number of activations, and so of W, of all stages of a device that it ever holds."""
+    if placement.shape != "vee":
+        return []
+    K = placement.num_devices
+    return [
+        (lambda K, M: vee.v_half(K, M, costs), 2 * ((K + 2) // 2)),
+        (lambda K, M: vee.v_min(K, M, costs), 2 * ((K + 4) // 3)),
     ]
 
 
@@ -99,7 +248,7 @@ def resolve_limit(limit: Number | str | None, num_devices: int, num_microbatches
     if isinstance(limit, str):
         text = limit.strip()
         try:
-            value = float(text.removesuffix("x"))
+            value: Number = float(text.removesuffix("x"))
         except ValueError:
             raise ConfigError(
                 f"memory limit {limit[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x"

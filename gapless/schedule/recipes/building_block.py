@@ -50,7 +50,7 @@ def _needs(planned: Schedule) -> dict[_Step, list[_Step]]:
 
 
 def _squeeze(planned: Schedule, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """Play the planned rows slot by slot; a device takes the first action that is ready and may go ahead of those before it."""
+    """Play the rows slot by slot; a device takes the first action that is ready and may go ahead of those before it."""
     left = [list(row) for row in planned.rows]
     held = [0] * planned.num_devices  # stage activations
     rows: list[list[Action]] = [[] for _ in left]
@@ -97,7 +97,7 @@ def _first_ready(
 
 
 def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Schedule:
-    """Play the rows at the real costs; a W goes where it fits before the next action is ready, or where memory is full."""
+    """Play the rows at the real costs; a W goes where it fits before the next action, or where memory is full."""
     durations = costs.durations(order.placement)
     home = [order.placement.device(stage, 0) for stage in range(order.num_stages)]
     needs = {

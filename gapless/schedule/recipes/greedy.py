@@ -1,7 +1,8 @@
 """One pass of list scheduling: whenever a device is free it takes the best action that is ready.
 
-An input gradient goes first, since others wait for it; then a forward, if memory allows; a weight gradient fills the rest.
-What is best beyond that depends on the costs, so the choice has a few knobs (`Policy`), and `auto` tries several settings.
+An input gradient goes first, since others wait for it; then a forward, if memory allows; a weight gradient fills the
+rest. What is best beyond that depends on the costs, so the choice has a few knobs (`Policy`), and `auto` tries several
+settings.
 """
 
 import heapq
@@ -31,6 +32,17 @@ class Policy:
     oldest_first: bool = False
 
 
+def hops(placement: Placement, costs: Costs) -> list[Number]:
+    """What it takes from each stage to the next, or back, where the link is free."""
+    home, boundary = placement.single, costs.per_stage("boundary", placement)
+    assert home is not None
+    found: list[Number] = []
+    for stage in range(1, placement.num_stages):
+        transit = boundary[stage] / costs.bandwidth if costs.bandwidth is not None else 0
+        found.append(costs.latency + transit if home[stage] != home[stage - 1] else 0)
+    return found
+
+
 @dataclass(slots=True)
 class _Device:
     free: Number = 0
@@ -52,13 +64,8 @@ class _Pass:
     def __init__(self, placement: Placement, M: int, costs: Costs, limit: Number | None, policy: Policy) -> None:
         assert placement.single is not None
         S = placement.num_stages
-        self.home, self.last, self.limit, self.policy, self.latency = (
-            placement.single,
-            S - 1,
-            limit,
-            policy,
-            costs.latency,
-        )
+        self.home, self.last, self.limit, self.policy = placement.single, S - 1, limit, policy
+        self.hops = hops(placement, costs)
         self.durations = costs.durations(placement)
         self.activation = costs.per_stage("activation", placement)
         self.kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), self.activation))
@@ -144,15 +151,13 @@ class _Pass:
             if stage == self.last:
                 self.inputs[_I][stage].append(end)
             else:
-                self._hand_on(_F, stage + 1, index, end)
+                self._hand_on(_F, stage + 1, end + self.hops[stage])
         else:
             device.held -= self.activation[stage] - self.kept[stage]
             device.weights.append(Action(stage, _W, microbatch))
             if stage > 0:
-                self._hand_on(_I, stage - 1, index, end)
+                self._hand_on(_I, stage - 1, end + self.hops[stage - 1])
 
-    def _hand_on(self, kind: Kind, stage: int, source: int, end: Number) -> None:
-        target = self.home[stage]
-        arrival = end if target == source else end + self.latency
+    def _hand_on(self, kind: Kind, stage: int, arrival: Number) -> None:
         self.inputs[kind][stage].append(arrival)
-        heapq.heappush(self.events, (arrival, target))
+        heapq.heappush(self.events, (arrival, self.home[stage]))

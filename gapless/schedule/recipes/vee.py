@@ -96,7 +96,9 @@ def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
 def v_half(num_devices: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Half of 1f1b's memory, about half of its bubble.
 
-    0: 0F0 0F1 3F0 3I0 3W0 0I0 0W0
+    0: 0F0 0F1 5F0 5I0 0F2 5W0 5F1 5I1 5W1 0I0 0W0 5F2 5I2 0I1 5W2 0W1 0I2 0W2
+    1: 1F0 4F0 1F1 4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
+    2: 2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
     K = num_devices
     late = 3 if K % 2 == 0 else 0
@@ -105,7 +107,11 @@ def v_half(num_devices: int, num_microbatches: int, costs: Costs | None = None) 
 
 
 def v_min(num_devices: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
-    """A third of 1f1b's memory, about two thirds of its bubble."""
+    """A third of 1f1b's memory, about two thirds of its bubble.
+
+    0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0I1 0W0 0W1 3F2 3I2 3W2 0I2 0W2
+    1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1F2 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2
+    """
     K = num_devices
     late = 2 if K % 3 == 0 else 0
     slots = [(i, 2 * K - 1 - i, 2 * K + late + i, 4 * K + late - 1 - i) for i in range(K)]

@@ -23,7 +23,7 @@ def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
     for all.
 
     0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
-    1: 1F0 1F1 1I0 1F2 1I1 1I2 1W0 1W1 1W2
+    1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     return _zero_bubble("zb-h2", num_devices, num_microbatches, 2)
 

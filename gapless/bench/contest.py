@@ -1,0 +1,66 @@
+"""What two contestants have in common: the same layers, the same inputs, the same loss."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gapless.schedule.costs import Costs
+from gapless.zoo.emulated import Emulated
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """A model cut into equal stages, and a minibatch for it.
+
+    kind      emulated: a stage is one layer; those of a device take `seconds` together for each of F, I and W
+              linear: a stage is `layers` linear ones
+    size      floats per sample; for linear layers their width
+    samples   per microbatch
+    """
+
+    devices: int
+    microbatches: int
+    kind: Literal["emulated", "linear"]
+    seconds: float = 0.0
+    size: int = 1
+    samples: int = 1
+    layers: int = 1
+
+    def stage(self, stages_per_device: int) -> nn.Sequential:
+        if self.kind == "linear":
+            return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers)))
+        share = self.seconds / stages_per_device
+        return nn.Sequential(Emulated(forward=share, input_grad=share, weight_grad=share, size=self.size))
+
+    def inputs(self) -> Tensor:
+        """They require a gradient where layers are emulated, so that the I of the first stage takes its time too."""
+        count = self.microbatches * self.samples
+        return torch.linspace(-1.0, 1.0, count * self.size).view(count, self.size)
+
+    @property
+    def inputs_need_grad(self) -> bool:
+        return self.kind == "emulated"
+
+    def target(self) -> Tensor:
+        return torch.zeros(self.microbatches * self.samples, self.size)
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(forward=self.seconds, input_grad=self.seconds, weight_grad=self.seconds)
+
+    def to_json(self, schedules: Sequence[str]) -> str:
+        return json.dumps({"contest": dataclasses.asdict(self), "schedules": list(schedules)})
+
+
+def from_json(text: str) -> tuple[Contest, list[str]]:
+    found = json.loads(text)
+    return Contest(**found["contest"]), found["schedules"]
+
+
+def loss(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(outputs, target)

@@ -1,0 +1,57 @@
+"""Contestants take turns: every round runs each of them once, in the opposite order of the round before."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+Contestant = Callable[[], float]  # runs once and says how many seconds that took
+Progress = Callable[[str], None]
+
+
+def silent(_: str) -> None:
+    """No progress at all."""
+
+
+def on_terminal(line: str) -> None:
+    """One line on standard error that is written over by the next; an empty one wipes it away."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{line[:78]}")
+        sys.stderr.flush()
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent, warmup: int = 1
+) -> dict[str, list[float]]:
+    """The seconds of each contestant, round by round; warm-up rounds come first and do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(-warmup, rounds):
+        names = list(contestants)
+        for name in names if number % 2 == 0 else reversed(names):
+            progress(f"round {number + 1} of {rounds}: {name}" if number >= 0 else f"warm-up: {name}")
+            taken = contestants[name]()
+            if number >= 0:
+                seconds[name].append(taken)
+    progress("")
+    return seconds
+
+
+def timed(work: Callable[[], object], times: int = 1) -> Contestant:
+    """The mean time of one of several runs in a row."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - start) / times
+
+    return run
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def ratio(values: Sequence[float], to: Sequence[float]) -> float:
+    """The median of the rounds' quotients: both sides of each met the same moment of the machine."""
+    return statistics.median(mine / other for mine, other in zip(values, to, strict=True))

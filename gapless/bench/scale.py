@@ -1,0 +1,110 @@
+"""How the cost of a schedule grows with its size: generate, verify and simulate, in time and memory.
+
+Every size runs in a process of its own, so that its peak memory is its own too.
+"""
+
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gapless.bench.rounds import Progress, silent
+from gapless.errors import GaplessError
+from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
+from gapless.schedule.verify import verify
+from gapless.view import text
+
+MOST_MICROBATCHES = 1024
+
+
+def sizes(smallest: int, largest: int) -> list[tuple[int, int]]:
+    """(devices, microbatches), the devices doubling."""
+    found = []
+    devices = smallest
+    while devices <= largest:
+        found.append((devices, min(4 * devices, MOST_MICROBATCHES)))
+        devices *= 2
+    return found
+
+
+def run(*, schedule: str, smallest: int, largest: int, progress: Progress = silent) -> dict[str, Any]:
+    rows = []
+    for devices, microbatches in sizes(smallest, largest):
+        progress(f"{devices} devices, {microbatches} microbatches")
+        words = [sys.executable, "-m", "gapless.bench.scale", schedule, str(devices), str(microbatches)]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            progress("")
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}; out of memory?"])[-1]
+            raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {last}")
+        rows.append(json.loads(done.stdout))
+    progress("")
+    return {"benchmark": "scale", "schedule": schedule, "rows": rows}
+
+
+def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
+    """In this process, whose memory is taken as it is."""
+    marks = [time.perf_counter()]
+    made = make_schedule(schedule, devices=devices, microbatches=microbatches)
+    marks.append(time.perf_counter())
+    verify(made).raise_if_wrong()
+    marks.append(time.perf_counter())
+    timeline = simulate(made)
+    makespan = timeline.makespan
+    marks.append(time.perf_counter())
+    generated, verified, simulated = (after - before for before, after in itertools.pairwise(marks))
+    total = marks[-1] - marks[0]
+    return {
+        "devices": devices,
+        "microbatches": microbatches,
+        "actions": made.num_actions,
+        "generate": generated,
+        "verify": verified,
+        "simulate": simulated,
+        "total": total,
+        "microseconds_per_action": 1e6 * total / made.num_actions,
+        "peak_bytes": peak_bytes(),
+        "makespan": float(makespan),
+    }
+
+
+def peak_bytes() -> int:
+    """The most memory this process ever had. Linux counts a parent's into `getrusage`, but not here."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text("ascii", "replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def report(found: dict[str, Any]) -> str:
+    headings = ("K", "M", "actions", "generate", "verify", "simulate", "total", "us per action", "peak memory")
+    rows = [
+        (
+            str(row["devices"]),
+            str(row["microbatches"]),
+            f"{row['actions']:,}",
+            *(f"{row[part]:.2f} s" for part in ("generate", "verify", "simulate", "total")),
+            f"{row['microseconds_per_action']:.2f}",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+        )
+        for row in found["rows"]
+    ]
+    first, last = found["rows"][0], found["rows"][-1]
+    growth = last["microseconds_per_action"] / first["microseconds_per_action"]
+    more = last["actions"] / first["actions"]
+    lines = [f"{found['schedule']}, K devices, M microbatches", "", text.table(headings, rows, left=0)]
+    if len(rows) > 1:
+        lines += ["", f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,138 @@
+"""The host cost of splitting a backward, on tensors so small that nothing else is left to measure.
+
+plain     F, then autograd's backward
+gapless   F, I and W of a stage that defers its weight gradients
+torch     F, then stage_backward_input and stage_backward_weight of torch.distributed.pipelining
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
+from gapless.stage.stage import Stage
+from gapless.view import text
+from gapless.zoo.gpt import Block
+
+TARGET = 1.7
+Parts = tuple[float, float]  # seconds of the forward, and of all that follows
+Once = Callable[[Tensor, Tensor], Parts]
+
+
+def run(
+    *, width: int, samples: int, length: int, times: int, rounds: int, progress: Progress = silent
+) -> dict[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        blocks = {
+            "mlp": (
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+                (samples, width),
+            ),
+            "gpt": (Block(width, heads=4), (samples, length, width)),
+        }
+        rows = [
+            _row(name, block, torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape), times, rounds, progress)
+            for name, (block, shape) in blocks.items()
+        ]
+    finally:
+        torch.set_num_threads(before)
+    return {"benchmark": "split", "width": width, "times": times, "rows": rows, "target": TARGET}
+
+
+def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progress: Progress) -> dict[str, Any]:
+    parts: dict[str, list[Parts]] = {"plain": [], "gapless": [], "torch": []}
+    ways = {"plain": _plain(block), "gapless": _gapless(block), "torch": _torch(block)}
+    contestants = {way: _repeated(once, x, times, parts[way]) for way, once in ways.items()}
+    seconds = take_turns(contestants, rounds, lambda line: progress(f"{name}, {line}" if line else ""))
+    counted = {way: values[-rounds:] for way, values in parts.items()}
+    return {
+        "block": name,
+        "seconds": {way: median(values) for way, values in seconds.items()},
+        "forward": {way: median([forward for forward, _ in values]) for way, values in counted.items()},
+        "backward": {way: median([backward for _, backward in values]) for way, values in counted.items()},
+        "ratio": ratio(seconds["gapless"], seconds["plain"]),
+        "torch_ratio": ratio(seconds["torch"], seconds["plain"]),
+        "rounds": seconds,
+    }
+
+
+def _repeated(once: Once, x: Tensor, times: int, parts: list[Parts]) -> Callable[[], float]:
+    """The mean seconds of one F and its backward; what each of them took is noted in `parts`."""
+
+    def run() -> float:
+        inputs, grad = x.clone().requires_grad_(), torch.ones_like(x)
+        forward = backward = 0.0
+        for _ in range(times):
+            first, second = once(inputs, grad)
+            forward += first
+            backward += second
+        parts.append((forward / times, backward / times))
+        return (forward + backward) / times
+
+    return run
+
+
+def _plain(block: nn.Module) -> Once:
+    def once(x: Tensor, grad: Tensor) -> Parts:
+        inputs = x.detach().requires_grad_()
+        start = time.perf_counter()
+        outputs = block(inputs)
+        middle = time.perf_counter()
+        torch.autograd.backward(outputs, grad)
+        return middle - start, time.perf_counter() - middle
+
+    return once
+
+
+def _gapless(block: nn.Module) -> Once:
+    stage = Stage([block], first_layer=0, split=True)
+
+    def once(x: Tensor, grad: Tensor) -> Parts:
+        inputs = x.detach().requires_grad_()
+        start = time.perf_counter()
+        stage.forward(0, inputs, step=0)
+        middle = time.perf_counter()
+        stage.backward_input(0, [grad])
+        stage.backward_weight(0)
+        return middle - start, time.perf_counter() - middle
+
+    return once
+
+
+def _torch(block: nn.Module) -> Once:
+    def once(x: Tensor, grad: Tensor) -> Parts:
+        inputs = x.detach().requires_grad_()
+        start = time.perf_counter()
+        outputs = block(inputs)
+        middle = time.perf_counter()
+        _, groups = stage_backward_input([outputs], [grad], [inputs], block.parameters())
+        stage_backward_weight(block.parameters(), groups)
+        return middle - start, time.perf_counter() - middle
+
+    return once
+
+
+def report(found: dict[str, Any]) -> str:
+    rows, rounds = [], len(found["rows"][0]["rounds"]["plain"])
+    for row in found["rows"]:
+        ratios = {"plain": 1.0, "gapless": row["ratio"], "torch": row["torch_ratio"]}
+        for way, halves in (("plain", "F + B"), ("gapless", "F + I + W"), ("torch", "F + I + W")):
+            parts = (row["forward"][way], row["backward"][way], row["seconds"][way])
+            rows.append((row["block"], way, halves, *(f"{1e6 * part:.0f} us" for part in parts), f"{ratios[way]:.2f}"))
+    headings = ("block", "by", "as", "forward", "backward", "all", "to plain")
+    return "\n".join(
+        [
+            (
+                f"blocks of width {found['width']}, one thread, medians of {rounds} rounds of {found['times']}; "
+                f"meant: at most {found['target']}"
+            ),
+            "",
+            text.table(headings, rows, left=3),
+        ]
+    )

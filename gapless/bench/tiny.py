@@ -1,0 +1,64 @@
+"""Layers so small that a step is all overhead: our 1f1b against torch's, on the same layers."""
+
+from typing import Any
+
+import torch
+
+from gapless.bench.contest import Contest
+from gapless.bench.emulated import pipeline, step
+from gapless.bench.peer import Peer
+from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
+
+TARGET = 1.2
+
+
+def run(
+    *,
+    devices: int,
+    microbatches: int,
+    width: int,
+    layers: int,
+    samples: int,
+    steps: int,
+    rounds: int,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    try:
+        progress("starting torch.distributed.pipelining")
+        with pipeline(contest, "1f1b") as pipe, Peer(contest, ["1f1b"]) as peer:
+            contestants = {"gapless": step(contest, pipe, steps), "torch": lambda: peer.step("1f1b", steps)}
+            seconds = take_turns(contestants, rounds, progress)
+    finally:
+        torch.set_num_threads(before)
+    return {
+        "benchmark": "tiny",
+        "devices": devices,
+        "microbatches": microbatches,
+        "width": width,
+        "layers": layers,
+        "samples": samples,
+        "steps": steps,
+        "seconds": median(seconds["gapless"]),
+        "torch_seconds": median(seconds["torch"]),
+        "ratio": ratio(seconds["torch"], seconds["gapless"]),
+        "target": TARGET,
+        "rounds": seconds,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            (
+                f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']} samples, "
+                f"{found['layers']} linear layers of width {found['width']} per stage"
+            ),
+            "",
+            f"gapless        {1000 * found['seconds']:8.2f} ms per step",
+            f"torch          {1000 * found['torch_seconds']:8.2f} ms per step",
+            f"faster by      {found['ratio']:8.2f}x   median of the rounds; meant: at least {found['target']}",
+        ]
+    )

@@ -1,0 +1,122 @@
+"""On an NVIDIA GPU: the bits of the plain loop on the same GPU, several devices made of one by streams, no waiting on the host."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gapless import Pipeline, plain_step
+from gapless.zoo.gpt import gpt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def tokens_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), target.flatten())
+
+
+def small_gpt() -> nn.Sequential:
+    torch.manual_seed(0)
+    return gpt(vocab=61, width=64, depth=6, heads=4, context=32, dropout=0.1).cuda()
+
+
+def assert_same_training(model: nn.Sequential, x: Any, y: Any, loss: Any, *, steps: int = 2, **options: Any) -> None:
+    reference = copy.deepcopy(model)
+    with Pipeline(model, loss=loss, **options) as pipe:
+        for step in range(steps):
+            result = pipe.step(x, y, outputs=True)
+            expected = plain_step(reference, x, y, loss=loss, microbatches=options["microbatches"], step=step)
+            assert torch.equal(result.loss, expected.loss)
+            assert torch.equal(result.outputs, expected.outputs)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe-v"])
+def test_streams_of_one_gpu_give_the_bits_of_the_plain_loop(schedule: str, remat: Any) -> None:
+    x = torch.randint(0, 61, (11, 32), device="cuda")
+    y = torch.randint(0, 61, (11, 32), device="cuda")
+    options = {"devices": ["cuda:0"] * 3, "microbatches": 5, "schedule": schedule, "remat": remat}
+    assert_same_training(small_gpt(), x, y, tokens_loss, **options)
+
+
+def test_batches_on_the_host_are_copied_to_the_devices() -> None:
+    x, y = torch.randint(0, 61, (8, 32)).pin_memory(), torch.randint(0, 61, (8, 32)).pin_memory()
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    with Pipeline(model, devices=["cuda:0"] * 2, microbatches=4, loss=tokens_loss) as pipe:
+        result = pipe.step(x, y)
+    expected = plain_step(reference, x.cuda(), y.cuda(), loss=tokens_loss, microbatches=4)
+    assert result.loss is not None
+    assert torch.equal(result.loss, expected.loss)
+
+
+def test_bfloat16_autocast_gives_the_bits_of_the_plain_loop() -> None:
+    x = torch.randint(0, 61, (8, 32), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_same_training(small_gpt(), x, x, tokens_loss, devices=["cuda:0"] * 2, microbatches=4, schedule="zb-h1")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_no_action_waits_on_the_host(schedule: str) -> None:
+    x = torch.randint(0, 61, (8, 32), device="cuda")
+    with Pipeline(small_gpt(), devices=["cuda:0"] * 2, microbatches=8, loss=tokens_loss, schedule=schedule) as pipe:
+        pipe.step(x, x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pipe.step(x, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cpu_and_gpu_devices_work_together() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    with Pipeline(model, devices=["cpu", "cuda:0"], microbatches=4, loss=F.mse_loss) as pipe:
+        first = pipe.step(x, y).loss
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        optimizer.step()
+        second = pipe.step(x, y).loss
+    assert first is not None
+    assert second is not None
+    assert float(second) < float(first)
+
+
+def test_a_measured_timeline_of_streams_has_every_action() -> None:
+    x = torch.randint(0, 61, (8, 32), device="cuda")
+    devices = ["cuda:0"] * 2
+    with Pipeline(small_gpt(), devices=devices, microbatches=4, loss=tokens_loss, timeline=True) as pipe:
+        timeline = pipe.step(x, x).timeline
+    assert timeline is not None
+    assert [len(row) for row in timeline.starts] == [len(row) for row in timeline.schedule.rows]
+    assert timeline.makespan > 0
+
+
+def test_memory_is_flat_over_many_steps() -> None:
+    x = torch.randint(0, 61, (8, 32), device="cuda")
+    with Pipeline(small_gpt(), devices=["cuda:0"] * 2, microbatches=4, loss=tokens_loss, schedule="zb-h1") as pipe:
+        for _ in range(3):
+            pipe.step(x, x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(30):
+            pipe.step(x, x)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before + 1024

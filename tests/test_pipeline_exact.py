@@ -1,0 +1,73 @@
+"""Any schedule, any number of devices and microbatches, any remat: the bits of the plain loop on one device.
+
+The normal run takes a sample in which every schedule meets every K, every M, every remat and every model; the whole
+product is `slow`.
+"""
+
+from itertools import product
+
+import pytest
+
+import gapless
+from gapless.schedule.action import Schedule
+from gapless.schedule.recipes import RECIPES
+from tests.pipelines import CASES, Case, assert_steps_are_exact, schedule_named
+
+SCHEDULES = (*(name for name, recipe in RECIPES.items() if recipe.synchronous), "text", "object")
+DEVICES = (1, 2, 3, 4, 8)
+MICROBATCHES = (1, 3, 4, 8, 13)
+REMATS = ("none", "stage", "layer", "each stage its own")
+
+
+def check(name: str, devices: int, microbatches: int, remat: str, case: Case) -> None:
+    schedule = schedule_named(name, devices, microbatches)
+    asked: str | list[str] = remat
+    if remat == "each stage its own":
+        known = (
+            schedule
+            if isinstance(schedule, Schedule)
+            else gapless.make_schedule(schedule, devices=devices, microbatches=microbatches)
+        )
+        asked = [REMATS[stage % 3] for stage in range(known.num_stages)]
+    assert_steps_are_exact(case, devices=devices, microbatches=microbatches, schedule=schedule, remat=asked)
+
+
+def sample() -> list[tuple[str, int, int, str, Case]]:
+    """Latin squares: each schedule meets each K twice, with different M, remat and model."""
+    chosen = []
+    for number, name in enumerate(SCHEDULES):
+        for turn in range(10):
+            devices = DEVICES[turn % 5]
+            microbatches = MICROBATCHES[(turn + number + 2 * (turn // 5)) % 5]
+            remat = REMATS[(turn + number // 4) % 4]
+            case = CASES[(turn // 2 + number) % 4]
+            chosen.append((name, devices, microbatches, remat, case))
+    return chosen
+
+
+def described(value: object) -> str:
+    return value.name if isinstance(value, Case) else str(value)
+
+
+@pytest.mark.parametrize(("name", "devices", "microbatches", "remat", "case"), sample(), ids=described)
+def test_a_step_gives_the_bits_of_the_plain_loop(
+    name: str, devices: int, microbatches: int, remat: str, case: Case
+) -> None:
+    check(name, devices, microbatches, remat, case)
+
+
+def test_the_sample_meets_every_value_with_every_schedule() -> None:
+    chosen = sample()
+    for position, values in ((1, DEVICES), (2, MICROBATCHES), (3, REMATS), (4, CASES)):
+        met = {(row[0], row[position]) for row in chosen}
+        assert met == set(product(SCHEDULES, values))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", CASES, ids=described)
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_whole_product_gives_the_bits_of_the_plain_loop(name: str, devices: int, case: Case) -> None:
+    for microbatches, remat in product(MICROBATCHES, REMATS):
+        check(name, devices, microbatches, remat, case)
