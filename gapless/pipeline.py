@@ -9,7 +9,7 @@ for x, y in loader:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ class Pipeline:
         timeline: bool = False,
     ) -> None:
         self.devices = _devices(devices)
+        _check_options(schedule, loss, loss_weight)
         self._model = Layers(model)
         self._asked = schedule
         self._stages_per_device = _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
@@ -110,7 +111,9 @@ class Pipeline:
         self._lanes = [make_lane(device) for device in self.devices]
         self._stages = self._make_stages()
         self._programs: dict[tuple[int, bool, bool], Program] = {}
-        threads = intra_op_threads or max(1, torch.get_num_threads() // len(self.devices))
+        if intra_op_threads is None:
+            intra_op_threads = max(1, torch.get_num_threads() // len(self.devices))
+        threads = _at_least_one("intra_op_threads", intra_op_threads)
         self._team = Team([f"gapless device {k}" for k in range(len(self.devices))], threads)
         self._close = close_with(self, self._team)
 
@@ -122,40 +125,43 @@ class Pipeline:
         `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
+        if not torch.is_grad_enabled():
+            raise ConfigError("step computes gradients, which are switched off here: leave no_grad, or use evaluate")
         parts, targets, counts = self._split(inputs, target)
+        parts = [_apart(part) for part in parts]
         weights = mb.weights(self._loss_weight, counts, targets)
-        program = self._program(len(parts), inference=False, recorded=self._timeline)
-        batch = program.batch
-        batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
-        batch.weights = (
-            weights if scaler is None else [scaler.scale(torch.tensor(w, device=self.devices[0])) for w in weights]
-        )
-        try:
-            self._run(program)
-            losses = tuple(batch.losses)
-            merged = mb.merge(batch.outputs, counts) if outputs else None
-            timeline = measured(program, "measured") if self._timeline else None
-        finally:
-            program.clear()
-        self.steps += 1
+        with self._team.held():
+            program = self._program(len(parts), inference=False, recorded=self._timeline)
+            batch = program.batch
+            batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
+            batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
+            try:
+                self._run(program)
+                losses = tuple(batch.losses)
+                merged = mb.merge(batch.outputs, counts) if outputs else None
+                timeline = measured(program, "measured") if self._timeline else None
+            finally:
+                program.clear()
+            self.steps += 1
         return Result(sum_in_order(losses, weights), losses, merged, timeline)
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
         parts, targets, counts = self._split(inputs, target)
-        program = self._program(len(parts), inference=True, recorded=False)
-        batch = program.batch
-        batch.inputs, batch.targets = parts, targets if target is not None else ()
-        modes = [(module, module.training) for module in self._model.module.modules()]
-        self._model.module.eval()
-        try:
-            self._run(program)
-            losses = tuple(batch.losses) if target is not None else ()
-            merged = mb.merge(batch.outputs, counts) if outputs else None
-        finally:
-            program.clear()
-            for module, training in modes:
-                module.training = training
+        with self._team.held():
+            program = self._program(len(parts), inference=True, recorded=False)
+            batch = program.batch
+            batch.inputs, batch.targets = parts, targets if target is not None else ()
+            modes = [(module, module.training) for module in self._model.module.modules()]
+            self._model.module.eval()
+            try:
+                self._run(program)
+                losses = tuple(batch.losses) if target is not None else ()
+                merged = mb.merge(batch.outputs, counts) if outputs else None
+            finally:
+                program.clear()
+                for module, training in modes:
+                    module.training = training
         total = sum_in_order(losses, mb.weights(self._loss_weight, counts, targets)) if losses else None
         return Result(total, losses, merged)
 
@@ -200,6 +206,11 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline has threads, so it can't be copied or pickled: do that with its model or state_dict()"
+        )
+
     def __repr__(self) -> str:
         timeline = simulate(self.schedule, self._costs)
         name, bubble = self.schedule.name or "schedule", 100 * float(timeline.bubble)
@@ -226,6 +237,10 @@ class Pipeline:
             mb.split(target, len(parts), self._target_dims, size=size) if target is not None else [None] * len(parts)
         )
         return parts, targets, mb.sizes(size, len(parts))
+
+    @property
+    def _last_device(self) -> torch.device:
+        return self.devices[self.schedule.placement.device(self.schedule.num_stages - 1, 0)]
 
     def _run(self, program: Program) -> None:
         count = program.schedule.num_microbatches
@@ -275,12 +290,14 @@ class Pipeline:
     def _make_stages(self) -> list[Stage]:
         stages, first = [], 0
         remat = self._remat(self.schedule.num_stages)
+        _check_shared(self._model, self.partition)
         halves = {action.stage for row in self.schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         for stage, count in enumerate(self.partition):
             layers = self._model.layers[first : first + count]
             device = self.devices[self.schedule.placement.device(stage, 0)]
             for layer in layers:
                 if isinstance(layer, nn.Module):
+                    _check_data(layer)
                     layer.to(device)
             last = stage == len(self.partition) - 1
             stages.append(
@@ -303,14 +320,60 @@ def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list
     return [scaler.scale(torch.tensor(weight, device=device)) for weight in weights]
 
 
+def _apart(part: Any) -> Any:
+    """Microbatches are views of one tensor and share its version counter: a layer that changes its input in place
+    would make torch believe that those of all other microbatches have changed.
+    """
+    tensors, shape = mb.flatten(part)
+    return mb.unflatten([tensor.data.requires_grad_(tensor.requires_grad) for tensor in tensors], shape)
+
+
+def _check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
+    if not isinstance(schedule, str | Schedule):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name or a Schedule")
+    if not callable(loss):
+        raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
+    if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
+        raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
+
+
+def _check_data(layer: nn.Module) -> None:
+    for name, parameter in layer.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} of a {type(layer).__name__} is on the meta device, without data: fill it first")
+
+
+def _check_shared(model: Layers, partition: Sequence[int]) -> None:
+    """Stages add to gradients at the same time, so no two may hold the same parameter."""
+    home: dict[nn.Parameter, int] = {}
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
+    for stage, layer in zip(stages, model.layers, strict=True):
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            if home.setdefault(parameter, stage) != stage:
+                raise PartitionError(
+                    f"stages {home[parameter]} and {stage} share the parameter {names[parameter]}: choose a partition "
+                    "that keeps its layers in one stage, or give each its own"
+                )
+
+
 def _devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:
     if isinstance(devices, int):
         count = _at_least_one("devices", devices)
         if torch.cuda.device_count() >= count:
             return [torch.device("cuda", index) for index in range(count)]
         return [torch.device("cpu")] * count
+    if isinstance(devices, str):
+        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
     made = [torch.device(device) for device in devices]
     _at_least_one("devices", len(made))
+    for device in made:
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device {device} is neither cpu nor cuda")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices"
+            )
     return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in made]
 
 

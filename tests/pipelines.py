@@ -227,11 +227,12 @@ def assert_one_model_is_exact(
         **options,
     ) as pipe:
         for number, (inputs, target) in enumerate(batches):
+            untouched = copy.deepcopy(inputs)  # a layer may change what it is given
             with context():
                 ours = pipe.step(inputs, target, outputs=True)
                 plain = gapless.plain_step(
                     [*reference],
-                    inputs,
+                    untouched,
                     target,
                     loss=loss,
                     microbatches=microbatches,

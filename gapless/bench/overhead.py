@@ -72,6 +72,6 @@ def report(found: dict[str, Any]) -> str:
             "",
             f"pipeline of one device  {1000 * found['seconds']:8.1f} ms",
             f"plain loop              {1000 * found['plain_seconds']:8.1f} ms",
-            f"ratio                   {found['ratio']:8.3f}      median of the rounds; meant: at most {found['target']}",
+            f"ratio                   {found['ratio']:8.3f}  median of the rounds; meant: at most {found['target']}",
         ]
     )

@@ -46,7 +46,7 @@ def report(found: dict[str, Any]) -> str:
         [
             (
                 f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
-                f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions per device"
+                f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each"
             ),
             "",
             f"recorded      {1000 * found['recorded_seconds']:8.2f} ms per step",

@@ -88,9 +88,12 @@ def _order(schedule: Any) -> str | None:
 
 def _work(rank: int, contest: Contest, names: Sequence[str], folder: str, lead: Connection) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=contest.devices, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=contest.devices,
+        timeout=timedelta(seconds=120),
     )
     steps: dict[str, Callable[[], object]] = {}
     orders, refused = {}, {}

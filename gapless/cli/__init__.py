@@ -6,6 +6,7 @@ output.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -26,7 +27,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-sentence errors that suggest the nearest name."""
+    """argparse with one-sentence errors."""
 
     def error(self, message: str) -> NoReturn:
         print(f"gapless: {message}; `{self.prog} --help` shows how", file=sys.stderr)
@@ -80,7 +81,12 @@ def _run(argv: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
         return _complain(f"there is no command {name[:60]!r}; {hint}")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = re.findall(r"--[a-z-]+", commands.choices[name].format_help()) if name else []
+        near = get_close_matches(unknown[0].split("=")[0], options, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"`{'gapless ' + name if name else 'gapless'} --help` shows how"
+        return _complain(f"{unknown[0][:60]!r} is not understood; {hint}")
     if run is None:
         parser.print_help()
         return 0

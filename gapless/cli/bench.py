@@ -73,7 +73,7 @@ def _overhead(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("depth", 8, "blocks of the GPT"),
         ("width", 256, "its width, a multiple of 4"),
-        ("batch", 8, "sequences in a minibatch"),
+        ("batch", 4, "sequences in a minibatch"),
         ("length", 64, "tokens in a sequence"),
         ("microbatches", 4, "microbatches"),
         ("threads", 1, "intra-op threads of both"),
@@ -97,8 +97,8 @@ def _tiny(parser: argparse.ArgumentParser) -> None:
 def _split(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("width", 32, "width of the blocks, a multiple of 4"),
-        ("samples", 4, "samples in a microbatch"),
-        ("length", 8, "tokens in a sample of the GPT block"),
+        ("samples", 2, "samples in a microbatch"),
+        ("length", 4, "tokens in a sample of the GPT block"),
         ("times", 200, "times in a round"),
         ("rounds", 9, "rounds, of which the median counts"),
     ):

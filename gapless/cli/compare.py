@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranked = [t for t in timelines if RECIPES[t.name].synchronous]
     if not ranked:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:2])
-        bound = f" of {text.number(limit)}" if limit is not None else ""
-        raise ScheduleError(f"no schedule fits a memory limit{bound} ({reasons})")
+        fact = "can be made" if limit is None else f"fits a memory limit of {text.number(limit)}"
+        raise ScheduleError(f"no schedule {fact} ({reasons})")
     ranked.sort(key=lambda t: _value(t, arguments.objective))
     unflushed = [t for t in timelines if not RECIPES[t.name].synchronous]
     # On one time axis, what takes many times as long (naive, a run of several minibatches) would squeeze all others.

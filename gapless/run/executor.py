@@ -17,6 +17,7 @@ from gapless.run.threads import Channels, StoppedError, Team
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.timeline import Timeline
+from gapless.stage.cell import check_scalar
 from gapless.stage.stage import Stage
 
 Call = Callable[[], None]
@@ -124,7 +125,9 @@ class Program:
             batch.outputs[microbatch] = outputs
             if loss is not None and batch.targets:
                 with torch.no_grad():
-                    batch.losses[microbatch] = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch])))
+                    value = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch])))
+                check_scalar(value)
+                batch.losses[microbatch] = value
 
         return infer
 

@@ -3,10 +3,11 @@
 A channel is (source, target, kind) and delivers in the producer's order. A device never waits for what it sends.
 """
 
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,19 @@ class Team:
         self._intra_op_threads = intra_op_threads
         self._threads: list[threading.Thread] = []
         self._closed = False
+        self._held = threading.Lock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """One step at a time: another one, from a second thread or from inside a layer, would mix with it or hang."""
+        if not self._held.acquire(blocking=False):
+            raise TransportError(
+                "the pipeline is in the middle of another step: wait for its end, or give each thread its own pipeline"
+            )
+        try:
+            yield
+        finally:
+            self._held.release()
 
     def run(self, tasks: Iterable[Task], on_interrupt: Callable[[], None]) -> None:
         """One task per thread, to its end. Ctrl-C calls `on_interrupt`, waits for the tasks, and goes on to the
@@ -107,22 +121,28 @@ class Team:
         """
         if self._closed:
             raise TransportError("the pipeline is closed; make a new one")
-        if not self._threads:
+        if len(self._threads) < len(self._names):
             self._start()
         latch = _Latch(len(self._inboxes))
-        for inbox, task in zip(self._inboxes, tasks, strict=True):
-            inbox.put(latch.counted(task))
+        counted = [latch.counted(task) for task in tasks]
         try:
+            self._hand_out(counted)
             latch.wait()
         except BaseException:
             on_interrupt()
+            self._hand_out(counted)  # some may not have had theirs; it runs once
             latch.wait()
             raise
 
+    def _hand_out(self, tasks: Iterable[Task]) -> None:
+        for inbox, task in zip(self._inboxes, tasks, strict=True):
+            inbox.put(task)
+
     def _start(self) -> None:
         threads = torch.get_num_threads()
-        ready = _Latch(len(self._inboxes))
-        for name, inbox in zip(self._names, self._inboxes, strict=True):
+        missing = list(zip(self._names, self._inboxes, strict=True))[len(self._threads) :]
+        ready = _Latch(len(missing))
+        for name, inbox in missing:
             thread = threading.Thread(target=_work, args=(inbox, ready, self._intra_op_threads), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -133,8 +153,8 @@ class Team:
         self._closed = True
         for inbox in self._inboxes:
             inbox.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        if threading.current_thread() not in self._threads:  # a layer that closes its pipeline can't wait for it
+            for thread in self._threads:
                 thread.join()
         self._threads = []
 
@@ -163,11 +183,14 @@ class _Latch:
         self._open.acquire()
 
     def counted(self, task: Task) -> Task:
+        todo = [task]
+
         def run() -> None:
-            try:
-                task()
-            finally:
-                self.down()
+            if todo:
+                try:
+                    todo.pop()()
+                finally:
+                    self.down()
 
         return run
 

@@ -132,7 +132,7 @@ class Cell:
             if not self._with_loss:
                 return self._hand_on(kept, value)
             loss = calls.loss(value, work.target)
-            _check_scalar(loss)
+            check_scalar(loss)
             weighted = loss * work.weight
         kept.edges = [get_gradient_edge(weighted) if weighted.requires_grad else None]
         kept.start = torch.ones_like(weighted)
@@ -162,7 +162,8 @@ def _not_a_leaf(leaf: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(leaf, leaf.shape) if leaf.requires_grad else leaf
 
 
-def _check_scalar(loss: Any) -> None:
+def check_scalar(loss: Any) -> None:
+    """Of anything else there is no gradient."""
     if not isinstance(loss, Tensor):
         raise GaplessError(f"the loss must return a scalar tensor, and returned a {type(loss).__name__}.")
     if loss.dim() != 0:

@@ -104,8 +104,8 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
-    if not training or p == 0.0:
-        return mode.plain(func, args, kwargs)
+    if (not training or p == 0.0) and 0.0 <= p <= 1.0:
+        return input
     if mode.alone or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":
         return draw(mode, func, args, kwargs)
     mode.refuse_checkpoint()

@@ -186,7 +186,7 @@ def test_a_size_below_1_is_refused(word: str, value: int) -> None:
     ("name", "asked", "message"),
     [
         ("zb-v", 3, "zb-v takes 2 stages per device, not 3"),
-        ("1f1b", 2, "1f1b takes 1 stages per device, not 2"),
+        ("1f1b", 2, "1f1b takes 1 stage per device, not 2"),
         ("auto", 4, "auto takes 1 or 2 stages per device, not 4"),
         ("interleaved", 0, "interleaved takes at least 1 stages per device, not 0"),
     ],

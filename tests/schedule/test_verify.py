@@ -54,7 +54,10 @@ def test_a_correct_schedule_has_no_violations() -> None:
         (
             "0: 0F0 0B0 0F1 0B1 0U0 0F2 0B2 0U1",
             [
-                "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: each minibatch has as many as the others",
+                (
+                    "0.4 complete: 3 microbatches can't be shared by updates 0 to 1: "
+                    "each minibatch has as many as the others"
+                )
             ],
         ),
         (
@@ -176,7 +179,9 @@ def runs_to_its_end(schedule: Schedule, pools: dict[Channel, int]) -> bool:
             if position[device] == len(row):
                 continue
             action = row[position[device]]
-            buffered = all(n < pools[channel] or (channel, n - pools[channel]) in taken for channel, n in takes[action])
+            buffered = all(
+                (channel, earlier) in taken for channel, n in takes[action] for earlier in range(n - pools[channel] + 1)
+            )
             if buffered and there.issuperset(dependencies(action, schedule)):
                 there.update(completes(action))
                 taken.update(takes[action])

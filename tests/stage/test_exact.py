@@ -375,7 +375,8 @@ def test_hooks_of_the_user_on_activations_and_modules() -> None:
     linear.register_forward_hook(lambda module, args, output: F.dropout(output, 0.3))
     linear.register_full_backward_hook(lambda module, inputs, outputs: None)
     scaled = nn.Linear(8, 8)
-    scaled.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    double: Any = lambda module, inputs, outputs: (inputs[0] * 2,)  # noqa: E731
+    scaled.register_full_backward_hook(double)
     layers = [nn.Linear(8, 8), Do(hooked, nn.Linear(8, 8)), linear, scaled, nn.Linear(8, 8)]
     assert_same_as_plain(layers, torch.randn(6, 8))
 
@@ -389,7 +390,7 @@ def test_a_forward_put_in_place_of_a_modules_own() -> None:
             return F.linear(x, self.module.weight) * 2
 
     linear = nn.Linear(8, 8)
-    linear.forward = Wrapped(linear)  # type: ignore[method-assign]
+    linear.__dict__["forward"] = Wrapped(linear)
     assert_same_as_plain([nn.Linear(8, 8), linear], torch.randn(6, 8))
 
 

@@ -233,4 +233,5 @@ def _check_stages_per_device(recipe: Recipe, asked: int | None) -> None:
         return
     if asked < 1 or (recipe.stages_per_device is not None and asked not in recipe.stages_per_device):
         allowed = " or ".join(map(str, recipe.stages_per_device)) if recipe.stages_per_device else "at least 1"
-        raise ConfigError(f"{recipe.name} takes {allowed} stages per device, not {asked}")
+        plural = "" if recipe.stages_per_device == (1,) else "s"
+        raise ConfigError(f"{recipe.name} takes {allowed} stage{plural} per device, not {asked}")

@@ -97,11 +97,11 @@ class _Search:
             bounds = self._bounds(placement, self._deferrable(placement))
             if not self._is_below(bounds):
                 for recipe in _quick_recipes(placement):
-                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches))
+                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
             self._try_policies(placement, bounds)
             for recipe, most in _slow_recipes(placement, self.costs):
                 if not self._is_below(self._bounds(placement, self._deferrable(placement, most))):
-                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches))
+                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
         return least
 
     def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
@@ -111,29 +111,37 @@ class _Search:
         for policy in islice(policies, passes):
             if self._is_below(bounds) or self._reaches(bounds):
                 return
-            schedule: Schedule | None = None
-            for limit in (self._planned_limit(placement), self.limit):
-                schedule = schedule or greedy(placement, self.num_microbatches, self.costs, limit, policy)
-            if schedule is not None and schedule not in seen:
-                seen.add(schedule)
-                self._try_with_justification(schedule)
+            for limit in self._limits(placement):
+                schedule = greedy(placement, self.num_microbatches, self.costs, limit, policy)
+                if schedule is not None and schedule not in seen:
+                    seen.add(schedule)
+                    if self._try_with_justification(schedule, limit):
+                        break
 
-    def _try_with_justification(self, schedule: Schedule) -> None:
+    def _limits(self, placement: Placement) -> list[Number | None]:
+        """Sums of floats such as 0.6 vary with their order, so what is justified may miss the limit by a hair."""
+        sizes = self.costs.per_stage("activation", placement)
+        sizes += self.costs.per_stage("kept_for_weight_grad", placement)
+        exact = all(not isinstance(size, float) or (size * 1024).is_integer() for size in sizes)
+        return [self.limit] if exact or self.limit is None else [self.limit, self.limit * (1 - _ROUNDING)]
+
+    def _try_with_justification(self, schedule: Schedule, limit: Number | None) -> bool:
+        """Whether what is justified within `limit` fits too."""
         timeline = self._try(schedule)
-        if timeline is not None and Kind.BACKWARD not in schedule.kinds:
-            self._try(self._justified(timeline))
+        if timeline is None or Kind.BACKWARD in schedule.kinds:
+            return False
+        return self._try(self._justified(timeline, limit)) is not None
 
     def polish(self, best: Timeline) -> None:
         """Justify the best again as long as that gains something."""
         for _ in range(2):
             if Kind.BACKWARD not in best.schedule.kinds:
-                self._try(self._justified(best))
+                self._try(self._justified(best, self.limit))
             if self.best is None or self.best is best:
                 return
             best = self.best
 
-    def _justified(self, timeline: Timeline) -> Schedule:
-        limit = self._planned_limit(timeline.schedule.placement)
+    def _justified(self, timeline: Timeline, limit: Number | None) -> Schedule:
         return justified(timeline, limit, ends_together=self.objective == "makespan")
 
     def _try(self, schedule: Schedule) -> Timeline | None:
@@ -150,13 +158,6 @@ class _Search:
 
     def _ranked(self, makespan: Number, span: Number) -> tuple[Number, Number]:
         return (makespan, span) if self.objective == "makespan" else (span, makespan)
-
-    def _planned_limit(self, placement: Placement) -> Number | None:
-        """Sums of floats such as 0.6 vary a little with their order: plans stay that far below the limit."""
-        sizes = self.costs.per_stage("activation", placement)
-        sizes += self.costs.per_stage("kept_for_weight_grad", placement)
-        exact = all(not isinstance(size, float) or (size * 1024).is_integer() for size in sizes)
-        return self.limit if exact or self.limit is None else self.limit * (1 - _ROUNDING)
 
     def _is_below(self, bounds: tuple[Number, Number]) -> bool:
         return self.best is not None and self._value(self.best)[0] * (1 + _ROUNDING) < bounds[0]

@@ -1,0 +1,67 @@
+"""`gapless compare`: everything ranked, the best marked, and why the others are not there."""
+
+import json
+
+from gapless.schedule.recipes import RECIPES
+from tests.cli.conftest import Command
+
+
+def test_the_ranking_for_4_devices_and_8_microbatches(gapless: Command) -> None:
+    code, out, err = gapless("compare")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "   schedule     makespan  bubble  span  span bubble  peak  stages  actions"
+    assert lines[1] == "*  zb-v             25.5    5.9%    24         0.0%     4       8      192"
+    names = [line[3:].split()[0] for line in lines[1:14]]
+    assert names[-4:] == ["1f1b", "eager-1f1b", "gpipe", "naive"]
+    assert "* shortest makespan" in lines
+    assert "  pipedream            3   peak 4" in lines
+
+
+def test_json_has_every_schedule_once(gapless: Command) -> None:
+    found = json.loads(gapless("compare --json").out)
+    assert found["best"] == "zb-v"
+    assert found["objective"] == "makespan"
+    assert {each["schedule"] for each in found["schedules"]} | {"optimal"} == set(RECIPES) | {"optimal"}
+    ranks = [each["rank"] for each in found["schedules"]]
+    assert ranks == [*range(1, len(ranks) - 1), None, None]
+    assert [each["best"] for each in found["schedules"]].count(True) == 1
+    makespans = [each["makespan"] for each in found["schedules"] if each["rank"]]
+    assert makespans == sorted(makespans)
+
+
+def test_the_objective_decides_the_order(gapless: Command) -> None:
+    found = json.loads(gapless("compare --objective span --json").out)
+    spans = [each["span"] for each in found["schedules"] if each["rank"]]
+    assert spans == sorted(spans)
+
+
+def test_a_memory_limit_leaves_out_what_does_not_fit_and_says_why(gapless: Command) -> None:
+    found = json.loads(gapless("compare --memory-limit 3 --json").out)
+    assert max(max(each["peak"]) for each in found["schedules"]) <= 3
+    assert found["refused"]["gpipe"] == "its peak of 8 is above the limit of 3"
+    assert "left out:\n  gpipe       its peak of 8 is above the limit of 3" in gapless("compare --memory-limit 3").out
+
+
+def test_a_limit_may_be_a_multiple_of_1f1b_s(gapless: Command) -> None:
+    assert json.loads(gapless("compare --memory-limit 1x --json").out)["refused"]["zb-h2"] == (
+        "its peak of 7 is above the limit of 4"
+    )
+
+
+def test_ties_go_to_the_one_that_holds_less(gapless: Command) -> None:
+    names = [each["schedule"] for each in json.loads(gapless("compare --stages-per-device 1 --json").out)["schedules"]]
+    assert names.index("1f1b") < names.index("eager-1f1b") < names.index("gpipe")
+
+
+def test_thirds_of_a_cost_do_not_change_the_order_of_equals(gapless: Command) -> None:
+    # 3 stages per device make costs of a third, whose sums differ in their last bit.
+    found = json.loads(gapless("compare --stages-per-device 3 --json").out)
+    assert [each["schedule"] for each in found["schedules"]] == ["interleaved", "looped-bfs"]
+    assert found["schedules"][0]["makespan"] == found["schedules"][1]["makespan"] == 27
+
+
+def test_where_nothing_can_be_made_the_reason_is_given(gapless: Command) -> None:
+    code, out, err = gapless("compare --forward 1,2,3")
+    assert (code, out) == (2, "")
+    assert err.startswith("gapless: no schedule can be made (naive: forward lists 3 stages, but the schedule has 4; ")

@@ -1,0 +1,104 @@
+"""`gapless show`: the drawing, and the three forms for programs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gapless.schedule.action import Schedule
+from gapless.schedule.recipes import make_schedule
+from tests.cli.conftest import Command
+
+
+def test_text_is_one_line_per_device_and_nothing_else(gapless: Command) -> None:
+    code, out, err = gapless("show 1f1b --devices 3 --microbatches 4 --format text")
+    assert (code, err) == (0, "")
+    assert out == (
+        "0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n"
+    )
+
+
+def test_csv_and_json_are_the_same_schedule(gapless: Command) -> None:
+    schedule = make_schedule("zb-v", devices=2, microbatches=3)
+    assert gapless("show zb-v -K 2 -M 3 --format csv").out == schedule.csv()
+    assert json.loads(gapless("show zb-v -K 2 -M 3 --format json").out) == schedule.to_json()
+    assert json.loads(gapless("show zb-v -K 2 -M 3 --json").out) == schedule.to_json()
+
+
+def test_the_grid_has_a_row_per_device_and_the_numbers_below(gapless: Command) -> None:
+    code, out, err = gapless("show gpipe --devices 2 --microbatches 3")
+    assert (code, err) == (0, "")
+    assert out == (
+        "0 F0 F1 F2 ······B0--- B1--- B2---\n"
+        "1 ···F0 F1 F2 B0--- B1--- B2---\n"
+        "\n"
+        "F forward  B backward  · idle\n"
+        "makespan 12, bubble 25.0%, span bubble 25.0%, peak 3, 12 actions\n"
+    )
+
+
+def test_stages_are_named_where_a_device_has_several(gapless: Command) -> None:
+    first, second, *_ = gapless("show zb-v -K 2 -M 1").out.splitlines()
+    assert first == "0 0F0 ········3F0 3I0 3W0 ········0I0 0W0"
+    assert second == "1 ····1F0 2F0 ········2I0 2W0 1I0 1W0"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 61, 80, 200])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "pipedream"])
+def test_the_grid_fits_the_width(gapless: Command, monkeypatch: pytest.MonkeyPatch, name: str, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    drawn = gapless(f"show {name} --devices 12 --microbatches 40").out.split("\n\n")[0]
+    assert all(len(line) <= columns for line in drawn.splitlines())
+    assert len(drawn.splitlines()) == 12
+
+
+def test_a_narrow_column_shows_what_takes_the_time(gapless: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An update that takes no time once stood where a backward of 2 was.
+    monkeypatch.setenv("COLUMNS", "20")
+    drawn = gapless("show pipedream --devices 2 --microbatches 40").out.split("\n\n")[0]
+    assert "U" not in drawn
+
+
+def test_there_is_no_colour_where_there_is_no_terminal(gapless: Command) -> None:
+    assert "\x1b" not in gapless("show zb-h1").out
+
+
+def test_passes_change_what_is_shown(gapless: Command) -> None:
+    assert gapless("show gpipe -K 1 -M 1 --forward-only --format text").out == "0: 0F0\n"
+    assert gapless("show gpipe -K 1 -M 1 --updates --format text").out == "0: 0F0 0B0 0U0\n"
+    assert gapless("show gpipe -K 1 -M 2 --remat --format text").out == "0: 0F0 0F1 0R0 0B0 0R1 0B1\n"
+    assert "0SEND_F0" in gapless("show gpipe --transfers --format text").out
+    assert "I" in gapless("show 1f1b --split --format text").out
+    assert "B" in gapless("show zb-v --fuse --format text").out
+
+
+def test_a_file_is_shown_too(gapless: Command, tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n")
+    assert gapless("show --format text", str(file)).out == "0: 0F0 0B0\n"
+
+
+def test_a_wrong_file_is_refused_with_its_violations(gapless: Command, tmp_path: Path) -> None:
+    # A backward on another device than its forward once was a KeyError in the recompute pass.
+    file = tmp_path / "mine.txt"
+    file.write_text("0: 0F0\n1: 0B0\n")
+    code, out, err = gapless("show --remat", str(file))
+    assert (code, out) == (2, "")
+    assert err == (
+        "gapless: schedule mine has 1 violation:\n"
+        "  0B0 is on device 1, but stage 0 has microbatch 0 on device 0\n"
+        "    1: 0B0\n"
+        "       ^^^\n"
+    )
+
+
+def test_pictures_are_written_and_standard_output_stays_the_result(gapless: Command, tmp_path: Path) -> None:
+    page, picture, trace = tmp_path / "a.html", tmp_path / "a.svg", tmp_path / "a.json"
+    words = ["--html", str(page), "--svg", str(picture), "--perfetto", str(trace)]
+    code, out, err = gapless("show 1f1b -K 2 -M 2 --format text", *words)
+    assert code == 0
+    assert Schedule.parse(out) == make_schedule("1f1b", devices=2, microbatches=2)
+    assert err.splitlines() == [f"wrote {page}", f"wrote {picture}", f"wrote {trace}"]
+    assert page.stat().st_size > 0
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())

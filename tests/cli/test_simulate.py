@@ -1,0 +1,84 @@
+"""`gapless simulate`: what a schedule costs, for people and for programs."""
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Command
+
+
+def test_json_is_one_object_with_these_keys_and_values(gapless: Command) -> None:
+    code, out, err = gapless("simulate zb-v --devices 4 --microbatches 8 --json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {
+        "schedule": "zb-v",
+        "devices": 4,
+        "stages": 8,
+        "placement": "vee",
+        "microbatches": 8,
+        "minibatches": 1,
+        "makespan": 25.5,
+        "span": 24,
+        "work": 24,
+        "bubble": 0.0588235294118,
+        "span_bubble": 0,
+        "busy": [24, 24, 24, 24],
+        "idle": [1.5, 1.5, 1.5, 1.5],
+        "peak": [4, 4, 4, 4],
+        "actions": 192,
+    }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "interleaved", "dualpipe-v"])
+def test_the_bubbles_are_shares_of_makespan_and_span(gapless: Command, name: str) -> None:
+    found = json.loads(gapless(f"simulate {name} --weight-grad 0.7 --latency 0.1 --json").out)
+    assert found["bubble"] == pytest.approx((found["makespan"] - found["work"]) / found["makespan"])
+    assert found["span_bubble"] == pytest.approx((found["span"] - found["work"]) / found["span"])
+    assert len(found["peak"]) == found["devices"]
+
+
+def test_people_get_the_numbers_and_a_table_of_devices(gapless: Command) -> None:
+    assert gapless("simulate 1f1b --devices 2 --microbatches 2").out == (
+        "1f1b: 2 devices, 2 stages (line), 2 microbatches, 8 actions\n"
+        "\n"
+        "makespan           9   bubble  33.3%   first start of all to last end of all\n"
+        "span               9   bubble  33.3%   own first start to own last end, the longest\n"
+        "work               6                   busy time of the busiest device\n"
+        "\n"
+        "device  busy  idle  peak\n"
+        "     0     6     3     2\n"
+        "     1     6     3     1\n"
+    )
+
+
+def test_single_numbers_are_per_device_and_lists_per_stage(gapless: Command) -> None:
+    once = json.loads(gapless("simulate zb-v -K 2 -M 4 --forward 2 --json").out)
+    listed = json.loads(gapless("simulate zb-v -K 2 -M 4 --forward 1,1,1,1 --json").out)
+    assert once == listed
+
+
+def test_what_is_kept_for_the_weight_gradient_is_all_of_it_unless_said(gapless: Command) -> None:
+    whole = json.loads(gapless("simulate zb-h1 --activation 10 --json").out)
+    assert whole["peak"] == [40, 40, 40, 40]
+    part = json.loads(gapless("simulate zb-h1 --activation 10 --kept-for-weight-grad 1 --json").out)
+    assert part["peak"] == [40, 31, 22, 13]
+
+
+def test_an_endless_schedule_reports_its_steady_pace(gapless: Command) -> None:
+    found = json.loads(gapless("simulate 2bw --devices 4 --microbatches 8 --minibatches 6 --json").out)
+    assert (found["microbatches"], found["minibatches"]) == (8, 6)
+    assert found["period"] == 24
+    assert found["throughput"] == pytest.approx(1 / 24)
+    assert "period" in gapless("simulate pipedream").out
+
+
+@pytest.mark.parametrize(("when", "makespan"), [("early", 41), ("late", 44)])
+def test_an_early_recompute_is_cheaper_than_a_late_one(gapless: Command, when: str, makespan: int) -> None:
+    found = json.loads(gapless(f"simulate gpipe --recompute 1 --remat {when} --json").out)
+    assert found["makespan"] == makespan
+
+
+def test_many_devices_get_no_table(gapless: Command) -> None:
+    out = gapless("simulate 1f1b --devices 65 --microbatches 2").out
+    assert "device  busy" not in out
+    assert "the most a device holds" in out
