@@ -29,6 +29,7 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 from gapless.stage import microbatch as mb
+from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Remat, Stage
 
@@ -66,6 +67,8 @@ class Pipeline:
     seed               of everything random in the layers, together with step, microbatch and layer
     remat              "none", "stage", "layer", or a list with one of these per stage
     loss_weight        None for a loss that is a mean over samples, "sum", or a function from a target to its weight
+    batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
+                       "error"
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
     timeline           measure every step
@@ -87,6 +90,7 @@ class Pipeline:
         seed: int = 0,
         remat: Remat | Sequence[Remat] = "none",
         loss_weight: mb.LossWeight = None,
+        batchnorm: BatchNorm = "microbatch",
         batch_dims: Any = None,
         target_dims: Any = None,
         intra_op_threads: int | None = None,
@@ -106,6 +110,7 @@ class Pipeline:
         self.steps = 0  # done so far; random numbers depend on it
 
         self._remat_asked = remat
+        self._batchnorm: BatchNorm = batchnorm
         self.schedule = self._schedule_for(self.microbatches)
         self.partition = _partition(self._model, self.schedule.num_stages, partition)
         self._lanes = [make_lane(device) for device in self.devices]
@@ -137,6 +142,8 @@ class Pipeline:
             batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
             try:
                 self._run(program)
+                for stage in self._stages:
+                    stage.finish()
                 losses = tuple(batch.losses)
                 merged = mb.merge(batch.outputs, counts) if outputs else None
                 timeline = measured(program, "measured") if self._timeline else None
@@ -309,6 +316,7 @@ class Pipeline:
                     split=stage in halves,
                     loss=self._loss if last else None,
                     spread=stage == 0,
+                    batchnorm=self._batchnorm,
                 )
             )
             first += count

@@ -137,10 +137,11 @@ def report(found: dict[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
+    rounds = len(found["rows"][0]["rounds"])
     lines = [
         (
             f"{found['devices']} emulated devices, {found['microbatches']} microbatches, "
-            f"{found['milliseconds']:g} ms for each F, I and W of a device; medians of {len(found['rows'][0]['rounds'])}"
+            f"{found['milliseconds']:g} ms for each F, I and W of a device; medians of {rounds}"
         ),
         "",
         text.table(headings, rows, left=2),

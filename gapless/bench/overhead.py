@@ -66,7 +66,7 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             (
-                f"{found['model']}, {found['batch']} x {found['length']} tokens in {found['microbatches']} microbatches, "
+                f"{found['model']}, {found['batch']} x {found['length']} tokens, {found['microbatches']} microbatches, "
                 f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}, {bits}"
             ),
             "",

@@ -79,7 +79,7 @@ class Peer:
         line, _, self._said = self._said.partition(b"\n")
         answer = json.loads(line)
         if "failed" in answer:
-            reason = answer["failed"].strip().splitlines()[-1]
+            reason = (answer["failed"].strip().splitlines() or [""])[0]
             raise TransportError(f"torch.distributed.pipelining failed: {reason}; try --no-peer")
         return answer
 

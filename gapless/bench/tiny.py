@@ -53,7 +53,7 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             (
-                f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']} samples, "
+                f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']}, "
                 f"{found['layers']} linear layers of width {found['width']} per stage"
             ),
             "",

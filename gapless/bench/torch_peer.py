@@ -64,7 +64,7 @@ def _schedule(contest: Contest, name: str, rank: int) -> tuple[Any, Callable[[],
     numbers = _stages_of(rank, contest.devices, name)
     stages = []
     for number in numbers:
-        layers: nn.Module = contest.stage(stages_per_device)
+        layers: nn.Module = contest.stage(stages_per_device, separate=True)
         if number == 0 and contest.inputs_need_grad:
             layers = _NeedsGrad(layers)
         stages.append(PipelineStage(layers, number, num_stages, torch.device("cpu")))
@@ -125,8 +125,11 @@ def _rank(
         _work(rank, contest, names, folder, lead)
     except (EOFError, BrokenPipeError):
         pass
-    except BaseException:
-        lead.send(f"rank {rank}: {traceback.format_exc()}")
+    except BaseException as error:
+        traceback.print_exc()
+        while error.__cause__ is not None:  # torch wraps what went wrong into pages of its own state
+            error = error.__cause__
+        lead.send(f"rank {rank}: {type(error).__name__}: {error}")
     os._exit(0)  # no farewell between ranks: the others may have gone
 
 
@@ -189,7 +192,7 @@ def main() -> None:
             _serve(ends, answer)
         except _FailedError as error:
             answer({"failed": str(error)})
-        except EOFError:
+        except (EOFError, ConnectionError):
             answer({"failed": "a rank ended without a word"})
         finally:
             for process in ranks:

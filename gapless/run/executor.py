@@ -183,8 +183,8 @@ class Program:
         for marks in self.marks:
             marks.clear()
 
-    def recover(self) -> None:
-        """After a failure: forget what was under way."""
+    def forget(self) -> None:
+        """Whatever a step that failed or was interrupted has left under way."""
         self.stopping.clear()
         self.channels.clear()
         self._local.clear()
@@ -194,6 +194,8 @@ class Program:
 
 def execute(program: Program, team: Team) -> None:
     """Run the program's batch on its devices. The first failure stops all and is raised here, with its place noted."""
+    team.settle()
+    program.forget()
     state = CallerState()
     failures: list[BaseException] = []
 
@@ -223,10 +225,10 @@ def execute(program: Program, team: Team) -> None:
                 lane.begin()
             team.run([task(device) for device in range(len(program.lanes))], program.stop)
     except BaseException:
-        program.recover()
+        program.forget()
         raise
     if failures:
-        program.recover()
+        program.forget()
         try:
             raise failures[0]
         finally:

@@ -101,38 +101,49 @@ class Team:
         self._intra_op_threads = intra_op_threads
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self._held = threading.Lock()
+        self._holders: set[object] = set()
+        self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """One step at a time: another one, from a second thread or from inside a layer, would mix with it or hang."""
-        if not self._held.acquire(blocking=False):
-            raise TransportError(
-                "the pipeline is in the middle of another step: wait for its end, or give each thread its own pipeline"
-            )
+        me = object()
         try:
+            self._holders.add(me)  # Ctrl-C may come between any two calls, so there is nothing to undo but this one
+            if len(self._holders) > 1:
+                raise TransportError(
+                    "the pipeline is in the middle of another step: wait for its end, or give each thread its own "
+                    "pipeline"
+                )
             yield
         finally:
-            self._held.release()
+            self._holders.discard(me)
 
-    def run(self, tasks: Iterable[Task], on_interrupt: Callable[[], None]) -> None:
-        """One task per thread, to its end. Ctrl-C calls `on_interrupt`, waits for the tasks, and goes on to the
-        caller.
-        """
+    def run(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
+        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller."""
         if self._closed:
             raise TransportError("the pipeline is closed; make a new one")
         if len(self._threads) < len(self._names):
             self._start()
         latch = _Latch(len(self._inboxes))
         counted = [latch.counted(task) for task in tasks]
+        self._under_way = latch, counted, stop
         try:
             self._hand_out(counted)
             latch.wait()
         except BaseException:
-            on_interrupt()
-            self._hand_out(counted)  # some may not have had theirs; it runs once
-            latch.wait()
+            self.settle()
             raise
+        self._under_way = None
+
+    def settle(self) -> None:
+        """End what is still under way: a run that Ctrl-C has left, or a second Ctrl-C while it was stopped."""
+        if self._under_way is not None:
+            latch, tasks, stop = self._under_way
+            stop()
+            self._hand_out(tasks)  # some may not have had theirs; each runs once
+            latch.wait()
+            self._under_way = None
 
     def _hand_out(self, tasks: Iterable[Task]) -> None:
         for inbox, task in zip(self._inboxes, tasks, strict=True):
@@ -151,6 +162,8 @@ class Team:
 
     def close(self) -> None:
         self._closed = True
+        if not self._holders:
+            self.settle()
         for inbox in self._inboxes:
             inbox.put(None)
         if threading.current_thread() not in self._threads:  # a layer that closes its pipeline can't wait for it

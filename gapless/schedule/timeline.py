@@ -87,8 +87,8 @@ class Timeline:
     def period(self) -> Number:
         """Time per minibatch: the makespan, or for several minibatches the steady pace in the middle half of them."""
         ends = sorted(self.minibatch_ends)
-        if len(ends) < 4:
-            return _divide(self.makespan, len(ends))
+        if len(ends) == 1:
+            return self.makespan
         first, last = len(ends) // 4, len(ends) - 1 - len(ends) // 4
         return _divide(ends[last] - ends[first], last - first)
 

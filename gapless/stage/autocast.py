@@ -39,7 +39,7 @@ class AutocastState:
 
 def autocast_is_on() -> bool:
     """Whether any device casts by itself here."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return torch._C._is_any_autocast_enabled()
 
 
 def clear_casts() -> None:

@@ -24,7 +24,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import draws as random
-from .autocast import without_autocast
+from .autocast import autocast_is_on, without_autocast
+from .batchnorm import BatchNorm, Statistics
 from .deferred import Records, recording
 from .draws import Draws
 from .intercept import TABLE, Mode
@@ -46,6 +47,7 @@ class Way(Enum):
     INSIDE = "inside the mode"
 
 
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _OUTSIDE, _DIRECTLY = Way.OUTSIDE, Way.DIRECTLY
 
 
@@ -61,6 +63,7 @@ class Calls:
         split: bool,
         loss: Callable[[Any, Any], Tensor] | None,
         spread: bool,
+        batchnorm: BatchNorm = "microbatch",
     ) -> None:
         self._layers: list[tuple[Any, Way]] = [(layer, _way(layer, split)) for layer in layers]
         self._loss = loss
@@ -69,13 +72,25 @@ class Calls:
         self._split = split
         self._first_layer = first_layer
         self._draws = Draws(seed)
-        self._mode = Mode(self._draws)
+        self.statistics = Statistics(batchnorm, [*layers, loss])
+        self._mode = Mode(self._draws, self.statistics)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        outside = loss is None and not spread and all(way is Way.OUTSIDE for _, way in self._layers)
+        self._bare = list(layers) if outside and all(isinstance(layer, nn.Module) for layer in layers) else None
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way is Way.OUTSIDE and isinstance(layer, nn.Module):
                 self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
+
+    def bare(self) -> "list[Callable[..., Any]] | None":
+        """The layers, where nothing they do needs to be seen, so that they may be called just so; else None."""
+        if self._bare is None or _has_any_global_hook():
+            return None
+        for layer in self._bare:
+            if layer._forward_hooks or layer._forward_pre_hooks:  # type: ignore[attr-defined]
+                return None
+        return self._bare
 
     def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
@@ -113,12 +128,16 @@ class Calls:
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs autograd, outside of autocast; what is deferred goes to `records`."""
+        if not self._split and not self._mode.alone and not autocast_is_on():
+            _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            return
         with (
             without_autocast(),
             random.alone([]) if self._mode.alone else _NOTHING,
             recording(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
-            torch.autograd.backward(tuple(edges), tuple(grads))
+            # What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
+            _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
@@ -134,6 +153,8 @@ class Calls:
 
 
 def _way(layer: Any, split: bool) -> Way:
+    if getattr(layer, "draws_nothing_and_defers_itself", False):
+        return Way.OUTSIDE  # its own promise: see `zoo.emulated`
     if not isinstance(layer, nn.Module):
         return Way.OUTSIDE if _is_torchs(layer) and layer not in TABLE else Way.INSIDE
     if type(layer).__module__ == "torch._dynamo.eval_frame":

@@ -64,9 +64,30 @@ class Cell:
 
     def forward(self, work: Work, inputs: Any) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it."""
+        if type(inputs) is Tensor and (layers := self._calls.bare()) is not None and not autocast_is_on():
+            return self._run_bare(work, layers, inputs)
         tensors, shape = mb.flatten(inputs)
         kept = Kept([leaf_of(tensor) for tensor in tensors], shape)
         handed = self._build(work, kept)
+        self._kept[work.microbatch] = kept
+        return handed
+
+    def _run_bare(self, work: Work, layers: Sequence[Callable[..., Any]], tensor: Tensor) -> Any:
+        """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
+        kept = Kept([leaf_of(tensor)], None)
+        value: Any = _not_a_leaf(kept.leaves[0]) if self._guarded else kept.leaves[0]
+        version = value._version
+        first = value
+        try:
+            for layer in layers:
+                value = layer(value)
+        except RuntimeError as error:
+            if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
+                raise
+            self._guarded = True
+            return self._run_bare(work, layers, tensor)
+        self._guarded = self._guarded or first._version != version
+        handed = self._hand_on(kept, value)
         self._kept[work.microbatch] = kept
         return handed
 
@@ -96,6 +117,8 @@ class Cell:
                 f"{len(grads)} gradients came for {len(kept.edges)} outputs: "
                 "give one, or None, for each tensor of the outputs."
             )
+        if len(grads) == 1 and grads[0] is not None and kept.edges[0] is not None:
+            return [kept.edges[0]], [grads[0]]
         pairs = [
             (edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None
         ]
@@ -103,6 +126,7 @@ class Cell:
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
         """Runs the layers on the leaves and notes the edges."""
+        self._calls.statistics.enter(work.microbatch, replaying=work.replaying)
         while True:
             identity = self._guarded or autocast_is_on()
             tensors = [_not_a_leaf(leaf) for leaf in kept.leaves] if identity else kept.leaves
@@ -139,6 +163,9 @@ class Cell:
         return self._outputs(value) if work.want_outputs else None, loss.detach()
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
+        if type(value) is Tensor and value.requires_grad:  # by far the most frequent, and somebody waits for it
+            kept.edges = [get_gradient_edge(value)]
+            return value.detach().requires_grad_()
         tensors, shape = mb.flatten(value)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)

@@ -1,9 +1,10 @@
 """The one function mode: torch calls that a stage answers itself, in one table.
 
-It is there for two reasons, deferred weight gradients and seeded randomness, and it costs a little on every torch call,
-so it is installed only where a stage splits its backward or may draw. A parameter whose calls are deferred must not be
-used by any other call of the same graph, or autograd and the records would each add a part; the mode sees every use,
-and where it learns of one too late, the forward starts again with that parameter left to autograd.
+It is there for three reasons, deferred weight gradients, seeded randomness and batch norm, and it costs a little on
+every torch call, so it is installed only where a stage splits its backward, may draw or counts statistics. A parameter
+whose calls are deferred must not be used by any other call of the same graph, or autograd and the records would each
+add a part; the mode sees every use, and where it learns of one too late, the forward starts again with that parameter
+left to autograd.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from . import batchnorm
 from . import draws as random
+from .batchnorm import Statistics
 from .convolution import convolution, embedding
 from .deferred import Records
 from .draws import Draws
@@ -40,9 +43,10 @@ class Restart(BaseException):
 class Mode(TorchFunctionMode):
     """What handlers work with. One per stage, entered for one forward at a time."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, statistics: Statistics) -> None:
         super().__init__()
         self.draws = draws
+        self.statistics = statistics
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._records: Records | None = None
@@ -63,6 +67,7 @@ class Mode(TorchFunctionMode):
         self._deferred.clear()
         self._plain.clear()
         self._kind = kind
+        self.statistics.run()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,6 +220,7 @@ TABLE: dict[Any, Handler] = {
     F.scaled_dot_product_attention: random.attention,
     **dict.fromkeys(random.RANDOM, random.draw),
     **dict.fromkeys(random.RECURRENT, random.recurrent),
+    **batchnorm.HANDLERS,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
 }
 if hasattr(F, "linear_cross_entropy"):

@@ -4,6 +4,7 @@ with, bit by bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import microbatch as mb
+from .batchnorm import BatchNorm, PlainMode, Statistics
 from .seeds import seed_of
 
 
@@ -36,6 +38,7 @@ def plain_step(
     loss_weight: mb.LossWeight = None,
     batch_dims: Any = None,
     target_dims: Any = None,
+    batchnorm: BatchNorm = "microbatch",
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
@@ -48,15 +51,20 @@ def plain_step(
     counts = mb.sizes(size, len(parts))
     weights = mb.weights(loss_weight, counts, targets)
     losses, outputs = [], []
+    statistics = Statistics(batchnorm, layers)
+    mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()
     for microbatch, (part, goal, weight) in enumerate(zip(parts, targets, weights, strict=True)):
         value = part
-        for number, layer in enumerate(layers):
-            torch.manual_seed(seed_of(seed, step, microbatch, number))
-            value = apply_first(layer, value) if number == 0 else layer(value)
-        value_of_loss = loss(value, goal)
+        statistics.enter(microbatch, replaying=False)
+        with mode:
+            for number, layer in enumerate(layers):
+                torch.manual_seed(seed_of(seed, step, microbatch, number))
+                value = apply_first(layer, value) if number == 0 else layer(value)
+            value_of_loss = loss(value, goal)
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
         _backward(value_of_loss * weight)
+    statistics.finish()
     total = sum_in_order(losses, weights)
     return PlainResult(total, losses, mb.merge(outputs, counts))
 

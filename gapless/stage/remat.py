@@ -8,8 +8,7 @@
 The layers are seeded and cast as in the first run, so the second computes the same bits. The first run builds a graph
 too, and lets go of it: without gradients torch takes other kernels in places (oneDNN's LSTM, attention), and whether an
 output needs a gradient could not be told. With a split backward the second run happens once: for the first half, and
-the second half uses what that recorded. (Buffers that a forward changes, like the running statistics of batch norm, are
-changed by both runs; `Work.replaying` tells them apart.)
+the second half uses what that recorded. The second run does not count for batch norm (`Work.replaying`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from torch import Tensor
 from gapless.errors import GaplessError
 
 from .autocast import clear_casts
+from .batchnorm import BatchNorm
 from .calls import Calls
 from .cell import Work
 from .deferred import Records
@@ -36,7 +37,8 @@ class Stage:
     `first_layer` is the number of its first layer in the model (seeds count from it). `split` says that the two halves
     of the backward will be called. `loss` belongs to the last stage: `loss(outputs, target)` must be a scalar. With
     `spread` (the first stage) a tuple of inputs is the positional arguments of the first layer and a dict its keyword
-    arguments; elsewhere, as in `nn.Sequential`, what a layer returns is the one argument of the next.
+    arguments; elsewhere, as in `nn.Sequential`, what a layer returns is the one argument of the next. With
+    `batchnorm="deferred"`, `finish` ends a minibatch.
     """
 
     def __init__(
@@ -49,13 +51,16 @@ class Stage:
         split: bool = False,
         loss: Callable[[Any, Any], Tensor] | None = None,
         spread: bool = False,
+        batchnorm: BatchNorm = "microbatch",
     ) -> None:
         self.layers = list(layers)
         self.remat = remat
         self.split = split
         self.loss = loss
         self._spread = spread
-        self._calls = Calls(self.layers, first_layer, seed=seed, split=split, loss=loss, spread=spread)
+        self._calls = Calls(
+            self.layers, first_layer, seed=seed, split=split, loss=loss, spread=spread, batchnorm=batchnorm
+        )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         self._work: dict[int, Work] = {}
 
@@ -130,11 +135,16 @@ class Stage:
         clear_casts()
         return inputs
 
+    def finish(self) -> None:
+        """The minibatch is over: running statistics that were deferred move."""
+        self._calls.statistics.finish()
+
     def drop(self) -> None:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""
         for microbatch in list(self._work):
             self._forget(microbatch)
         self._calls.forget()
+        self._calls.statistics.clear()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()

@@ -33,28 +33,34 @@ def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     margin = len(str(schedule.num_devices - 1)) + 1
     columns = max(10, width - margin)
     scale = _scale(timeline, columns)
+    # Stages are named where a device has several and every action has the room, so that a grid has one kind of label.
+    staged = schedule.num_stages > schedule.num_devices and scale * _shortest(timeline) >= _label_width(schedule)
     first = float(min((row[0] for row in timeline.starts if row), default=0))
     lines = []
     for device in range(schedule.num_devices):
-        cells = _cells(timeline, device, first, scale, columns)
+        cells = _cells(timeline, device, first, scale, columns, staged)
         lines.append(f"{device:>{margin - 1}} " + "".join(_painted(cells, colour)).rstrip())
     return "\n".join(lines)
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
     """Columns per unit of time: enough for every label if that fits, else what fits."""
-    total = float(timeline.makespan)
-    durations = [
+    total, shortest = float(timeline.makespan), _shortest(timeline)
+    if not shortest or total <= 0:
+        return 1.0
+    scale = min((_label_width(timeline.schedule) + 1) / shortest, columns / total)
+    return scale if math.isfinite(scale) else 1.0
+
+
+def _shortest(timeline: Timeline) -> float:
+    """The shortest action that takes any time; 0 where none does."""
+    durations = (
         float(end - start)
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
         for start, end in zip(starts, ends, strict=True)
         if end > start
-    ]
-    if not durations or total <= 0:
-        return 1.0
-    roomy = (_label_width(timeline.schedule) + 1) / min(durations)
-    scale = min(roomy, columns / total)
-    return scale if math.isfinite(scale) else 1.0
+    )
+    return min(durations, default=0.0)
 
 
 def _label_width(schedule: Schedule) -> int:
@@ -65,9 +71,8 @@ def _label_width(schedule: Schedule) -> int:
 Cell = tuple[Kind | None, str]
 
 
-def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int) -> list[Cell]:
+def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int, staged: bool) -> list[Cell]:
     """(kind, text) runs that fill the row from left to right."""
-    several = timeline.schedule.num_stages > timeline.schedule.num_devices
     runs: list[Cell] = []
     at = 0
     crowd: defaultdict[Kind, float] = defaultdict(float)  # time since the last column that was drawn
@@ -77,7 +82,7 @@ def _cells(timeline: Timeline, device: int, first: float, scale: float, columns:
         if action.kind not in _COLOURS:
             continue
         crowd[action.kind] += float(end - start)
-        if right <= at:
+        if right <= max(at, left):
             continue  # narrower than a column: the next one that reaches a new column shows what took longest
         if left > at:
             runs.append((None, _IDLE * (left - at)))
@@ -85,7 +90,7 @@ def _cells(timeline: Timeline, device: int, first: float, scale: float, columns:
         kind = max(crowd, key=crowd.__getitem__) if right - at == 1 else action.kind
         crowd.clear()
         labels = (
-            (str(action), f"{action.kind}{action.microbatch}") if several else (f"{action.kind}{action.microbatch}",)
+            (str(action), f"{action.kind}{action.microbatch}") if staged else (f"{action.kind}{action.microbatch}",)
         )
         runs.append((kind, _label(labels, kind, right - at)))
         at = right

@@ -1,6 +1,7 @@
 """What goes wrong in a user's layer surfaces once, says where, stops every device, and leaves a pipeline that works."""
 
 import copy
+import gc
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import threading
 import time
 import traceback
+import weakref
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
     return gapless.Pipeline(mlp() if model is None else model, **asked)
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 _MADE = gapless.make_schedule
 
@@ -57,7 +59,7 @@ _MADE = gapless.make_schedule
         ({"devices": ["cpu", "cuda:99"]}, ConfigError, "device cuda:99 is not there: this machine has"),
         ({"microbatches": 0}, ConfigError, "microbatches is 0"),
         ({"microbatches": 2.5}, ConfigError, "microbatches is 2.5"),
-        ({"stages_per_device": 2}, ConfigError, "1f1b takes 1 stages per device, not 2"),
+        ({"stages_per_device": 2}, ConfigError, "1f1b takes 1 stage per device, not 2"),
         ({"remat": "stages"}, ConfigError, "remat='stages': it is 'none', 'stage' or 'layer'"),
         ({"remat": ["none"]}, ConfigError, "remat lists 1 stages, but the schedule has 2"),
         ({"remat": ["none", "all"]}, ConfigError, "remat='all'"),
@@ -143,15 +145,15 @@ def test_a_step_without_gradients_is_refused_and_leaves_no_trace(remat: Remat, m
     assert_same_gradients(model, reference)
 
 
-# -- a layer that fails -------------------------------------------------------------------------------------------------
+# -- a layer that fails ------------------------------------------------------------------------------------------------
 
 
-class Boom(Exception):
+class BoomError(Exception):
     pass
 
 
 def explode(action: str) -> None:
-    raise Boom(f"in {action}")
+    raise BoomError(f"in {action}")
 
 
 class _Scale(torch.autograd.Function):
@@ -159,7 +161,8 @@ class _Scale(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: "Fragile") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return x * weight
+        y: Tensor = x * weight
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -170,7 +173,8 @@ class _Scale(torch.autograd.Function):
 
         def weight_grad() -> Tensor:
             layer.reach("W")
-            return (grad * x).sum(0)
+            w: Tensor = (grad * x).sum(0)
+            return w
 
         return grad * weight, defer(layer.weight, weight_grad), None
 
@@ -235,7 +239,7 @@ def test_an_error_on_any_device_at_any_action_surfaces_once_and_the_next_step_is
         after = min(after, 2) if recompute and device == 2 else after
         fragile.arm("F" if recompute else kind, after + (4 if recompute else 0))
         start = time.perf_counter()
-        with pytest.raises(Boom) as caught:
+        with pytest.raises(BoomError) as caught:
             pipe.step(X, Y)
         assert time.perf_counter() - start < 1
         assert caught.value.__notes__ == [
@@ -267,7 +271,7 @@ def test_an_error_while_the_other_devices_wait_wakes_them(device: int) -> None:
     fragile.arm("F", 1, seconds=0.2)
     with pipeline(model, devices=3) as pipe:
         start = time.perf_counter()
-        with pytest.raises(Boom):
+        with pytest.raises(BoomError):
             pipe.step(X, Y)
         assert time.perf_counter() - start < 1.2
 
@@ -279,7 +283,7 @@ def test_errors_on_several_devices_surface_as_one() -> None:
             for layer in model:
                 if isinstance(layer, Fragile):
                     layer.arm("B", 1)
-            with pytest.raises(Boom) as caught:
+            with pytest.raises(BoomError) as caught:
                 pipe.step(X, Y)
             assert len(caught.value.__notes__) == 1
             for layer in model:
@@ -304,11 +308,11 @@ def test_what_is_no_ordinary_exception_comes_through_too(error: BaseException) -
 
 def test_an_error_in_the_loss_and_in_evaluate_says_where_it_was() -> None:
     def loss(out: Tensor, goal: Tensor) -> Tensor:
-        raise Boom
+        raise BoomError
 
     with pipeline(loss=loss) as pipe:
         for call in (pipe.step, pipe.evaluate):
-            with pytest.raises(Boom) as caught:
+            with pytest.raises(BoomError) as caught:
                 call(X, Y)
             assert caught.value.__notes__ == ["gapless: raised on device 1 (cpu), stage 1, action 1F0"]
 
@@ -319,27 +323,25 @@ def test_a_failed_evaluation_restores_the_mode_of_every_module() -> None:
     fragile = model[2]
     assert isinstance(fragile, Fragile)
     fragile.arm("F")
-    with pipeline(model) as pipe, pytest.raises(Boom):
+    with pipeline(model) as pipe, pytest.raises(BoomError):
         pipe.evaluate(X)
     assert [layer.training for layer in model] == [True, False, True]
 
 
 def test_a_failed_step_keeps_nothing_alive() -> None:
     """An exception holds its frames and they hold tensors, but nobody may hold the exception."""
-    import gc
-    import weakref
 
-    class Marked(Exception):
+    class MarkedError(Exception):
         pass
 
     model = model_of(2)
     fragile = model[1]
     assert isinstance(fragile, Fragile)
     with pipeline(model) as pipe:
-        error: Exception | None = Marked()
+        error: Exception | None = MarkedError()
         seen = weakref.ref(error)
         fragile.arm("B", error=error)
-        with pytest.raises(Marked):
+        with pytest.raises(MarkedError):
             pipe.step(X, Y)
         fragile.disarm()
         error = None
@@ -347,7 +349,7 @@ def test_a_failed_step_keeps_nothing_alive() -> None:
         assert seen() is None
 
 
-# -- nobody hangs -------------------------------------------------------------------------------------------------------
+# -- nobody hangs ------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_inside_a_layer_of_the_same_pipeline_is_refused() -> None:

@@ -44,6 +44,9 @@ def test_a_free_schedule_has_no_bubble() -> None:
 def test_the_period_is_the_steady_pace() -> None:
     assert simulate(make_schedule("pipedream", devices=4, microbatches=16)).period == 3
     assert simulate(make_schedule("2bw", devices=4, microbatches=8, minibatches=8)).period == 24
+    # Two or three minibatches once were said to take the makespan by their number, filling and draining included.
+    for minibatches in (2, 3):
+        assert simulate(make_schedule("2bw", devices=4, microbatches=8, minibatches=minibatches)).period == 24
     once = simulate(make_schedule("1f1b", devices=4, microbatches=8))
     assert once.period == once.makespan
 

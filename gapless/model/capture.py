@@ -1,0 +1,101 @@
+"""Any model that torch.export can trace, as the layers of a pipeline.
+
+The first microbatch is the example, so nothing is traced before there is one; the parameters exist before, so an
+optimizer can. The first trace decides where the model is cut; every later one (eval mode, another kind of batch) is cut
+so that parameters stay in their stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from .cut import Crossing, choose, follow
+from .piece import Piece, Slot
+from .trace import Trace
+
+
+class Captured:
+    """A model and its traces, cut into as many slots as there are stages."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        """`devices`: that of each stage."""
+        self.module = model
+        self._devices = list(devices)
+        self._traces: list[tuple[tuple[bool, ...], Trace]] = []
+        self._known: dict[Any, int] = {}
+        self._homes: dict[str, set[int]] = {}
+        self.slots = [Slot() for _ in devices]
+
+    def prepare(self, part: Any) -> tuple[Any, ...]:
+        """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
+        flat, spec = _flat(part)
+        modes = tuple(module.training for module in self.module.modules())
+        key = (modes, spec, tuple(_key(leaf) for leaf in flat))
+        if key not in self._known:
+            self._known[key] = self._find(modes, flat, spec)
+        return (self._known[key], *flat)
+
+    def _find(self, modes: tuple[bool, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
+        for number, (its_modes, trace) in enumerate(self._traces):
+            if its_modes == modes and trace.fits(flat, spec):
+                return number
+        trace = Trace(self.module, flat, spec)
+        self._cut(trace)
+        self._traces.append((modes, trace))
+        return len(self._traces) - 1
+
+    def _cut(self, trace: Trace) -> None:
+        crossing = Crossing(trace)
+        num_stages = len(self.slots)
+        first = not self._traces
+        cuts = choose(crossing, num_stages) if first else follow(crossing, self._homes, num_stages)
+        bounds = [-1, *cuts, len(trace.nodes) - 1]
+        if first:
+            for name, uses in crossing.parameters().items():
+                self._homes[name] = {
+                    stage for stage, (a, b) in enumerate(pairwise(bounds)) if any(a < use <= b for use in uses)
+                }
+        device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
+        for stage, (start, end) in enumerate(pairwise(bounds)):
+            last = stage == num_stages - 1
+            target = self._devices[stage]
+            piece = Piece(
+                trace.nodes[start + 1 : end + 1],
+                trace.inputs if stage == 0 else crossing.values(start),
+                [] if last else crossing.values(end),
+                model=self.module,
+                numbers=trace.numbers,
+                end=len(trace.numbers) if last else None,
+                moved=None if target == device else (device, target),
+                result=(trace.results, trace.out_spec) if last else None,
+            )
+            self.slots[stage].pieces.append(piece)
+
+
+def _flat(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """A tuple is positional arguments, a dict keyword arguments."""
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((part,), {})
+    if isinstance(part, tuple):
+        call = (part, {})
+    elif isinstance(part, dict):
+        call = ((), part)
+    return pytree.tree_flatten(call)
+
+
+def _key(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def own_loss(outputs: Any, target: Any = None) -> Any:
+    """The loss that a model computes itself: `.loss`, `["loss"]`, or its one scalar output."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    return loss

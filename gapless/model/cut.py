@@ -1,0 +1,304 @@
+"""Where a traced graph is cut: stages of equal cost first, then little that crosses, and never where it would be wrong.
+
+    position p cuts after node p:  n0 ... np | np+1 ... nn
+    crossing(p)                    every value made up to p, or given as input, that a later node uses
+
+A value that is changed in place must not cross before its last change: after a cut the other side holds a copy of
+its history, and autograd would not see the change. So from the birth of its memory to the last change no cut is allowed;
+likewise from the first to the last use of a buffer that is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Interpreter, Node
+
+from gapless.errors import PartitionError
+
+from .piece import PYTHON
+from .trace import Trace
+
+aten = torch.ops.aten
+_ELEMENT = 8.0  # what touching an element costs, in multiplications
+_SLACK = 1.05  # how much slower than the best the slowest stage may be for the sake of less crossing
+_CANDIDATES = 600
+
+
+class Crossing:
+    """For every position of a trace: what crosses there, how many bytes, and whether a cut is allowed."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        nodes = trace.nodes
+        self.index = {node: number for number, node in enumerate(nodes)}
+        self.last = _last_uses(trace, self.index)
+        self.costs = [_cost(node) for node in nodes]
+        births = {node: -1 for node in trace.inputs} | self.index
+        change = [0.0] * (len(nodes) + 1)
+        for node, birth in births.items():
+            if self.last.get(node, -1) > birth:
+                change[max(birth, 0)] += _bytes(node)
+                change[self.last[node]] -= _bytes(node)
+        self.bytes = list(accumulate(change))[: len(nodes)]
+        self.allowed = [True] * len(nodes)
+        for start, end in _unbroken(trace, self.index):
+            for position in range(max(start, 0), end):
+                self.allowed[position] = False
+
+    def values(self, position: int) -> list[Node]:
+        """What crosses there, in the graph's order."""
+        births = {node: -1 for node in self.trace.inputs} | self.index
+        return [node for node, birth in births.items() if birth <= position < self.last.get(node, -1)]
+
+    def parameters(self) -> dict[str, list[int]]:
+        """Where each parameter, buffer or constant is used, by its name."""
+        uses: dict[str, list[int]] = {}
+        for number, node in enumerate(self.trace.nodes):
+            for arg in node.all_input_nodes:
+                if arg.op == "get_attr":
+                    uses.setdefault(str(arg.target), []).append(number)
+        return uses
+
+
+def choose(crossing: Crossing, num_stages: int) -> list[int]:
+    """Positions of the cuts: the slowest stage within a few percent of the best, and then the fewest bytes."""
+    places = _candidates(crossing, num_stages)
+    if len(places) < num_stages - 1:
+        raise PartitionError(
+            f"the traced model can be cut in {len(places)} places, but {num_stages} stages were asked for: use fewer "
+            "devices or stages per device, or cut it by hand with layers="
+        )
+    sums = [0.0, *accumulate(crossing.costs)]
+    total = sums[-1]
+    ends = [*(sums[place + 1] for place in places), total]
+    bound = _least_bound(ends, num_stages) * _SLACK
+    infinity = math.inf
+    # best[i]: fewest bytes with a stage that ends at candidate i; one stage more in every round.
+    best = [0.0 if end <= bound else infinity for end in ends]
+    trail: list[list[int]] = []
+    for _ in range(num_stages - 1):
+        new, source = [infinity] * len(ends), [-1] * len(ends)
+        for end in range(len(ends)):
+            for start in range(end - 1, bisect_left(ends, ends[end] - bound) - 1, -1):
+                value = best[start] + crossing.bytes[places[start]]
+                if value < new[end]:
+                    new[end], source[end] = value, start
+        best = new
+        trail.append(source)
+    cuts, at = [], len(ends) - 1
+    for source in reversed(trail):
+        at = source[at]
+        assert at >= 0, "the bound leaves room for every stage"
+        cuts.append(places[at])
+    return cuts[::-1]
+
+
+def follow(crossing: Crossing, homes: dict[str, set[int]], num_stages: int) -> list[int]:
+    """Cuts of another trace of the same model that leave every parameter in the stage where it is."""
+    uses = crossing.parameters()
+    low, high = [-1] * (num_stages - 1), [len(crossing.costs) - 1] * (num_stages - 1)
+    for name, numbers in uses.items():
+        stages = homes.get(name, set())
+        if len(stages) != 1:
+            continue
+        (stage,) = stages
+        for cut in range(num_stages - 1):
+            if stage <= cut:
+                low[cut] = max(low[cut], max(numbers))
+            else:
+                high[cut] = min(high[cut], min(numbers) - 1)
+    cuts: list[int] = []
+    for cut in range(num_stages - 1):
+        first = max([low[cut], *(place + 1 for place in cuts[-1:])])
+        places = [place for place in range(max(first, 0), high[cut] + 1) if crossing.allowed[place]]
+        if not places:
+            raise PartitionError(
+                f"this kind of batch leads to another graph, in which stage {cut} can't be cut where the first batch "
+                "was cut: pass batches that take the same way through the model, or cut it by hand with layers="
+            )
+        cuts.append(min(places, key=lambda place: crossing.bytes[place]))
+    return cuts
+
+
+def _candidates(crossing: Crossing, num_stages: int) -> list[int]:
+    """Allowed positions; of those that cost the same on both sides the one where least crosses."""
+    sums = list(accumulate(crossing.costs))
+    step = sums[-1] / _CANDIDATES if len(sums) > _CANDIDATES else 0.0
+    best: dict[float, int] = {}
+    for place, reached in enumerate(sums[:-1]):
+        if not crossing.allowed[place] or reached == 0.0 or reached == sums[-1]:
+            continue
+        key = reached // step if step else reached
+        if key not in best or crossing.bytes[place] < crossing.bytes[best[key]]:
+            best[key] = place
+    return sorted(best.values())
+
+
+def _least_bound(ends: Sequence[float], num_stages: int) -> float:
+    """The least cost of the slowest stage, with stages that end at some of `ends`."""
+    low, high = 0.0, ends[-1]
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _stages_needed(ends, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _stages_needed(ends: Sequence[float], bound: float) -> float:
+    count, start = 1, 0.0
+    for before, end in zip([0.0, *ends], ends, strict=False):
+        if end - before > bound:
+            return math.inf
+        if end - start > bound:
+            count, start = count + 1, before
+    return count
+
+
+def _last_uses(trace: Trace, index: dict[Node, int]) -> dict[Node, int]:
+    last: dict[Node, int] = {}
+    for node in trace.nodes:
+        for arg in node.all_input_nodes:
+            last[arg] = index[node]
+
+    def note(node: Node) -> Node:
+        last[node] = len(trace.nodes)
+        return node
+
+    torch.fx.map_arg(trace.results, note)  # type: ignore[attr-defined]
+    return last
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _number(size: Any) -> int:
+    """A size, or what it was in the example."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return int(hint) if hint is not None else 1
+
+
+def _numel(tensor: Tensor) -> int:
+    return math.prod(_number(size) for size in tensor.shape)
+
+
+def _bytes(node: Node) -> int:
+    return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in _tensors(node.meta.get("val")))
+
+
+def _cost(node: Node) -> float:
+    """Multiplications of the forward, and what it costs to touch the elements of the result."""
+    outs = list(_tensors(node.meta.get("val")))
+    if not outs:
+        return 0.0
+    elements = sum(_numel(out) for out in outs)
+    ins = [tensor for arg in node.all_input_nodes for tensor in _tensors(arg.meta.get("val"))]
+    target = PYTHON.get(node.target, node.target)
+    name = getattr(target, "__name__", str(target))
+    each = 0
+    if name.startswith("conv") and len(ins) > 1 and ins[1].dim() > 1:
+        each = _numel(ins[1]) // max(1, _number(ins[1].shape[0]))
+    elif name in ("linear", "mm", "matmul", "bmm.default", "addmm", "baddbmm.default"):
+        each = _number(ins[1 if "addmm" in name or "baddbmm" in name else 0].shape[-1])
+    elif name == "_attention":
+        each = 2 * _number(ins[1].shape[-2])
+    elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        each = sum(_numel(weight) for weight in ins[2:]) // max(1, _number(outs[0].shape[-1]))
+    elif _is_view(node):
+        return 0.0
+    return float(elements) * (each + _ELEMENT)
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True
+    return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that a node changes in place."""
+    if PYTHON.get(node.target) is torch.batch_norm:
+        return [arg for arg in node.args[3:5] if isinstance(arg, Node)] if node.args[5] else []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[Node] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            written += [arg for arg in (given if isinstance(given, list | tuple) else [given]) if isinstance(arg, Node)]
+    return written
+
+
+def _unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
+    """Stretches of positions without a cut: (from, up to)."""
+    writes = [(index[node], target) for node in trace.nodes for target in _written(node)]
+    if not writes:
+        return []
+    memory = _memory(trace)
+    ends: dict[Any, int] = {}
+    for number, target in writes:
+        for place in memory.get(target, ()):
+            ends[place] = max(ends.get(place, -1), number)
+    stretches = []
+    for place, end in ends.items():
+        holders = [node for node, places in memory.items() if place in places]
+        if any(node.op == "get_attr" for node in holders):
+            uses = [index[user] for node in holders for user in node.users if user in index]
+            stretches.append((min(uses), max(uses)))
+        else:
+            stretches.append((min(index.get(node, -1) for node in holders), end))
+    return stretches
+
+
+class _Memory(Interpreter):
+    """Runs a graph on tensors without data and notes in which memory every value lies."""
+
+    def __init__(self, trace: Trace, fake: FakeTensorMode) -> None:
+        super().__init__(trace.module)
+        self._fake = fake
+        self._attrs: dict[str, Any] = {}
+        self.places: dict[Node, set[int]] = {}
+        self._alive: list[Any] = []  # so that no address comes twice
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "call_module":
+            return None
+        value = super().run_node(n)
+        self._alive.append(value)
+        self.places[n] = {tensor.untyped_storage()._cdata for tensor in _tensors(value)}
+        return value
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            if target not in self._attrs:
+                self._attrs[target] = self._fake.from_tensor(value.detach())
+            return self._attrs[target]
+        return value
+
+
+def _memory(trace: Trace) -> dict[Node, set[int]]:
+    modes = [val.fake_mode for node in trace.inputs if isinstance(val := node.meta.get("val"), FakeTensor)]
+    fake = modes[0] if modes else FakeTensorMode()
+    runner = _Memory(trace, fake)
+    with fake, torch.no_grad():
+        runner.run(*[node.meta.get("val") for node in trace.inputs], enable_io_processing=False)
+    return runner.places

@@ -1,0 +1,126 @@
+"""One export of a model: its graph, and for which batches it holds.
+
+A trace is made from a real microbatch with every dimension dynamic that the model leaves dynamic. Where a later
+microbatch does not fit (a size of 1 is special to torch, a model may look at its sequence length), another trace is
+made; traces are kept, so this happens once for each new kind of batch.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gapless.errors import PartitionError
+
+from .piece import draws, kept_nodes
+
+
+class Trace:
+    """The graph of a model for one kind of batch, in one mode (training or not)."""
+
+    def __init__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> None:
+        self._spec = spec
+        self._kinds = [_kind(leaf) for leaf in flat]
+        self.module = _export(model, flat, spec)
+        self.graph: Graph = self.module.graph
+        self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        if len(self.inputs) != len(flat):
+            raise PartitionError(
+                f"the trace of {type(model).__name__} has {len(self.inputs)} inputs for {len(flat)} in the batch: pass "
+                "exactly the arguments that its forward uses, or cut it by hand with layers="
+            )
+        self.nodes = kept_nodes(self.graph)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        self.results: Any = output.args[0]
+        self.out_spec: pytree.TreeSpec = self.module._out_spec  # type: ignore[assignment]
+        drawing = [node for node in self.nodes if draws(node)]
+        self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
+        self._guards: Any = getattr(self.module, "_guards_fn", None)
+
+    def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
+        """Whether it holds for this batch."""
+        if spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
+            return False
+        try:
+            if self._guards is not None:
+                self._guards(*flat)
+        except AssertionError:
+            return False
+        return True
+
+
+def _kind(leaf: Any) -> Any:
+    """What must be the same: all of a constant, of a tensor everything but its sizes."""
+    return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphModule:
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    last: Exception | None = None
+    before = torch.get_rng_state()
+    # Everything dynamic; or what shares its first dimension with the batch; or nothing.
+    size = next((leaf.size(0) for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    for attempt in ("all", "first", "none"):
+        shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
+        try:
+            # A trace keeps the calls before autocast sees them: it is to act when they run.
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+            return program.module()  # type: ignore[return-value]
+        except Exception as error:
+            last = error
+        finally:
+            torch.set_rng_state(before)
+    assert last is not None
+    raise PartitionError(_refusal(model, last)) from last
+
+
+def _dims(leaf: Any, attempt: str, size: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return None
+    if attempt == "all":
+        return dict.fromkeys(range(leaf.dim()), Dim.AUTO)
+    return {0: Dim.AUTO} if leaf.dim() and leaf.size(0) == size else {}
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], shapes: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments under their names, which export asks for; `*args` take one name for all."""
+    import inspect
+
+    named: dict[str, Any] = {}
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    for number, parameter in enumerate(parameters):
+        if number >= len(args):
+            break
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            named[parameter.name] = tuple(shapes[number:])
+            break
+        named[parameter.name] = shapes[number]
+    return named
+
+
+def _refusal(model: nn.Module, error: Exception) -> str:
+    """The fact, the user's line and the way out."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). Change that line, or "
+        "cut the model by hand: Pipeline(model, layers=[...]) with callables that together are the model"
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line outside torch, from the error's own words or from its traceback."""
+    written = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error))
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    for filename, line, name in [*reversed(written), *reversed(frames)]:
+        if not re.search(r"[/\\](torch|gapless)[/\\]", filename) and not filename.startswith("<"):
+            return f"{filename}, line {line}, in {name}"
+    return "no line known"

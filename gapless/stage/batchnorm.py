@@ -1,0 +1,287 @@
+"""Batch norm in microbatches: what normalises, what is remembered, and what must not count twice.
+
+In training a batch norm normalises with the moments of what it sees, which is a microbatch, and moves its running
+statistics, which evaluation will use. `batchnorm=` says how these move:
+
+    "microbatch"   as torch does: once for each microbatch
+    "deferred"     as GPipe does: the moments of the microbatches are put together, and the running statistics move
+                   once for the minibatch, to where one update with the moments of the whole minibatch would move them
+    "error"        a batch norm in training is refused
+
+A forward that starts again, and one that is repeated for remat, must not count. Both make the same calls in the same
+order as the run that did, so the calls are numbered and those below the mark of what has been counted are not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from gapless.errors import ConfigError
+
+BatchNorm = Literal["deferred", "microbatch", "error"]
+_COUNTER = "num_batches_tracked"
+
+
+class _Moments(NamedTuple):
+    """What one call saw: `size` values per channel, their mean and unbiased variance; and what it is to move."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    factor: float
+    size: int
+    mean: Tensor
+    var: Tensor
+
+
+class Statistics:
+    """The running statistics of the batch norms of a stage, between the start of a minibatch and its end."""
+
+    def __init__(self, option: BatchNorm, layers: Sequence[Any]) -> None:
+        _check(option, layers)
+        self.option = option
+        modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+        self._norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        self._counting = [module for module in modules if any(name.endswith(_COUNTER) for name in module._buffers)]
+        self._microbatch = -1
+        self._seen = 0  # calls in this run
+        self._counted = 0  # calls in this run or in one before it that counted
+        self._uses: dict[int, int] = {}  # of each batch norm by this microbatch
+        # In this minibatch: by batch norm and by which of its calls it is, the moments of each microbatch; by counter
+        # the microbatch that moves it; and the counters as often as they moved.
+        self._moments: dict[tuple[int, int], dict[int, _Moments]] = {}
+        self._movers: dict[int, int] = {}
+        self._raised: list[Tensor] = []
+        self._weights: dict[Any, Tensor] = {}
+
+    def enter(self, microbatch: int, *, replaying: bool) -> None:
+        """A microbatch comes, or comes again for remat; its forward may take several runs."""
+        if microbatch != self._microbatch:
+            self._uses.clear()
+        self._microbatch = microbatch
+        self._counted = sys.maxsize if replaying else 0
+        if self.option == "error":
+            for norm in self._norms:
+                if norm.training:
+                    _refuse(type(norm).__name__)
+
+    def run(self) -> None:
+        """A run starts."""
+        self._seen = 0
+
+    def finish(self) -> None:
+        """The minibatch is over: what was deferred moves the running statistics."""
+        with torch.no_grad():
+            for parts in self._moments.values():
+                factor = next(iter(parts.values())).factor  # an average over all minibatches has it from the counter
+                self._move([parts[microbatch] for microbatch in sorted(parts)], factor)
+        self._raised.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets a minibatch that did not come to its end."""
+        for counter in self._raised:
+            counter.sub_(1)
+        self._raised.clear()
+        self._movers.clear()
+        self._moments.clear()
+        self._uses.clear()
+        self._microbatch = -1
+
+    def counts(self) -> bool:
+        """Whether the call that is being made counts, or did so before."""
+        self._seen += 1
+        if self._seen <= self._counted:
+            return False
+        self._counted = self._seen
+        return True
+
+    def is_counter(self, tensor: Tensor) -> bool:
+        """Whether this is the buffer in which a batch norm counts its minibatches."""
+        return any(
+            buffer is tensor and name.endswith(_COUNTER)
+            for module in self._counting
+            for name, buffer in module._buffers.items()
+        )
+
+    def raises(self, counter: Tensor) -> bool:
+        """Whether the counter moves now: with deferred statistics once for the minibatch."""
+        if not self.counts():
+            return False
+        if self.option == "deferred":
+            if self._movers.setdefault(id(counter), self._microbatch) != self._microbatch:
+                return False
+            self._raised.append(counter)
+        return True
+
+    def note(self, moments: _Moments) -> None:
+        """Keeps the moments of this microbatch."""
+        name = id(moments.running_mean)
+        use = self._uses.get(name, 0)
+        self._uses[name] = use + 1
+        self._moments.setdefault((name, use), {})[self._microbatch] = moments
+
+    def _move(self, group: Sequence[_Moments], factor: float) -> None:
+        """One update by the moments of all parts: n = sum of n_m; the squares about the mean of all are those about
+        the mean of each part, and n_m times the square of the distance between the two.
+        """
+        count = sum(part.size for part in group)
+        counts = self._column([part.size for part in group], group[0].mean.device)
+        means = torch.stack([part.mean for part in group]).double()
+        variances = torch.stack([part.var for part in group]).double()
+        mean = (means * (counts / count)).sum(0)
+        squares = (variances * (counts - 1) + (means - mean).square() * counts).sum(0)
+        for running, new in ((group[0].running_mean, mean), (group[0].running_var, squares / (count - 1))):
+            running.copy_(running.double() * (1 - factor) + new * factor)
+
+    def _column(self, counts: Sequence[int], device: torch.device) -> Tensor:
+        """As a tensor, kept from step to step: to make one stops the host on an accelerator."""
+        key = (tuple(counts), device)
+        if key not in self._weights:
+            self._weights[key] = torch.tensor(counts, dtype=torch.float64, device=device).unsqueeze(1)
+        return self._weights[key]
+
+
+class Answering(Protocol):
+    """What the handlers need of a mode."""
+
+    statistics: Statistics
+
+    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as it is."""
+
+
+class PlainMode(TorchFunctionMode):
+    """The mode of the reference loop: it answers the calls below and no others."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        return self.plain(func, args, kwargs or {}) if handler is None else handler(self, func, args, kwargs or {})
+
+    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as it is."""
+        return func(*args, **kwargs)
+
+
+def _functional(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`F.batch_norm`, which is what torch's modules call."""
+
+    def bound(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        def call(mean: Tensor | None, var: Tensor | None, momentum: float) -> Any:
+            return mode.plain(func, (input, mean, var, weight, bias, training, momentum, eps), {})
+
+        return _answered(mode.statistics, input, running_mean, running_var, training, momentum, call)
+
+    return bound(*args, **kwargs)
+
+
+def _operator(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.batch_norm`, which is also how a traced graph calls it."""
+
+    def bound(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Any:
+        def call(mean: Tensor | None, var: Tensor | None, momentum: float) -> Any:
+            return mode.plain(func, (input, weight, bias, mean, var, training, momentum, eps, cudnn_enabled), {})
+
+        return _answered(mode.statistics, input, running_mean, running_var, training, momentum, call)
+
+    return bound(*args, **kwargs)
+
+
+def _answered(
+    statistics: Statistics,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    call: Callable[[Tensor | None, Tensor | None, float], Any],
+) -> Any:
+    if training and statistics.option == "error":
+        _refuse("batch_norm")
+    if not training or running_mean is None or running_var is None:
+        return call(running_mean, running_var, momentum)
+    if not statistics.counts():
+        return call(None, None, momentum)
+    if statistics.option != "deferred":
+        return call(running_mean, running_var, momentum)
+    # An update of zeros with all the weight on the new leaves the moments themselves, as the kernel computed them.
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = call(mean, var, 1.0)
+    size = input.numel() // input.size(1)
+    statistics.note(_Moments(running_mean, running_var, momentum, size, mean, var))
+    return result
+
+
+def _add(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`counter.add_(1)`, with which a batch norm counts."""
+    tensor = args[0]
+    if tensor.dim() == 0 and mode.statistics.is_counter(tensor) and not mode.statistics.raises(tensor):
+        return tensor
+    return mode.plain(func, args, kwargs)
+
+
+def _check(option: str, layers: Sequence[Any]) -> None:
+    if option not in ("deferred", "microbatch", "error"):
+        raise ConfigError(f"batchnorm={option!r}: it is 'deferred', 'microbatch' or 'error'.")
+    for layer in layers:
+        modules = list(layer.modules()) if isinstance(layer, nn.Module) else []
+        if option == "deferred" and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+            raise ConfigError(
+                "a SyncBatchNorm moves its statistics together with other processes, once for each microbatch: "
+                "use batchnorm='microbatch', or a BatchNorm."
+            )
+        hidden = type(layer).__module__ == "torch._dynamo.eval_frame"
+        if option == "deferred" and hidden and any(isinstance(module, _BatchNorm) for module in modules):
+            raise ConfigError(
+                "a compiled layer moves the statistics of its batch norm unseen: use batchnorm='microbatch', or leave "
+                "that layer uncompiled."
+            )
+
+
+def _refuse(name: str) -> None:
+    raise ConfigError(
+        f"a {name} in training normalises with the moments of a microbatch, which batchnorm='error' refuses: put it in "
+        "eval mode, take another norm, or choose batchnorm='deferred' or 'microbatch'."
+    )
+
+
+HANDLERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    F.batch_norm: _functional,
+    torch.batch_norm: _operator,
+    torch.ops.aten.batch_norm.default: _operator,
+    Tensor.add_: _add,
+    Tensor.__iadd__: _add,
+    torch.ops.aten.add_.Tensor: _add,
+}

@@ -1,0 +1,136 @@
+"""An encoder-decoder transformer as people write it (Vaswani et al., 2017, with the norms before each part), for
+translation: source tokens and target tokens in, logits of the next target tokens out.
+
+Every layer of the decoder looks at the encoder's result, and padding is masked everywhere, so this is no sequence: a
+pipeline has to trace it and to carry memory and masks along.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Queries from one sequence; keys and values from the same or from another."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, dropout
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q = self.query(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        k, v = (
+            part.view(batch, other.size(1), self.heads, -1).transpose(1, 2)
+            for part in self.key_value(other).chunk(2, dim=-1)
+        )
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        z: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return z
+
+
+class EncoderLayer(nn.Module):
+    """Attention to the source, then a two-layer network."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, mask))
+        z: Tensor = x + self.dropout(self.network(self.norm2(x)))
+        return z
+
+
+class DecoderLayer(nn.Module):
+    """Attention to the target so far, attention to the encoder's result, then a two-layer network."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.across = Attention(width, heads, dropout)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, mask))
+        x = x + self.dropout(self.across(self.norm2(x), memory, memory_mask))
+        z: Tensor = x + self.dropout(self.network(self.norm3(x)))
+        return z
+
+
+class Transformer(nn.Module):
+    """Source (batch, length) and target (batch, other length) token numbers in; `padding` marks what is not there."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int = 256,
+        width: int = 256,
+        depth: int = 4,
+        heads: int = 4,
+        context: int = 256,
+        dropout: float = 0.0,
+        padding: int = 0,
+    ) -> None:
+        super().__init__()
+        self.padding, self.scale = padding, math.sqrt(width)
+        self.source_tokens, self.target_tokens = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
+        self.register_buffer("positions", _waves(context, width), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.encoder = nn.ModuleList(EncoderLayer(width, heads, dropout) for _ in range(depth))
+        self.memory_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(DecoderLayer(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        there = (source != self.padding)[:, None, None, :]  # (batch, heads, queries, keys)
+        x = self._embedded(self.source_tokens, source)
+        for layer in self.encoder:
+            x = layer(x, there)
+        memory = self.memory_norm(x)
+        length = target.size(1)
+        earlier = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+        y = self._embedded(self.target_tokens, target)
+        for layer in self.decoder:
+            y = layer(y, earlier, memory, there)
+        z: Tensor = self.head(self.norm(y))
+        return z
+
+    def _embedded(self, tokens: nn.Embedding, ids: Tensor) -> Tensor:
+        positions: Tensor = self.get_buffer("positions")
+        x: Tensor = self.dropout(tokens(ids) * self.scale + positions[: ids.size(1)])
+        return x
+
+
+def transformer(
+    *, vocab: int = 256, width: int = 256, depth: int = 4, heads: int = 4, context: int = 256, dropout: float = 0.0
+) -> Transformer:
+    """`depth` layers in the encoder and as many in the decoder; token 0 is padding."""
+    return Transformer(vocab=vocab, width=width, depth=depth, heads=heads, context=context, dropout=dropout)
+
+
+def translation_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean cross entropy over all tokens that are no padding."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def _waves(context: int, width: int) -> Tensor:
+    """Positions as sines and cosines of wavelengths from 2 pi to 20,000 pi."""
+    angles = torch.arange(context)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :width]

@@ -1,0 +1,91 @@
+"""The peer runs the same layers in processes of its own, and none of them outlives the benchmark."""
+
+import signal
+import subprocess
+import sys
+import time
+from os import kill
+
+import pytest
+
+from gapless.bench.contest import Contest
+from gapless.bench.peer import Peer
+from gapless.errors import TransportError
+from gapless.schedule.recipes import make_schedule
+from gapless.schedule.verify import verify
+
+from .processes import alive, below, needs_proc, until
+
+pytestmark = needs_proc
+EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
+
+
+def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process() -> None:
+    before = below()
+    with Peer(EMULATED, ["1f1b", "interleaved", "zb-v"]) as peer:
+        started = below() - before
+        assert len(started) == 3  # the program and two ranks
+        assert peer.refused.keys() == {"interleaved"}
+        assert "multiple of the number of rounds" in peer.refused["interleaved"]
+        assert peer.schedules["zb-v"].rows == make_schedule("zb-v", devices=2, microbatches=5).rows
+        assert all(verify(schedule).ok for schedule in peer.schedules.values())
+        assert peer.step("1f1b") > 0
+        assert peer.step("zb-v", times=2) > 0
+        used = _ticks(started)
+        time.sleep(0.5)
+        assert _ticks(started) - used <= 2  # they sleep while others are measured
+    assert not alive(started)
+
+
+def _ticks(processes: set[int]) -> int:
+    """The processor time they have used, in hundredths of a second."""
+    total = 0
+    for process in processes:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        total += int(fields[11]) + int(fields[12])
+    return total
+
+
+def test_a_rank_that_dies_is_an_error_that_names_the_way_out() -> None:
+    before = below()
+    with Peer(EMULATED, ["1f1b"]) as peer:
+        started = below() - before
+        kill(max(started), signal.SIGKILL)
+        with pytest.raises(TransportError, match=r"torch.distributed.pipelining failed: .*; try --no-peer"):
+            peer.step("1f1b")
+    assert not alive(started)
+
+
+def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
+    program = (
+        "import time\n"
+        "from gapless.bench.contest import Contest\n"
+        "from gapless.bench.peer import Peer\n"
+        "with Peer(Contest(2, 2, 'linear', size=4), ['1f1b']):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        started = below(process.pid)
+        assert len(started) == 3
+        process.kill()
+    assert until(lambda: not alive(started)), alive(started)
+
+
+def test_ctrl_c_stops_a_benchmark_with_all_its_processes() -> None:
+    words = ["bench", "emulated", "-K", "2", "-M", "2", "--milliseconds", "1", "--rounds", "100000"]
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from gapless.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True) as process:
+        assert until(lambda: len(below(process.pid)) == 3)
+        started = below(process.pid)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "gapless: stopped\n")
+    assert not alive(started)

@@ -1,0 +1,80 @@
+"""The docs live: their commands are run and their output compared, their Python executed, their links followed.
+
+```console   lines after `$` are run, what follows is what they print; a line `...` stands for any number of lines
+```python    executed, the blocks of a file one after the other
+```text, sh  only read
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = list(dict.fromkeys(PAGES))
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in _BLOCK.findall(page.read_text("utf-8")) if found == language]
+
+
+def commands(block: str) -> list[tuple[str, str]]:
+    """The commands of a console block, each with what it is said to print."""
+    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)
+    assert parts[0] == "", "a console block starts with a command"
+    return [(command, printed) for command, _, printed in (part.partition("\n") for part in parts[1:])]
+
+
+def matches(printed: str, said: str) -> bool:
+    pattern = re.escape(said.strip("\n")).replace(re.escape("\n...\n"), r"\n(?:.*\n)*?")
+    return re.fullmatch(pattern, printed.strip("\n")) is not None
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name)
+def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    for block in blocks(page, "console"):
+        for command, said in commands(block):
+            script = re.sub(r"^gapless ", f"{sys.executable} -m gapless ", command)
+            run = subprocess.run(
+                script,
+                shell=True,
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                check=False,
+            )
+            assert matches(run.stdout, said), f"{command}\nprints\n{run.stdout}\nbut the page says\n{said}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_every_schedule_has_a_section() -> None:
+    from gapless.schedule.recipes import RECIPES
+
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.MULTILINE)
+    assert [title for title in titles if title in RECIPES] == list(RECIPES)

@@ -1,0 +1,106 @@
+"""A model of the zoo, trained for some steps by the plain loop and in stages: losses, outputs, gradients, buffers and
+weights are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gapless
+from tests.pipelines import assert_same
+
+SEED = 7
+MICROBATCHES = 4
+STEPS = 3
+CASES = [
+    (schedule, devices, remat)
+    for devices in (2, 3, 4)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-v")
+    for remat in ("none", "stage")
+]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """How a model is made, and what it is trained on."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Any, Tensor]]
+    loss: Callable[[Any, Any], Tensor]
+    options: tuple[tuple[str, Any], ...] = ()  # of Pipeline and plain_step alike
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that a step leaves; `weights` are those after the optimizer's turn."""
+
+    loss: Tensor
+    losses: tuple[Tensor, ...]
+    outputs: Any
+    grads: list[Tensor]
+    buffers: list[Tensor]
+    weights: list[Tensor]
+
+
+def trained(subject: Subject, model: nn.Module, step: Callable[[int, Any, Any], Any]) -> list[Step]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(5)
+    done = []
+    for number in range(STEPS):
+        result = step(number, *subject.batch())
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        buffers = [b.clone() for b in model.buffers()]
+        weights = [p.detach().clone() for p in model.parameters()]
+        done.append(Step(result.loss, tuple(result.losses), result.outputs, grads, buffers, weights))
+    return done
+
+
+def made(subject: Subject) -> nn.Module:
+    torch.manual_seed(3)
+    return subject.make()
+
+
+def plainly(subject: Subject) -> list[Step]:
+    """By the plain loop."""
+    model = made(subject)
+
+    def step(number: int, inputs: Any, target: Any) -> Any:
+        return gapless.plain_step(
+            model,  # type: ignore[arg-type]
+            inputs,
+            target,
+            loss=subject.loss,
+            microbatches=MICROBATCHES,
+            seed=SEED,
+            step=number,
+            **dict(subject.options),
+        )
+
+    return trained(subject, model, step)
+
+
+def in_stages(subject: Subject, **options: Any) -> list[Step]:
+    """By a pipeline."""
+    model = made(subject)
+    with gapless.Pipeline(
+        model,  # type: ignore[arg-type]
+        microbatches=MICROBATCHES,
+        loss=subject.loss,
+        seed=SEED,
+        **dict(subject.options),
+        **options,
+    ) as pipe:
+        return trained(subject, model, lambda _, inputs, target: pipe.step(inputs, target, outputs=True))
+
+
+def assert_same_steps(ours: list[Step], plain: list[Step]) -> None:
+    for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
+        for name in ("loss", "losses", "outputs", "grads", "buffers", "weights"):
+            assert_same(getattr(one, name), getattr(other, name), f"step {number}, {name}")
