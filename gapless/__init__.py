@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
     from gapless.schedule.verify import verify as verify
-    from gapless.stage.plain import plain_step as plain_step
+    from gapless.model.plain import plain_step as plain_step
     from gapless.stage.seeds import seed_of as seed_of
 
 _HOMES = {
@@ -30,7 +30,7 @@ _HOMES = {
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
     "make_schedule": "gapless.schedule.recipes",
-    "plain_step": "gapless.stage.plain",
+    "plain_step": "gapless.model.plain",
     "seed_of": "gapless.stage.seeds",
     "simulate": "gapless.schedule.simulate",
     "verify": "gapless.schedule.verify",

@@ -7,15 +7,19 @@ for x, y in loader:
     optimizer.step(); optimizer.zero_grad()
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError
-from gapless.model.layers import Layers
+from gapless.model.capture import Captured, find_loss, own_loss
+from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.model.tied import tie
 from gapless.plan.partition import balanced, check_enough_layers
 from gapless.run.executor import Program, execute, measured
 from gapless.run.gradients import clip_grad_norm
@@ -30,8 +34,10 @@ from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import compiled
 from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Remat, Stage
+from gapless.stage.tie import Tie, Tied
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -40,26 +46,31 @@ Loss = Callable[[Any, Any], Tensor]
 class Result:
     """What a step leaves: all tensors are detached.
 
-    loss      of the minibatch, 0-d
+    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target
     losses    of the microbatches, in their order, without their weights
+    weights   of the microbatches: their share of the minibatch
     outputs   of the minibatch, merged; None unless asked for
     timeline  as measured; None unless asked for
     """
 
-    loss: Tensor | None
     losses: tuple[Tensor, ...]
+    weights: tuple[float, ...]
     outputs: Any = None
     timeline: Timeline | None = None
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        return sum_in_order(self.losses, self.weights) if self.losses else None
 
 
 class Pipeline:
     """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
 
-    model              an nn.Sequential or a list of layers
+    model              an nn.Sequential, a list of layers, or any module that torch.export can trace
     devices            how many, or a list of torch devices (one may be there several times)
     schedule           a name from `gapless schedules`, or a Schedule
     microbatches       into how many parts a minibatch is cut
-    loss               loss(outputs, target), a scalar
+    loss               loss(outputs, target), a scalar; without it the model's own: its `.loss`, `["loss"]` or scalar
     stages_per_device  by default what the schedule needs
     partition          layers per stage; by default balanced by parameters
     costs              for schedules that are made from costs, and for the choice between a B and I W
@@ -69,6 +80,10 @@ class Pipeline:
     loss_weight        None for a loss that is a mean over samples, "sum", or a function from a target to its weight
     batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
                        "error"
+    tied               parameters that several stages use: "exact" adds gradients as plain training does, "summed" once
+    compile            True, or options of torch.compile: every layer is compiled
+    layers             of a module that can't be traced: callables that together are the model
+    example            inputs to trace the model with, now; by default the first batch, when it comes
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
     timeline           measure every step
@@ -76,11 +91,11 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Sequential | Sequence[Callable[..., Any]],
+        model: nn.Module | Sequence[Callable[..., Any]],
         *,
         devices: int | Sequence[torch.device | str],
         microbatches: int,
-        loss: Loss,
+        loss: Loss | None = None,
         schedule: str | Schedule = "1f1b",
         stages_per_device: int | None = None,
         partition: Sequence[int] | None = None,
@@ -91,6 +106,10 @@ class Pipeline:
         remat: Remat | Sequence[Remat] = "none",
         loss_weight: mb.LossWeight = None,
         batchnorm: BatchNorm = "microbatch",
+        tied: Tied = "exact",
+        compile: bool | Mapping[str, Any] = False,
+        layers: Sequence[Layer] | None = None,
+        example: Any = None,
         batch_dims: Any = None,
         target_dims: Any = None,
         intra_op_threads: int | None = None,
@@ -98,12 +117,12 @@ class Pipeline:
     ) -> None:
         self.devices = _devices(devices)
         _check_options(schedule, loss, loss_weight)
-        self._model = Layers(model)
         self._asked = schedule
         self._stages_per_device = _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
         self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
         self.microbatches = _at_least_one("microbatches", microbatches)
-        self._loss, self._loss_weight = loss, loss_weight
+        self._loss, self._loss_weight = loss or own_loss, loss_weight
+        self._tied = _one_of("tied", tied, ("exact", "summed"))
         self._batch_dims, self._target_dims = batch_dims, target_dims
         self._timeline = timeline
         self.seed = seed
@@ -111,10 +130,22 @@ class Pipeline:
 
         self._remat_asked = remat
         self._batchnorm: BatchNorm = batchnorm
+        self._compile = compile
         self.schedule = self._schedule_for(self.microbatches)
-        self.partition = _partition(self._model, self.schedule.num_stages, partition)
         self._lanes = [make_lane(device) for device in self.devices]
-        self._stages = self._make_stages()
+        self._stages: list[Stage] = []
+        self._ties: list[Tie] = []
+        self.partition: tuple[int, ...] = ()
+        self._model: Layers | Captured
+        if layers is not None or is_sequence(model):
+            self._model = Layers(model, layers)
+            self.partition = _partition(self._model, self.schedule.num_stages, partition)
+            self._stages = self._make_stages()
+        else:
+            self._model = Captured(model, self._stage_devices)
+            _check_uncounted(partition)
+            if example is not None:
+                self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         if intra_op_threads is None:
             intra_op_threads = max(1, torch.get_num_threads() // len(self.devices))
@@ -134,14 +165,19 @@ class Pipeline:
             raise ConfigError("step computes gradients, which are switched off here: leave no_grad, or use evaluate")
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
-        weights = mb.weights(self._loss_weight, counts, targets)
+        weights = mb.weights(self._loss_weight, counts, targets if target is not None else parts)
         with self._team.held():
+            parts = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
             batch = program.batch
             batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
             batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
             try:
+                for shared in self._ties:
+                    shared.begin()
                 self._run(program)
+                for shared in self._ties:
+                    shared.end()
                 for stage in self._stages:
                     stage.finish()
                 losses = tuple(batch.losses)
@@ -150,33 +186,40 @@ class Pipeline:
             finally:
                 program.clear()
             self.steps += 1
-        return Result(sum_in_order(losses, weights), losses, merged, timeline)
+        return Result(losses, tuple(weights), merged, timeline)
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
         parts, targets, counts = self._split(inputs, target)
         with self._team.held():
-            program = self._program(len(parts), inference=True, recorded=False)
-            batch = program.batch
-            batch.inputs, batch.targets = parts, targets if target is not None else ()
             modes = [(module, module.training) for module in self._model.module.modules()]
             self._model.module.eval()
             try:
+                inputs = self._prepared(parts)
+                program = self._program(len(parts), inference=True, recorded=False)
+                batch = program.batch
+                batch.inputs, batch.targets = inputs, targets if target is not None else ()
                 self._run(program)
                 losses = tuple(batch.losses) if target is not None else ()
+                if self._loss is own_loss:
+                    losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
                 merged = mb.merge(batch.outputs, counts) if outputs else None
-            finally:
                 program.clear()
+            finally:
                 for module, training in modes:
                     module.training = training
-        total = sum_in_order(losses, mb.weights(self._loss_weight, counts, targets)) if losses else None
-        return Result(total, losses, merged)
+        weights = mb.weights(self._loss_weight, counts, targets if target is not None else parts) if losses else ()
+        return Result(losses, tuple(weights), merged)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type)
 
     # -- the model --------------------------------------------------------------------------------------------------
+
+    def module(self) -> nn.Module:
+        """The plain model, with the trained weights."""
+        return self._model.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self._model.module.parameters()
@@ -200,6 +243,11 @@ class Pipeline:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.module.zero_grad(set_to_none)
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long the calls lasted in which compiled layers were compiled: the cold start."""
+        return sum(stage.compile_seconds for stage in self._stages)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -228,12 +276,13 @@ class Pipeline:
             device = self.schedule.placement.device(stage, 0)
             size = sum(self._model.costs()[first : first + count]) - count
             remat = f", remat {work.remat}" if work.remat != "none" else ""
+            remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
             lines.append(
                 f"  stage {stage} on device {device} ({self.devices[device]}): layers {first} to {first + count - 1}, "
                 f"{size:,} parameters{remat}"
             )
             first += count
-        return "\n".join(lines)
+        return "\n".join(lines if self._stages else [*lines, "  to be traced and cut when the first batch comes"])
 
     # -- how it is done ---------------------------------------------------------------------------------------------
 
@@ -244,6 +293,26 @@ class Pipeline:
             mb.split(target, len(parts), self._target_dims, size=size) if target is not None else [None] * len(parts)
         )
         return parts, targets, mb.sizes(size, len(parts))
+
+    def _prepared(self, parts: list[Any]) -> list[Any]:
+        """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind of batch comes."""
+        if isinstance(self._model, Layers):
+            return parts
+        known = self._model.num_traces
+        prepared = [self._model.prepare(part) for part in parts]
+        if self._model.num_traces != known:
+            self._model.settle()
+            if self._stages:
+                self._ties = tie(self._model.module, self._stages, self._stage_devices, self._tied)
+            else:
+                self.partition = (1,) * self.schedule.num_stages
+                self._stages = self._make_stages()
+        return prepared
+
+    @property
+    def _stage_devices(self) -> list[torch.device]:
+        placement = self.schedule.placement
+        return [self.devices[placement.device(stage, 0)] for stage in range(self.schedule.num_stages)]
 
     @property
     def _last_device(self) -> torch.device:
@@ -297,7 +366,6 @@ class Pipeline:
     def _make_stages(self) -> list[Stage]:
         stages, first = [], 0
         remat = self._remat(self.schedule.num_stages)
-        _check_shared(self._model, self.partition)
         halves = {action.stage for row in self.schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         for stage, count in enumerate(self.partition):
             layers = self._model.layers[first : first + count]
@@ -306,6 +374,7 @@ class Pipeline:
                 if isinstance(layer, nn.Module):
                     _check_data(layer)
                     layer.to(device)
+            layers = compiled(layers, self._compile)
             last = stage == len(self.partition) - 1
             stages.append(
                 Stage(
@@ -315,12 +384,24 @@ class Pipeline:
                     remat=remat[stage],
                     split=stage in halves,
                     loss=self._loss if last else None,
-                    spread=stage == 0,
+                    spread=stage == 0 and isinstance(self._model, Layers),
                     batchnorm=self._batchnorm,
                 )
             )
             first += count
+        self._ties = tie(self._model.module, stages, self._stage_devices, self._tied)
+        _warn_of_unsplit(stages)
         return stages
+
+
+def _warn_of_unsplit(stages: Sequence[Stage]) -> None:
+    count = sum(stage.num_compiled for stage in stages if stage.split)
+    if count:
+        warnings.warn(
+            f"{count} compiled layers are in stages whose backward is split: nothing in them can be deferred, so their "
+            "weight gradients are computed with their input gradients",
+            stacklevel=4,
+        )
 
 
 def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor]:
@@ -339,7 +420,7 @@ def _apart(part: Any) -> Any:
 def _check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
     if not isinstance(schedule, str | Schedule):
         raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name or a Schedule")
-    if not callable(loss):
+    if loss is not None and not callable(loss):
         raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
     if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
         raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
@@ -351,18 +432,18 @@ def _check_data(layer: nn.Module) -> None:
             raise ConfigError(f"{name} of a {type(layer).__name__} is on the meta device, without data: fill it first")
 
 
-def _check_shared(model: Layers, partition: Sequence[int]) -> None:
-    """Stages add to gradients at the same time, so no two may hold the same parameter."""
-    home: dict[nn.Parameter, int] = {}
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
-    for stage, layer in zip(stages, model.layers, strict=True):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            if home.setdefault(parameter, stage) != stage:
-                raise PartitionError(
-                    f"stages {home[parameter]} and {stage} share the parameter {names[parameter]}: choose a partition "
-                    "that keeps its layers in one stage, or give each its own"
-                )
+def _check_uncounted(partition: Sequence[int] | None) -> None:
+    if partition is not None:
+        raise PartitionError(
+            "partition counts the layers of a sequence, and a module is traced and cut by cost: leave it out, or give "
+            "the layers with layers="
+        )
+
+
+def _one_of(word: str, value: Any, known: Sequence[str]) -> Any:
+    if value not in known:
+        raise ConfigError(f"{word}={value!r}: it is {' or '.join(repr(name) for name in known)}")
+    return value
 
 
 def _devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:

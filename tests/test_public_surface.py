@@ -12,10 +12,14 @@ import gapless
 PUBLIC = [
     "Costs",
     "GaplessError",
+    "Pipeline",
+    "Result",
     "Schedule",
     "Timeline",
     "__version__",
     "make_schedule",
+    "plain_step",
+    "seed_of",
     "simulate",
     "verify",
 ]

@@ -7,14 +7,16 @@ so that parameters stay in their stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.utils import _pytree as pytree
+
+from gapless.errors import ConfigError
 
 from .cut import Crossing, choose, follow
 from .piece import Piece, Slot
@@ -22,16 +24,32 @@ from .trace import Trace
 
 
 class Captured:
-    """A model and its traces, cut into as many slots as there are stages."""
+    """A model and its traces, cut into as many slots as there are stages. `layers`, `module` and `costs` are those of
+    `Layers`.
+    """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         """`devices`: that of each stage."""
         self.module = model
         self._devices = list(devices)
+        self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._traces: list[tuple[tuple[bool, ...], Trace]] = []
         self._known: dict[Any, int] = {}
         self._homes: dict[str, set[int]] = {}
-        self.slots = [Slot() for _ in devices]
+        self.layers = [Slot() for _ in devices]
+
+    @property
+    def num_traces(self) -> int:
+        return len(self._traces)
+
+    def costs(self) -> list[int]:
+        """Parameters of each stage, and one for its existence."""
+        return [1 + sum(parameter.numel() for parameter in slot.parameters()) for slot in self.layers]
+
+    def settle(self) -> None:
+        """Brings parameters and buffers to the devices of their stages."""
+        for slot, device in zip(self.layers, self._devices, strict=True):
+            slot.settle(device)
 
     def prepare(self, part: Any) -> tuple[Any, ...]:
         """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
@@ -46,23 +64,28 @@ class Captured:
         for number, (its_modes, trace) in enumerate(self._traces):
             if its_modes == modes and trace.fits(flat, spec):
                 return number
-        trace = Trace(self.module, flat, spec)
+        flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        trace = Trace(self._in_one_place(), flat, spec)
         self._cut(trace)
         self._traces.append((modes, trace))
         return len(self._traces) - 1
 
+    def _in_one_place(self) -> nn.Module:
+        """The model, or a copy of it where its parts are on several devices already: those can't be traced together."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        if all(tensor.device == self._origin for tensor in tensors):
+            return self.module
+        return copy.deepcopy(self.module).to(self._origin)
+
     def _cut(self, trace: Trace) -> None:
         crossing = Crossing(trace)
-        num_stages = len(self.slots)
+        num_stages = len(self.layers)
         first = not self._traces
         cuts = choose(crossing, num_stages) if first else follow(crossing, self._homes, num_stages)
         bounds = [-1, *cuts, len(trace.nodes) - 1]
-        if first:
-            for name, uses in crossing.parameters().items():
-                self._homes[name] = {
-                    stage for stage, (a, b) in enumerate(pairwise(bounds)) if any(a < use <= b for use in uses)
-                }
-        device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
+        for name, uses in crossing.parameters().items():
+            here = {stage for stage, (a, b) in enumerate(pairwise(bounds)) if any(a < use <= b for use in uses)}
+            self._homes.setdefault(name, here)
         for stage, (start, end) in enumerate(pairwise(bounds)):
             last = stage == num_stages - 1
             target = self._devices[stage]
@@ -73,10 +96,10 @@ class Captured:
                 model=self.module,
                 numbers=trace.numbers,
                 end=len(trace.numbers) if last else None,
-                moved=None if target == device else (device, target),
+                moved=None if target == self._origin else (self._origin, target),
                 result=(trace.results, trace.out_spec) if last else None,
             )
-            self.slots[stage].pieces.append(piece)
+            self.layers[stage].pieces.append(piece)
 
 
 def _flat(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -93,9 +116,20 @@ def _key(leaf: Any) -> Any:
     return (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def own_loss(outputs: Any, target: Any = None) -> Any:
-    """The loss that a model computes itself: `.loss`, `["loss"]`, or its one scalar output."""
+def find_loss(outputs: Any) -> Tensor | None:
+    """The loss that a model computes itself: `.loss`, `["loss"]`, or its one scalar; None if there is none."""
     if isinstance(outputs, Tensor):
-        return outputs
+        return outputs if outputs.dim() == 0 else None
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def own_loss(outputs: Any, target: Any = None) -> Tensor:
+    """The loss that a model computes itself, which must be there."""
+    loss = find_loss(outputs)
+    if loss is None:
+        raise ConfigError(
+            f"the model returned a {type(outputs).__name__} without a loss, and no loss= was given: pass one, or a "
+            "batch with labels if the model takes them"
+        )
     return loss

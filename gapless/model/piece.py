@@ -217,6 +217,22 @@ class Slot(nn.Module):
         out = piece(self.place, values)
         return out if piece._spec is not None else (trace, *out)
 
+    def settle(self, device: torch.device) -> None:
+        """Brings parameters and buffers to the device; `.to` would give the model buffers of its own."""
+        for piece in self.pieces:
+            for _, parameter in piece.parameters():
+                if parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+                    if parameter.grad is not None:
+                        parameter.grad.data = parameter.grad.data.to(device)
+            for owner, name in piece.buffers():
+                owner._buffers[name] = owner._buffers[name].to(device)  # type: ignore[union-attr]
+
+    def modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[nn.Module]:  # type: ignore[override]
+        """Itself, and the modules whose buffers it uses: a stage looks for batch norms among them."""
+        yield self
+        yield from dict.fromkeys(owner for piece in self.pieces for owner, _ in piece.buffers())
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

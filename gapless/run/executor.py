@@ -77,29 +77,27 @@ class Program:
         work = self.stages[stage]
         if kind is Kind.FORWARD:
             take, put = self._taker(device, action, -1), self._putter(device, action, 1)
-            compute = self._forward(stage, microbatch)
+            compute = self._forward(stage, microbatch, put)
         elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
             take, put = self._taker(device, action, 1), self._putter(device, action, -1)
             half = work.backward if kind is Kind.BACKWARD else work.backward_input
-            compute = lambda grads: half(microbatch, grads)  # noqa: E731
+            compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
         else:
             assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
             alone = work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute
-            take, put, compute = None, None, lambda _: alone(microbatch)
+            take, compute = None, lambda _: alone(microbatch)
         if self.recorded:
             compute = self._timed(device, compute)
-        if put is None:
-            return (lambda: compute(None)) if take is None else (lambda: compute(take()))
-        return (lambda: put(compute(None))) if take is None else (lambda: put(compute(take())))
+        return (lambda: compute(None)) if take is None else (lambda: compute(take()))
 
-    def _forward(self, stage: int, microbatch: int) -> Callable[[Any], Any]:
+    def _forward(self, stage: int, microbatch: int, put: Callable[[Any], None] | None) -> Callable[[Any], Any]:
         work, batch = self.stages[stage], self.batch
         last = stage == len(self.stages) - 1
         if self.inference:
-            return self._infer_last(work, microbatch) if last else work.infer
+            return self._infer_last(work, microbatch) if put is None else lambda inputs: put(work.infer(inputs))
         defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
         if not last:
-            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer)
+            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer, then=put)
 
         lane = self.lanes[self.schedule.placement.device(stage, microbatch)]
 

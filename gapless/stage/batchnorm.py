@@ -15,7 +15,7 @@ order as the run that did, so the calls are numbered and those below the mark of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from gapless.errors import ConfigError
+
+from .compiled import is_compiled
 
 BatchNorm = Literal["deferred", "microbatch", "error"]
 _COUNTER = "num_batches_tracked"
@@ -47,9 +49,8 @@ class Statistics:
     def __init__(self, option: BatchNorm, layers: Sequence[Any]) -> None:
         _check(option, layers)
         self.option = option
-        modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
-        self._norms = [module for module in modules if isinstance(module, _BatchNorm)]
-        self._counting = [module for module in modules if any(name.endswith(_COUNTER) for name in module._buffers)]
+        self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
+        self._counting: list[nn.Module] = []  # modules with counters, as far as known
         self._microbatch = -1
         self._seen = 0  # calls in this run
         self._counted = 0  # calls in this run or in one before it that counted
@@ -68,9 +69,9 @@ class Statistics:
         self._microbatch = microbatch
         self._counted = sys.maxsize if replaying else 0
         if self.option == "error":
-            for norm in self._norms:
-                if norm.training:
-                    _refuse(type(norm).__name__)
+            for module in self._modules():
+                if isinstance(module, _BatchNorm) and module.training:
+                    _refuse(type(module).__name__)
 
     def run(self) -> None:
         """A run starts."""
@@ -105,11 +106,14 @@ class Statistics:
 
     def is_counter(self, tensor: Tensor) -> bool:
         """Whether this is the buffer in which a batch norm counts its minibatches."""
-        return any(
-            buffer is tensor and name.endswith(_COUNTER)
-            for module in self._counting
-            for name, buffer in module._buffers.items()
-        )
+        if any(module._buffers[_COUNTER] is tensor for module in self._counting):
+            return True
+        # A traced model gets its modules when it is traced.
+        self._counting = [module for module in self._modules() if _COUNTER in module._buffers]
+        return any(module._buffers[_COUNTER] is tensor for module in self._counting)
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for layer in self._layers for module in layer.modules())
 
     def raises(self, counter: Tensor) -> bool:
         """Whether the counter moves now: with deferred statistics once for the minibatch."""
@@ -262,8 +266,7 @@ def _check(option: str, layers: Sequence[Any]) -> None:
                 "a SyncBatchNorm moves its statistics together with other processes, once for each microbatch: "
                 "use batchnorm='microbatch', or a BatchNorm."
             )
-        hidden = type(layer).__module__ == "torch._dynamo.eval_frame"
-        if option == "deferred" and hidden and any(isinstance(module, _BatchNorm) for module in modules):
+        if option == "deferred" and is_compiled(layer) and any(isinstance(module, _BatchNorm) for module in modules):
             raise ConfigError(
                 "a compiled layer moves the statistics of its batch norm unseen: use batchnorm='microbatch', or leave "
                 "that layer uncompiled."

@@ -8,6 +8,7 @@ else nothing is known, and it runs inside.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -26,6 +27,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import draws as random
 from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
+from .compiled import CompiledCalls, is_compiled
 from .deferred import Records, recording
 from .draws import Draws
 from .intercept import TABLE, Mode
@@ -45,6 +47,7 @@ class Way(Enum):
     IN_TRAINING = "inside in training, outside in eval mode"
     DIRECTLY = "by the handler for linear"
     INSIDE = "inside the mode"
+    COMPILED = "outside the mode, alone where it compiles or draws"
 
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
@@ -76,14 +79,38 @@ class Calls:
         self._mode = Mode(self._draws, self.statistics)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
+        self._cold = False  # something was compiled in this step
+        self._cold_seconds = 0.0
         outside = loss is None and not spread and all(way is Way.OUTSIDE for _, way in self._layers)
         self._bare = list(layers) if outside and all(isinstance(layer, nn.Module) for layer in layers) else None
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
-            if way is Way.OUTSIDE and isinstance(layer, nn.Module):
+            if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module):
                 self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
 
-    def bare(self) -> "list[Callable[..., Any]] | None":
+        for layer in layers:
+            if getattr(layer, "counts_draws", False):  # a piece of a traced graph says itself where it stands
+                layer.place = self.place  # type: ignore[attr-defined]
+
+    def place(self, number: int) -> None:
+        """The next draw is the `number`-th random call of the model, which counts as its layer."""
+        draws = self._draws
+        draws.layer = number
+        if self._mode.alone:
+            torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, number))
+
+    def exclude(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leaves the gradients of these to autograd."""
+        self._mode.excluded.update(id(parameter) for parameter in parameters)
+
+    def parameters_of(self, layers: range, *, with_loss: bool) -> list[nn.Parameter]:
+        """Those of some of the layers, each once."""
+        parts = [*(self._layers[index][0] for index in layers), *([self._loss] if with_loss else [])]
+        found = [parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()]
+        return list(dict.fromkeys(found))
+
+    def bare(self) -> list[Callable[..., Any]] | None:
         """The layers, where nothing they do needs to be seen, so that they may be called just so; else None."""
         if self._bare is None or _has_any_global_hook():
             return None
@@ -91,6 +118,16 @@ class Calls:
             if layer._forward_hooks or layer._forward_pre_hooks:  # type: ignore[attr-defined]
                 return None
         return self._bare
+
+    @property
+    def num_compiled(self) -> int:
+        """How many of the layers are compiled."""
+        return len(self._compiled)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the calls lasted in which layers were compiled."""
+        return self._cold_seconds + sum(calls.seconds for calls in self._compiled.values())
 
     def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
@@ -117,8 +154,20 @@ class Calls:
             return layer(value)
         if way is _OUTSIDE and not _has_hooks(layer) and not (self._spread and index == 0):
             return layer(value)
+        if way is Way.COMPILED:
+            return self._layer_compiled(index, value)
         with mode if self._inside(layer, way) else _NOTHING:
             return apply_first(layer, value) if self._spread and index == 0 else layer(value)
+
+    def _layer_compiled(self, index: int, value: Any) -> Any:
+        layer, draws = self._layers[index][0], self._draws
+        spread = self._spread and index == 0
+        seed = seed_of(draws.seed, draws.step, draws.microbatch, draws.layer)
+        result, cold = self._compiled[index](
+            value, seed, self._device(), lambda: apply_first(layer, value) if spread else layer(value)
+        )
+        self._cold = self._cold or cold
+        return result
 
     def loss(self, outputs: Any, target: Any) -> Any:
         """Calls the loss."""
@@ -128,6 +177,15 @@ class Calls:
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs autograd, outside of autocast; what is deferred goes to `records`."""
+        if self._cold:  # torch compiles a backward when it first runs
+            start = time.perf_counter()
+            with random.alone([]):
+                self._backward(records, edges, grads)
+            self._cold_seconds += time.perf_counter() - start
+        else:
+            self._backward(records, edges, grads)
+
+    def _backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         if not self._split and not self._mode.alone and not autocast_is_on():
             _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
             return
@@ -142,8 +200,11 @@ class Calls:
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
         self._mode.forget()
+        self._cold = False
 
     def _inside(self, layer: Any, way: Way) -> bool:
+        if way is Way.COMPILED:
+            return False
         if way is Way.OUTSIDE:
             return _has_hooks(layer)
         return way is not Way.IN_TRAINING or any(module.training for module in layer.modules()) or _has_hooks(layer)
@@ -155,10 +216,10 @@ class Calls:
 def _way(layer: Any, split: bool) -> Way:
     if getattr(layer, "draws_nothing_and_defers_itself", False):
         return Way.OUTSIDE  # its own promise: see `zoo.emulated`
+    if is_compiled(layer):
+        return Way.COMPILED  # modes would be traced into it
     if not isinstance(layer, nn.Module):
         return Way.OUTSIDE if _is_torchs(layer) and layer not in TABLE else Way.INSIDE
-    if type(layer).__module__ == "torch._dynamo.eval_frame":
-        return Way.OUTSIDE  # compiled: modes would be traced into it
     modules = list(layer.modules())
     if any(
         not _is_torchs(type(module)) or _has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules

@@ -7,6 +7,7 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .autocast import AutocastState, autocast_is_on
 from .calls import Calls
 from .deferred import Records
 from .intercept import Restart
+from .tie import Tie, running
 
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
@@ -61,18 +63,33 @@ class Cell:
         self._kept: dict[int, Kept] = {}
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self._guarded = False
+        self._stage = 0
+        self._ties: tuple[Tie, ...] = ()
 
-    def forward(self, work: Work, inputs: Any) -> Any:
-        """Runs the layers, keeps the graph, returns the outputs cut off from it."""
+    def tie(self, stage: int, ties: Sequence[Tie]) -> None:
+        """Tells the cell which of its parameters other stages use too."""
+        used = set(self._calls.parameters_of(self._layers, with_loss=self._with_loss))
+        self._stage, self._ties = stage, tuple(each for each in ties if each.parameter in used)
+
+    def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
+        """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
         if type(inputs) is Tensor and (layers := self._calls.bare()) is not None and not autocast_is_on():
-            return self._run_bare(work, layers, inputs)
+            return self._run_bare(work, layers, inputs, then)
         tensors, shape = mb.flatten(inputs)
         kept = Kept([leaf_of(tensor) for tensor in tensors], shape)
         handed = self._build(work, kept)
+        if then is not None:
+            then(handed)
         self._kept[work.microbatch] = kept
         return handed
 
-    def _run_bare(self, work: Work, layers: Sequence[Callable[..., Any]], tensor: Tensor) -> Any:
+    def _run_bare(
+        self,
+        work: Work,
+        layers: Sequence[Callable[..., Any]],
+        tensor: Tensor,
+        then: Callable[[Any], None] | None,
+    ) -> Any:
         """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
         kept = Kept([leaf_of(tensor)], None)
         value: Any = _not_a_leaf(kept.leaves[0]) if self._guarded else kept.leaves[0]
@@ -85,22 +102,44 @@ class Cell:
             if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                 raise
             self._guarded = True
-            return self._run_bare(work, layers, tensor)
+            return self._run_bare(work, layers, tensor, then)
+        if type(value) is Tensor and value.requires_grad and then is not None:
+            handed = value.detach().requires_grad_()
+            then(handed)
+            kept.edges = [get_gradient_edge(value)]
+        else:
+            handed = self._hand_on(kept, value)
+            if then is not None:
+                then(handed)
         self._guarded = self._guarded or first._version != version
-        handed = self._hand_on(kept, value)
         self._kept[work.microbatch] = kept
         return handed
 
     def recompute(self, work: Work) -> None:
         """Nothing to do: this cell keeps its graph."""
 
-    def backward(self, work: Work, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, work: Work, grads: list[Tensor | None], then: Callable[[Any], None] | None = None
+    ) -> list[Tensor | None]:
         """The gradients of the inputs from those of the outputs. Weight gradients are added to `.grad` or recorded."""
         kept = self._kept.pop(work.microbatch)
         edges, starts = self._starts(kept, grads)
-        if edges:
+        if self._ties:
+            self._backward_tied(work, edges, starts)
+        elif edges:
             self._calls.backward(work.records, edges, starts)
-        return [leaf.grad for leaf in kept.leaves]
+        found = [leaf.grad for leaf in kept.leaves]
+        if then is not None:
+            then(found)  # before the graph is taken down
+        return found
+
+    def _backward_tied(self, work: Work, edges: list[GradientEdge], starts: list[Tensor]) -> None:
+        """Gradients of shared parameters go on from what later stages have added up."""
+        seeds = [seed for each in self._ties if (seed := each.seed(work.microbatch)) is not None]
+        edges, starts = [*edges, *(edge for edge, _ in seeds)], [*starts, *(grad for _, grad in seeds)]
+        if edges:
+            with running(self._stage, work.microbatch, edges, starts[0].device):
+                self._calls.backward(work.records, edges, starts)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
@@ -163,9 +202,6 @@ class Cell:
         return self._outputs(value) if work.want_outputs else None, loss.detach()
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
-        if type(value) is Tensor and value.requires_grad:  # by far the most frequent, and somebody waits for it
-            kept.edges = [get_gradient_edge(value)]
-            return value.detach().requires_grad_()
         tensors, shape = mb.flatten(value)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)

@@ -35,7 +35,7 @@ class RematCell(Cell):
         super().__init__(calls, layers, with_loss=with_loss)
         self._tried = False
 
-    def forward(self, work: Work, inputs: Any) -> Any:
+    def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         tensors, shape = mb.flatten(inputs)
         kept = Kept([leaf_of(tensor) for tensor in tensors], shape, autocast=AutocastState())
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
@@ -53,6 +53,8 @@ class RematCell(Cell):
                 "use remat='none' for its stage, or let it make a new tensor."
             )
         self._kept[work.microbatch] = kept
+        if then is not None:
+            then(handed)
         return handed
 
     def recompute(self, work: Work) -> None:
@@ -65,9 +67,11 @@ class RematCell(Cell):
             self._build(work, kept)
         work.replaying = False
 
-    def backward(self, work: Work, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, work: Work, grads: list[Tensor | None], then: Callable[[Any], None] | None = None
+    ) -> list[Tensor | None]:
         self.recompute(work)
-        return super().backward(work, grads)
+        return super().backward(work, grads, then)
 
 
 def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, with_loss: bool) -> list[Cell]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.errors import GaplessError
 
@@ -27,7 +27,9 @@ from .cell import Work
 from .deferred import Records
 from .plain import apply_first
 from .remat import cells_of
+from .tie import Tie
 
+Then = Callable[[Any], None]
 Remat = Literal["none", "stage", "layer"]
 
 
@@ -64,10 +66,30 @@ class Stage:
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         self._work: dict[int, Work] = {}
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that its layers and its loss use, each once."""
+        return self._calls.parameters_of(range(len(self.layers)), with_loss=True)
+
+    def tie(self, number: int, ties: Sequence[Tie]) -> None:
+        """Tells the stage its number and which of its parameters other stages use too."""
+        self._calls.exclude([each.parameter for each in ties])
+        for cell in self._cells:
+            cell.tie(number, ties)
+
     @property
     def live(self) -> int:
         """The number of microbatches of which something is kept: from their forward to the end of their backward."""
         return len(self._work)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many of the layers are compiled; their weight gradients do not wait."""
+        return self._calls.num_compiled
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the calls lasted in which layers were compiled."""
+        return self._calls.compile_seconds
 
     def forward(
         self,
@@ -79,9 +101,10 @@ class Stage:
         weight: float | Tensor = 1.0,
         want_outputs: bool = True,
         defer: bool = True,
+        then: Then | None = None,
     ) -> Any:
         """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without
-        its weight).
+        its weight). `then` is called with the outputs as soon as they are there: others may wait for them.
         """
         if microbatch in self._work:
             raise GaplessError(
@@ -90,8 +113,9 @@ class Stage:
         work = Work(microbatch, step, target, weight, want_outputs, defer, Records())
         self._work[microbatch] = work
         try:
-            for cell in self._cells:
+            for cell in self._cells[:-1]:
                 inputs = cell.forward(work, inputs)
+            inputs = self._cells[-1].forward(work, inputs, then)
         except BaseException:
             self._forget(microbatch)
             raise
@@ -104,24 +128,29 @@ class Stage:
         if self.remat == "stage":
             self._cells[0].recompute(self._work[microbatch])
 
-    def backward(self, microbatch: int, output_grads: list[Tensor | None] | None) -> list[Tensor | None]:
+    def backward(
+        self, microbatch: int, output_grads: list[Tensor | None] | None, then: Then | None = None
+    ) -> list[Tensor | None]:
         """The whole backward: adds to the parameters' `.grad`, returns the gradients of the inputs, frees the
         microbatch.
         """
-        grads = self.backward_input(microbatch, output_grads)
+        grads = self.backward_input(microbatch, output_grads, then)
         self.backward_weight(microbatch)
         return grads
 
-    def backward_input(self, microbatch: int, output_grads: list[Tensor | None] | None) -> list[Tensor | None]:
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None] | None, then: Then | None = None
+    ) -> list[Tensor | None]:
         """The half of the backward that others wait for; what is not deferred gets its gradient here. Frees the graph.
 
         `output_grads` has one entry per tensor of the outputs; None (for the list) where the loss starts the backward.
+        `then` is called with the gradients as soon as they are there.
         """
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
-        for cell in reversed(self._cells):
+        for cell in reversed(self._cells[1:]):
             grads = cell.backward(work, grads)
-        return grads
+        return self._cells[0].backward(work, grads, then)
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""

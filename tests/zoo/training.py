@@ -50,9 +50,10 @@ class Step:
 def trained(subject: Subject, model: nn.Module, step: Callable[[int, Any, Any], Any]) -> list[Step]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(5)
+    batches = [subject.batch() for _ in range(STEPS)]  # beforehand: the plain loop leaves torch's generator reseeded
     done = []
-    for number in range(STEPS):
-        result = step(number, *subject.batch())
+    for number, (inputs, target) in enumerate(batches):
+        result = step(number, inputs, target)
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()

@@ -183,21 +183,16 @@ class _Search:
             first = stages[0]
             work = self.num_microbatches * sum(forward[s] + inputs[s] + weights[s] for s in stages)
             head = sum(forward[:first]) + sum(between[:first])
-            tail = sum(inputs[:first]) + sum(between[:first]) + weights[0] if first else left
-            span = max(span, work, head + work - left + tail)
-            makespan = max(makespan, span, head + work)
-        return self._ranked(makespan, span)
+            tail = sum(inputs[:first]) + sum(between[:first]) + weights[0]
+            makespan = max(makespan, head + work)
+            span = max(span, work, head + work - left + tail if first else 0)
+        return self._ranked(max(makespan, span), span)
 
     def _deferrable(self, placement: Placement, most: int | None = None) -> list[Number]:
-        """Per device the work in W that fits into memory at once, or that at most so many W are."""
+        """Per device how much work in W it can put off at once, by the limit and, where given, at `most` so many W."""
         weights = self.costs.durations(placement)[Kind.WEIGHT_GRAD]
-        sizes = tuple(
-            map(
-                min,
-                self.costs.per_stage("kept_for_weight_grad", placement),
-                self.costs.per_stage("activation", placement),
-            )
-        )
+        kept, held = (self.costs.per_stage(name, placement) for name in ("kept_for_weight_grad", "activation"))
+        sizes = tuple(map(min, kept, held))
         found: list[Number] = []
         for stages in placement.stages:
             work: Number = self.num_microbatches * sum(weights[s] for s in stages)

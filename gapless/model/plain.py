@@ -1,0 +1,60 @@
+"""The reference for any model: the plain loop over microbatches, in which a traced module runs as one uncut graph.
+
+Without randomness that is the loop anybody would write around the model itself. With it, the n-th random call of the
+graph draws after `torch.manual_seed(seed_of(seed, step, microbatch, n))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.stage import plain
+from gapless.stage.plain import PlainResult
+from gapless.stage.seeds import seed_of
+
+from .capture import Captured, own_loss
+from .layers import Layers, is_sequence
+
+
+class Reference:
+    """A traced module as the one layer of the plain loop. It keeps its traces, so a second step is quick."""
+
+    def __init__(self, model: nn.Module) -> None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._captured = Captured(model, [device])
+        self._slot = self._captured.layers[0]
+
+    def step(self, inputs: Any, target: Any = None, *, seed: int = 0, step: int = 0, **options: Any) -> PlainResult:
+        """As `plain_step`."""
+        microbatch = -1
+
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            nonlocal microbatch
+            microbatch += 1
+            return self._slot(self._captured.prepare(kwargs or args))
+
+        self._slot.place = lambda number: seeded(microbatch, number)
+
+        def seeded(microbatch: int, number: int) -> None:
+            torch.manual_seed(seed_of(seed, step, microbatch, number))
+
+        return plain.plain_step([layer], inputs, target, seed=seed, step=step, **{"loss": own_loss, **options})
+
+
+def plain_step(
+    model: nn.Module | Sequence[Callable[..., Any]],
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    **options: Any,
+) -> PlainResult:
+    """Forward and backward of a minibatch by plain torch, with the options of `gapless.stage.plain.plain_step`."""
+    if not is_sequence(model):
+        assert isinstance(model, nn.Module)
+        return Reference(model).step(inputs, target, loss=loss or own_loss, **options)
+    return plain.plain_step(Layers(model).layers, inputs, target, loss=loss or own_loss, **options)

@@ -1,0 +1,125 @@
+"""A parameter that several stages use: an embedding and the head that shares its weight.
+
+The plain loop adds up the contributions of one microbatch in autograd's order, from the last use to the first, and
+accumulates the sum once. Stages run their backwards of one microbatch in that very order, so each hands its sum to the
+stage before it, which goes on adding where that one stopped, and the first one accumulates:
+
+    stage 3:  c = g3          stage 1:  c = c + g1          stage 0:  .grad += c + g0
+
+So only one stage writes `.grad`, in microbatch order, and a sum waits no longer than from one backward to the next.
+With `summed` each stage adds up its own over all microbatches, and the sums meet at the end of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+
+from gapless.errors import ConfigError
+
+Tied = Literal["exact", "summed"]
+
+
+class _Running(threading.local):
+    place: tuple[int, int] | None = None  # stage and microbatch
+
+
+_running = _Running()
+_tasks: dict[int, tuple[int, int]] = {}  # by graph task: on an accelerator the backward runs in autograd's own threads
+
+
+class Tie:
+    """One shared parameter, the stages that use it, and what is under way between them."""
+
+    def __init__(self, name: str, parameter: Parameter, stages: Sequence[int], tied: Tied) -> None:
+        self.name = name
+        self.parameter = parameter
+        self._home = min(stages)
+        self._summed = tied == "summed"
+        self._carried: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._node: Any = None
+        self._handle: Any = None
+
+    def begin(self) -> None:
+        """A step starts: nothing is under way, and gradients that arrive in other stages are caught."""
+        self._carried.clear()
+        self._sums.clear()
+        parameter = self.parameter
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"{self.name} is shared by several stages and has a hook, which would see parts of its gradient: choose "
+                "a partition that keeps its uses in one stage, or remove the hook"
+            )
+        if parameter.requires_grad and self._handle is None:
+            self._node = get_gradient_edge(parameter).node
+            self._handle = self._node.register_prehook(self._arrived)
+
+    def end(self) -> None:
+        """The step is over: sums meet, the last stage's first."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._node = self._handle = None
+        with torch.no_grad():
+            for stage in sorted(self._sums, reverse=True):
+                total = self._sums[stage]
+                if self.parameter.grad is None:
+                    self.parameter.grad = total
+                else:
+                    self.parameter.grad.add_(total)
+        self._sums.clear()
+        self._carried.clear()
+
+    def seed(self, microbatch: int) -> tuple[GradientEdge, Tensor] | None:
+        """What later stages have added up for this microbatch: the sum goes on from there."""
+        carried = self._carried.pop(microbatch, None)
+        return None if carried is None else (get_gradient_edge(self.parameter), carried)
+
+    def _arrived(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        place = _running.place or _tasks.get(torch._C._current_graph_task_id())
+        grad = grads[0]
+        if place is None or place[0] == self._home or grad is None:
+            return None
+        stage, microbatch = place
+        if not self._summed:
+            self._carried[microbatch] = grad
+        elif stage in self._sums:
+            self._sums[stage].add_(grad)
+        else:
+            self._sums[stage] = torch.empty_like(self.parameter).copy_(grad)
+        return (None,)
+
+
+@contextlib.contextmanager
+def running(stage: int, microbatch: int, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
+    """While it holds, gradients of shared parameters belong to this stage and microbatch."""
+    place = (stage, microbatch)
+    if device.type == "cpu":
+        _running.place = place
+        try:
+            yield
+        finally:
+            _running.place = None
+        return
+    tasks: set[int] = set()
+
+    def note(_: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        tasks.add(task)
+        _tasks[task] = place
+
+    handles = [edge.node.register_prehook(note) for edge in edges]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for task in tasks:
+            _tasks.pop(task, None)
