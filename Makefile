@@ -21,12 +21,14 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
+	@mkdir -p demo
 	$(BIN)/python -m gapless show zb-v --devices 4 --microbatches 8
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
+	$(BIN)/python examples/train_gpt.py --seconds 60 --page demo/training.html
 
 check: $(STAMP)
-	$(BIN)/ruff format --check gapless tests
-	$(BIN)/ruff check gapless tests
+	$(BIN)/ruff format --check gapless tests examples
+	$(BIN)/ruff check gapless tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_surface.py
 

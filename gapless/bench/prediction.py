@@ -3,7 +3,6 @@ these costs, and compare the makespans.
 """
 
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,7 @@ from gapless.bench.contest import Contest
 from gapless.bench.emulated import pipeline
 from gapless.bench.rounds import Progress, silent
 from gapless.pipeline import Pipeline
-from gapless.schedule.action import Kind
-from gapless.schedule.costs import Costs
+from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import page, text
@@ -86,28 +84,6 @@ def _measured(pipe: Pipeline, inputs: Tensor, target: Tensor, rounds: int) -> li
         if number > 0:
             found.append(timeline)
     return found
-
-
-def costs_of(timelines: Sequence[Timeline]) -> Costs:
-    """Per stage the median of each kind of action. A B is an I and a W; where only B ran, it is shared evenly."""
-    taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for timeline in timelines:
-        for device in range(timeline.schedule.num_devices):
-            for action, start, end in timeline.spans(device):
-                taken[action.kind, action.stage].append(float(end - start))
-    stages = range(timelines[0].schedule.num_stages)
-
-    def typical(kind: Kind, stage: int) -> float:
-        seconds = taken.get((kind, stage))
-        if seconds is None:
-            return typical(Kind.BACKWARD, stage) / 2
-        return statistics.median(seconds)
-
-    return Costs(
-        forward=[typical(Kind.FORWARD, stage) for stage in stages],
-        input_grad=[typical(Kind.INPUT_GRAD, stage) for stage in stages],
-        weight_grad=[typical(Kind.WEIGHT_GRAD, stage) for stage in stages],
-    )
 
 
 def _compared(name: str, timelines: Sequence[Timeline]) -> tuple[dict[str, Any], list[Timeline]]:

@@ -115,14 +115,24 @@ def follow(crossing: Crossing, homes: dict[str, set[int]], num_stages: int) -> l
                 low[cut] = max(low[cut], max(numbers))
             else:
                 high[cut] = min(high[cut], min(numbers) - 1)
+    return _placed(crossing, low, high)
+
+
+def _placed(crossing: Crossing, low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """Cuts within these bounds, in order, each where least crosses; a stage may be left without a node."""
+    latest: list[int] = []  # where each cut may be so that those after it find a place
+    for first, last in zip(reversed(low), reversed(high), strict=True):
+        last = min([last, *latest[-1:]])
+        places = [place for place in range(max(first, 0), last + 1) if crossing.allowed[place]]
+        latest.append(places[-1] if places else -1)
     cuts: list[int] = []
-    for cut in range(num_stages - 1):
-        first = max([low[cut], *(place + 1 for place in cuts[-1:])])
-        places = [place for place in range(max(first, 0), high[cut] + 1) if crossing.allowed[place]]
+    for first, last in zip(low, reversed(latest), strict=True):
+        start = max([first, 0, *cuts[-1:]])
+        places = [place for place in range(start, last + 1) if crossing.allowed[place]]
         if not places:
             raise PartitionError(
-                f"this kind of batch leads to another graph, in which stage {cut} can't be cut where the first batch "
-                "was cut: pass batches that take the same way through the model, or cut it by hand with layers="
+                f"this kind of batch leads to another graph, in which cut {len(cuts)} can't be where the first batch had "
+                "it: pass batches that take the same way through the model, or cut it by hand with layers="
             )
         cuts.append(min(places, key=lambda place: crossing.bytes[place]))
     return cuts
@@ -259,7 +269,7 @@ def _unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
             ends[place] = max(ends.get(place, -1), number)
     stretches = []
     for place, end in ends.items():
-        holders = [node for node, places in memory.items() if place in places]
+        holders = [node for node, places in memory.items() if place in places and node.op != "output"]
         if any(node.op == "get_attr" for node in holders):
             uses = [index[user] for node in holders for user in node.users if user in index]
             stretches.append((min(uses), max(uses)))

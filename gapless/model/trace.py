@@ -7,6 +7,7 @@ made; traces are kept, so this happens once for each new kind of batch.
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from typing import Any
@@ -36,6 +37,7 @@ class Trace:
                 f"the trace of {type(model).__name__} has {len(self.inputs)} inputs for {len(flat)} in the batch: pass "
                 "exactly the arguments that its forward uses, or cut it by hand with layers="
             )
+        self._dynamic = [_dynamic_dims(node.meta.get("val")) for node in self.inputs]
         self.nodes = kept_nodes(self.graph)
         output = next(node for node in self.graph.nodes if node.op == "output")
         self.results: Any = output.args[0]
@@ -48,6 +50,9 @@ class Trace:
         """Whether it holds for this batch."""
         if spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
             return False
+        # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
+        if any(leaf.size(dim) < 2 for leaf, dims in zip(flat, self._dynamic, strict=True) for dim in dims):
+            return False
         try:
             if self._guards is not None:
                 self._guards(*flat)
@@ -59,6 +64,12 @@ class Trace:
 def _kind(leaf: Any) -> Any:
     """What must be the same: all of a constant, of a tensor everything but its sizes."""
     return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _dynamic_dims(value: Any) -> list[int]:
+    if not isinstance(value, Tensor):
+        return []
+    return [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
 
 
 def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphModule:
@@ -93,8 +104,6 @@ def _dims(leaf: Any, attempt: str, size: int) -> Any:
 
 def _named(model: nn.Module, args: tuple[Any, ...], shapes: tuple[Any, ...]) -> dict[str, Any]:
     """Positional arguments under their names, which export asks for; `*args` take one name for all."""
-    import inspect
-
     named: dict[str, Any] = {}
     parameters = list(inspect.signature(model.forward).parameters.values())
     for number, parameter in enumerate(parameters):

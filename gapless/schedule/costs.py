@@ -22,6 +22,7 @@ _PER_STAGE = (
     "activation",
     "kept_for_weight_grad",
     "boundary",
+    "backward",
 )
 
 
@@ -32,6 +33,7 @@ class Costs:
     activation            bytes an F leaves behind until its W (or B) has ended, in any unit
     kept_for_weight_grad  the part of them that stays between I and W; all of them unless given
     boundary              bytes handed from one stage to the next, and all a recomputed stage keeps from F to R
+    backward              time of a whole B; an I and a W together unless given
     latency               of one hop between devices; bandwidth: boundary bytes per unit of time on top (None: no limit)
     """
 
@@ -45,6 +47,7 @@ class Costs:
     activation: PerStage = 1
     kept_for_weight_grad: PerStage | None = None
     boundary: PerStage = 0
+    backward: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,7 +85,9 @@ class Costs:
             Kind.FORWARD: self.per_stage("forward", placement),
             Kind.INPUT_GRAD: inputs,
             Kind.WEIGHT_GRAD: weights,
-            Kind.BACKWARD: tuple(i + w for i, w in zip(inputs, weights, strict=True)),
+            Kind.BACKWARD: tuple(i + w for i, w in zip(inputs, weights, strict=True))
+            if self.backward is None
+            else self.per_stage("backward", placement),
             Kind.RECOMPUTE: self.per_stage("recompute", placement),
             Kind.UPDATE: self.per_stage("update", placement),
             Kind.SEND_ACTIVATION: nothing,
@@ -96,7 +101,11 @@ class Costs:
         checkpoint does.
         """
         inputs, again = self.per_stage("input_grad", placement), self.per_stage("recompute", placement)
-        return replace(self, input_grad=tuple(i + r for i, r in zip(inputs, again, strict=True)), recompute=0)
+        slower = replace(self, input_grad=tuple(i + r for i, r in zip(inputs, again, strict=True)), recompute=0)
+        if self.backward is None:
+            return slower
+        whole = self.per_stage("backward", placement)
+        return replace(slower, backward=tuple(b + r for b, r in zip(whole, again, strict=True)))
 
     def merged(self, num_stages: int) -> "Costs":
         """The costs of `num_stages` stages, each made of as many consecutive ones of these."""
