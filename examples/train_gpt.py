@@ -1,4 +1,4 @@
-"""Train a small GPT on real text, the source of Python's own standard library, as a pipeline of 4 stages on CPU threads.
+"""Train a small GPT on real text, the source of Python's standard library, as a pipeline of 4 stages on CPU threads.
 
     python examples/train_gpt.py --seconds 60 --page demo/training.html
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, PartitionError, ScheduleError
 from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.model.materialise import Init, materialise, on_meta
 from gapless.model.tied import tie
 from gapless.plan.partition import balanced, check_enough_layers
 from gapless.run.executor import Program, execute, measured
@@ -81,6 +82,8 @@ class Pipeline:
     batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
                        "error"
     tied               parameters that several stages use: "exact" adds gradients as plain training does, "summed" once
+    init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
+                       a mapping from names to tensors, or a .safetensors file
     compile            True, or options of torch.compile: every layer is compiled
     layers             of a module that can't be traced: callables that together are the model
     example            inputs to trace the model with, now; by default the first batch, when it comes
@@ -108,6 +111,7 @@ class Pipeline:
         batchnorm: BatchNorm = "microbatch",
         tied: Tied = "exact",
         compile: bool | Mapping[str, Any] = False,
+        init: Init | None = None,
         layers: Sequence[Layer] | None = None,
         example: Any = None,
         batch_dims: Any = None,
@@ -130,7 +134,7 @@ class Pipeline:
 
         self._remat_asked = remat
         self._batchnorm: BatchNorm = batchnorm
-        self._compile = compile
+        self._compile, self._init = compile, init
         self.schedule = self._schedule_for(self.microbatches)
         self._lanes = [make_lane(device) for device in self.devices]
         self._stages: list[Stage] = []
@@ -142,6 +146,8 @@ class Pipeline:
             self.partition = _partition(self._model, self.schedule.num_stages, partition)
             self._stages = self._make_stages()
         else:
+            assert isinstance(model, nn.Module)
+            _check_data(model, "a model that is traced needs data first, or its layers= with init=")
             self._model = Captured(model, self._stage_devices)
             _check_uncounted(partition)
             if example is not None:
@@ -199,12 +205,14 @@ class Pipeline:
                 program = self._program(len(parts), inference=True, recorded=False)
                 batch = program.batch
                 batch.inputs, batch.targets = inputs, targets if target is not None else ()
-                self._run(program)
-                losses = tuple(batch.losses) if target is not None else ()
-                if self._loss is own_loss:
-                    losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
-                merged = mb.merge(batch.outputs, counts) if outputs else None
-                program.clear()
+                try:
+                    self._run(program)
+                    losses = tuple(batch.losses) if target is not None else ()
+                    if self._loss is own_loss:
+                        losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
+                    merged = mb.merge(batch.outputs, counts) if outputs else None
+                finally:
+                    program.clear()
             finally:
                 for module, training in modes:
                     module.training = training
@@ -295,7 +303,7 @@ class Pipeline:
         return parts, targets, mb.sizes(size, len(parts))
 
     def _prepared(self, parts: list[Any]) -> list[Any]:
-        """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind of batch comes."""
+        """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
         if isinstance(self._model, Layers):
             return parts
         known = self._model.num_traces
@@ -370,6 +378,8 @@ class Pipeline:
         for stage, count in enumerate(self.partition):
             layers = self._model.layers[first : first + count]
             device = self.devices[self.schedule.placement.device(stage, 0)]
+            if self._init is not None:
+                materialise(self._model.module, layers, device, self._init)
             for layer in layers:
                 if isinstance(layer, nn.Module):
                     _check_data(layer)
@@ -398,8 +408,8 @@ def _warn_of_unsplit(stages: Sequence[Stage]) -> None:
     count = sum(stage.num_compiled for stage in stages if stage.split)
     if count:
         warnings.warn(
-            f"{count} compiled layers are in stages whose backward is split: nothing in them can be deferred, so their "
-            "weight gradients are computed with their input gradients",
+            f"compiled layers can't defer their weight gradients, and stages whose backward is split have {count} of "
+            "them: there these come with the input gradients",
             stacklevel=4,
         )
 
@@ -426,10 +436,10 @@ def _check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
         raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
 
 
-def _check_data(layer: nn.Module) -> None:
-    for name, parameter in layer.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(f"{name} of a {type(layer).__name__} is on the meta device, without data: fill it first")
+def _check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
+    empty = on_meta([layer])
+    if empty:
+        raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
 
 
 def _check_uncounted(partition: Sequence[int] | None) -> None:

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the bits of the plain loop on the same GPU, several devices made of one by streams, no waiting on the host."""
+"""On an NVIDIA GPU: the bits of the plain loop there, several devices made of one by streams, no waiting on the host."""
 
 import copy
 from typing import Any

@@ -3,9 +3,9 @@
     position p cuts after node p:  n0 ... np | np+1 ... nn
     crossing(p)                    every value made up to p, or given as input, that a later node uses
 
-A value that is changed in place must not cross before its last change: after a cut the other side holds a copy of
-its history, and autograd would not see the change. So from the birth of its memory to the last change no cut is allowed;
-likewise from the first to the last use of a buffer that is changed.
+A value that is changed in place must not cross before its last change: beyond a cut it has no history, and
+autograd would not see the change. So from the birth of its memory to its last change no cut is allowed; likewise from
+the first to the last use of a buffer that is changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Crossing:
         self.index = {node: number for number, node in enumerate(nodes)}
         self.last = _last_uses(trace, self.index)
         self.costs = [_cost(node) for node in nodes]
-        births = {node: -1 for node in trace.inputs} | self.index
+        births = dict.fromkeys(trace.inputs, -1) | self.index
         change = [0.0] * (len(nodes) + 1)
         for node, birth in births.items():
             if self.last.get(node, -1) > birth:
@@ -55,7 +55,7 @@ class Crossing:
 
     def values(self, position: int) -> list[Node]:
         """What crosses there, in the graph's order."""
-        births = {node: -1 for node in self.trace.inputs} | self.index
+        births = dict.fromkeys(self.trace.inputs, -1) | self.index
         return [node for node, birth in births.items() if birth <= position < self.last.get(node, -1)]
 
     def parameters(self) -> dict[str, list[int]]:
@@ -131,8 +131,8 @@ def _placed(crossing: Crossing, low: Sequence[int], high: Sequence[int]) -> list
         places = [place for place in range(start, last + 1) if crossing.allowed[place]]
         if not places:
             raise PartitionError(
-                f"this kind of batch leads to another graph, in which cut {len(cuts)} can't be where the first batch had "
-                "it: pass batches that take the same way through the model, or cut it by hand with layers="
+                f"this kind of batch leads to another graph, in which cut {len(cuts)} can't be where the first batch "
+                "had it: pass batches that take the same way through the model, or cut it by hand with layers="
             )
         cuts.append(min(places, key=lambda place: crossing.bytes[place]))
     return cuts
@@ -184,7 +184,7 @@ def _last_uses(trace: Trace, index: dict[Node, int]) -> dict[Node, int]:
         last[node] = len(trace.nodes)
         return node
 
-    torch.fx.map_arg(trace.results, note)  # type: ignore[attr-defined]
+    torch.fx.map_arg(trace.results, note)
     return last
 
 

@@ -48,7 +48,9 @@ def is_sequence(model: Any) -> bool:
 
 def _check_owned(layers: Sequence[Layer], model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise PartitionError(f"layers= cuts a module by hand, but the model is a {type(model).__name__}: pass one of them")
+        raise PartitionError(
+            f"layers= cuts a module by hand, but the model is a {type(model).__name__}: pass one of them"
+        )
     owned = set(model.parameters())
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():

@@ -41,7 +41,8 @@ def _with_grad(enabled: bool, body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_autocast(kind: str, dtype: Any, enabled: bool, cache: Any, body: Callable[..., Any], *args: Any) -> Any:
-    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache):
+    # `cache` is off in every trace, because tracing switches it off; in the model it was on.
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
         return body(*args)
 
 
@@ -81,7 +82,7 @@ def draws(node: Node) -> bool:
     if node.op != "call_function" or isinstance(target, str):
         return False
     if target is aten.dropout.default:
-        return bool(node.args[2]) and node.args[1] != 0.0
+        return bool(node.args[2]) and bool(node.args[1])
     if target is aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     if PYTHON.get(target) in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
@@ -142,7 +143,7 @@ class Piece:
         if end is not None:
             graph.call_function(_place, (place, end))
         kept = outgoing if result is None else result[0]
-        graph.output(torch.fx.map_arg(kept, values.__getitem__))  # type: ignore[attr-defined]
+        graph.output(torch.fx.map_arg(kept, values.__getitem__))
         self._spec = None if result is None else result[1]
         self._module = GraphModule({}, graph)
         self._run: Callable[..., Any] = self._module.forward
@@ -194,11 +195,7 @@ def _moved(tree: Any, moved: tuple[torch.device, torch.device]) -> Any:
 
 def kept_nodes(graph: Graph) -> list[Node]:
     """The nodes that compute something."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and node.target not in _DROPPED
-    ]
+    return [node for node in graph.nodes if node.op == "call_function" and node.target not in _DROPPED]
 
 
 class Slot(nn.Module):

@@ -7,9 +7,12 @@ made; traces are kept, so this happens once for each new kind of batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+import threading
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,16 +85,49 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphMo
         shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
         try:
             # A trace keeps the calls before autocast sees them: it is to act when they run.
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _backward_as_traced():
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
-            return program.module()  # type: ignore[return-value]
+            return program.module()
+        except _LostError as error:
+            raise PartitionError(_refusal(model, error)) from error
         except Exception as error:
             last = error
         finally:
             torch.set_rng_state(before)
     assert last is not None
     raise PartitionError(_refusal(model, last)) from last
+
+
+class _LostError(Exception):
+    """Something of the backward would be lost in a trace, which keeps the forward alone."""
+
+
+@contextlib.contextmanager
+def _backward_as_traced() -> Iterator[None]:
+    """While it holds, this thread may not do what changes a backward unseen: the gradients would be silently wrong."""
+    thread = threading.get_ident()
+    places = [(torch.autograd.Function, "apply"), (Tensor, "register_hook")]
+    before = [place.__dict__[name] for place, name in places]
+
+    def refusing(original: Any, what: str) -> Any:
+        def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                name = first.__name__ if isinstance(first, type) else "a tensor"
+                raise _LostError(f"{what} of {name}, whose own backward a trace would lose")
+            return original.__get__(first, first)(*args, **kwargs)
+
+        return refuse
+
+    torch.autograd.Function.apply = classmethod(  # type: ignore[assignment,method-assign]
+        refusing(before[0].__func__, "autograd.Function.apply")
+    )
+    Tensor.register_hook = refusing(before[1], "register_hook")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for (place, name), original in zip(places, before, strict=True):
+            setattr(place, name, original)
 
 
 def _dims(leaf: Any, attempt: str, size: int) -> Any:

@@ -5,25 +5,32 @@ from collections.abc import Iterator
 
 import torch
 
-from gapless.stage.autocast import AutocastState
+from gapless.stage.autocast import AutocastState, autocast_is_on
+
+_AS_A_THREAD_STARTS = contextlib.nullcontext()
 
 
 class CallerState:
     """Autocast, grad mode and default device of the thread it was made in, to be entered in another."""
 
     def __init__(self) -> None:
-        self._autocast = AutocastState()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
+        self._autocast = AutocastState() if autocast_is_on() else None
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        ordinary = self._grad and not self._inference and self._autocast is None
+        return _AS_A_THREAD_STARTS if ordinary and self._device.type == "cpu" else self._set()
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def _set(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            stack.enter_context(self._autocast.replayed())
+            if self._autocast is not None:
+                stack.enter_context(self._autocast.replayed())
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
             yield

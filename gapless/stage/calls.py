@@ -28,7 +28,7 @@ from . import draws as random
 from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled
-from .deferred import Records, recording
+from .deferred import Records, recording, recording_here
 from .draws import Draws
 from .intercept import TABLE, Mode
 from .linear import linear
@@ -51,6 +51,13 @@ class Way(Enum):
 
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+
+
+def _backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward."""
+    _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 _OUTSIDE, _DIRECTLY = Way.OUTSIDE, Way.DIRECTLY
 
 
@@ -178,24 +185,26 @@ class Calls:
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs autograd, outside of autocast; what is deferred goes to `records`."""
         if self._cold:  # torch compiles a backward when it first runs
-            start = time.perf_counter()
             with random.alone([]):
+                start = time.perf_counter()
                 self._backward(records, edges, grads)
-            self._cold_seconds += time.perf_counter() - start
+                self._cold_seconds += time.perf_counter() - start
         else:
             self._backward(records, edges, grads)
 
     def _backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        if not self._split and not self._mode.alone and not autocast_is_on():
-            _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
-            return
-        with (
-            without_autocast(),
-            random.alone([]) if self._mode.alone else _NOTHING,
-            recording(records, edges, grads[0].device) if self._split else _NOTHING,
-        ):
-            # What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
-            _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if autocast_is_on() or self._mode.alone or (self._split and grads[0].device.type != "cpu"):
+            with (
+                without_autocast(),
+                random.alone([]) if self._mode.alone else _NOTHING,
+                recording(records, edges, grads[0].device) if self._split else _NOTHING,
+            ):
+                _backward(edges, grads)
+        elif self._split:
+            with recording_here(records):
+                _backward(edges, grads)
+        else:
+            _backward(edges, grads)
 
     def forget(self) -> None:
         """Lets go of what lasts for one step."""

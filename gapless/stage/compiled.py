@@ -46,9 +46,9 @@ class CompiledCalls:
         draws = self._draws.get(kind)
         if draws is False:
             return call(), False
-        start = time.perf_counter()
         devices = dict.fromkeys([torch.device("cpu"), device])
         with alone(list(devices)):
+            start = time.perf_counter()
             generators = [default_generator(each).manual_seed(seed) for each in devices]
             before = [generator.get_state() for generator in generators]
             result = call()

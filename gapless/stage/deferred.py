@@ -56,6 +56,12 @@ class Records:
         items = self._items
         if not items:
             return
+        if len(items) == 1:
+            with torch.no_grad(), without_autocast():
+                parameter, function, kept, grad, _ = items.pop()
+                value = function(kept, grad)
+                add_grad(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
+            return
         left: dict[int, int] = {}  # how many contributions a parameter still gets
         for item in items:
             key = id(item[0])
@@ -69,12 +75,12 @@ class Records:
                 key = id(parameter)
                 left[key] -= 1
                 if left[key] == 0 and key not in sums:
-                    _add(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
+                    add_grad(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
                     continue
                 total = sums.setdefault(key, _Sum())
                 total.add(value, parameter.dtype, summed_low)
                 if left[key] == 0:
-                    _add(parameter, sums.pop(key).value(parameter.dtype))
+                    add_grad(parameter, sums.pop(key).value(parameter.dtype))
 
 
 class _Sum:
@@ -101,7 +107,7 @@ class _Sum:
         return low if self._high is None else self._high + low
 
 
-def _add(parameter: Tensor, grad: Tensor) -> None:
+def add_grad(parameter: Tensor, grad: Tensor) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         with torch.enable_grad():
@@ -124,15 +130,27 @@ _running = _Running()
 _tasks: dict[int, Records] = {}  # by graph task: on an accelerator the backward runs in threads of autograd's own
 
 
+class recording_here:  # noqa: N801 (a context manager in the manner of torch.no_grad)
+    """`recording` for a backward that runs in this thread, as on a CPU."""
+
+    __slots__ = ("_records",)
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def __enter__(self) -> None:
+        _running.records = self._records
+
+    def __exit__(self, *_: object) -> None:
+        _running.records = None
+
+
 @contextlib.contextmanager
 def recording(records: Records, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
     """While it holds, `defer` puts into `records` what is deferred by the backward that starts at these edges."""
     if device.type == "cpu":
-        _running.records = records
-        try:
+        with recording_here(records):
             yield
-        finally:
-            _running.records = None
         return
     tasks: set[int] = set()
 

@@ -55,8 +55,8 @@ class Tie:
         parameter = self.parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(
-                f"{self.name} is shared by several stages and has a hook, which would see parts of its gradient: choose "
-                "a partition that keeps its uses in one stage, or remove the hook"
+                f"{self.name} is shared by several stages and has a hook, which would see parts of its gradient: "
+                "choose a partition that keeps its uses in one stage, or remove the hook"
             )
         if parameter.requires_grad and self._handle is None:
             self._node = get_gradient_edge(parameter).node

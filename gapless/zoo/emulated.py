@@ -2,10 +2,10 @@
 
 Its forward and both halves of its backward last as long as they are told to, with the interpreter's lock released, so
 that many such devices fit on a few cores. It is a real layer all the same: `y = x + w`, with a gradient for both. A
-sleep lasts longer than it was asked to, by a span that depends on the machine; that span is measured once and taken off.
-
-gapless splits the backward by `defer`. torch.distributed.pipelining splits it by walking the graph, which takes two nodes,
-so that each half sleeps where it is run (`separate`):
+sleep lasts longer than it was asked to, by a span that depends on the machine; that span is measured once and taken
+off. What the layer itself costs the host is kept small, since it is not what is to be measured: the backward is one
+hook. torch.distributed.pipelining splits a backward by walking its graph, which takes a node for each half
+(`separate`):
 
     x --- begin -------+--- y        begin's backward sleeps `input_grad`
     w --- hold -------/              hold's backward sleeps `weight_grad`
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.stage.deferred import defer
+from gapless.stage.deferred import add_grad, defer
 
 
 @functools.cache
@@ -40,22 +40,6 @@ def wait_until(deadline: float) -> None:
     left = deadline - time.perf_counter() - overshoot()
     if left > 0:
         time.sleep(left)
-
-
-class _Both(torch.autograd.Function):
-    """x + w, with both halves of the backward in one node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, input_grad: float, weight_grad: float) -> Tensor:
-        ctx.parameter, ctx.input_grad, ctx.weight_grad = w, input_grad, weight_grad
-        return x + w
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        end = time.perf_counter() + ctx.input_grad
-        grad = grads[0].sum().view(1)
-        wait_until(end)
-        return grads[0], defer(ctx.parameter, functools.partial(_after, ctx.weight_grad, grad)), None, None
 
 
 class _Begin(torch.autograd.Function):
@@ -85,7 +69,6 @@ class _Hold(torch.autograd.Function):
         return _after(ctx.seconds, grads[0]), None
 
 
-_both: Any = _Both.apply
 _begin: Any = _Begin.apply
 _hold: Any = _Hold.apply
 
@@ -93,6 +76,16 @@ _hold: Any = _Hold.apply
 def _after(seconds: float, grad: Tensor) -> Tensor:
     wait_until(time.perf_counter() + seconds)
     return grad
+
+
+def _both_halves(weight: Tensor, input_grad: float, weight_grad: float, grads: tuple[Tensor, ...]) -> None:
+    """Called before the gradient of y goes on to x."""
+    end = time.perf_counter() + input_grad
+    grad = grads[0].sum().view(1)
+    wait_until(end)
+    now = defer(weight, functools.partial(_after, weight_grad, grad))
+    if now is not None:
+        add_grad(weight, now)
 
 
 class Emulated(nn.Module):
@@ -120,10 +113,12 @@ class Emulated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         forward, input_grad, weight_grad = self.seconds
         end = time.perf_counter() + forward
-        if self.separate:
+        if self.separate or not x.requires_grad or not torch.is_grad_enabled():
             y: Tensor = _begin(x, input_grad) + _hold(self.weight, weight_grad)
         else:
-            y = _both(x, self.weight, input_grad, weight_grad).view_as(x)
+            y = x + self.weight.detach()
+            assert y.grad_fn is not None
+            y.grad_fn.register_prehook(functools.partial(_both_halves, self.weight, input_grad, weight_grad))
         wait_until(end)
         return y
 

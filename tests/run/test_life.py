@@ -307,7 +307,8 @@ class _Buffered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.layer.alive_at_backward.append(ctx.layer.handed[ctx.number]() is not None)
+        before = ctx.layer.handed[: ctx.number]
+        ctx.layer.alive_at_backward.append(sum(buffer() is not None for buffer in before))
         return grads[0], None
 
 
@@ -315,7 +316,7 @@ class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.handed: list[weakref.ref[Any]] = []
-        self.alive_at_backward: list[bool] = []
+        self.alive_at_backward: list[int] = []  # of the microbatches before: those that are still there
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Buffered.apply(x, self)  # type: ignore[no-untyped-call]
@@ -324,13 +325,13 @@ class Buffered(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
 def test_what_was_handed_on_does_not_stay_alive_where_it_was_made(schedule: str) -> None:
-    """When the gradient comes back, the next stage has let go of its input, and nobody else holds it."""
+    """When a gradient comes back, the next stage has let go of its inputs up to then, and nobody else holds them."""
     buffered = Buffered()
     model = [nn.Linear(6, 6), buffered, *(nn.Linear(6, 6) for _ in range(6))]
     partition = [2, 2, 2, 2] if schedule == "zb-v" else [2, 6]
     with pipeline(model, schedule=schedule, partition=partition) as pipe:
         pipe.step(X, Y)
-        assert buffered.alive_at_backward == [False] * 4
+        assert buffered.alive_at_backward == [0] * 4
         assert [buffer() for buffer in buffered.handed] == [None] * 4
 
 
@@ -343,6 +344,22 @@ def test_outputs_live_as_long_as_the_result_that_was_asked_for_them() -> None:
         assert result.outputs.shape == (8, 6)
         del result
         assert buffered.handed[1]() is None
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_failed_call_lets_go_of_its_batch(call: str) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    buffer = array.array("f", [0.0] * 48)
+    seen = weakref.ref(buffer)
+    x = torch.frombuffer(buffer, dtype=torch.float32).view(8, 6)
+    del buffer
+    with pipeline([nn.Linear(6, 6), Do(fail)]) as pipe:
+        with contextlib.suppress(ZeroDivisionError):
+            getattr(pipe, call)(x, Y)
+        del x
+        assert seen() is None
 
 
 def test_a_result_holds_no_graph() -> None:

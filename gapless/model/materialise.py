@@ -1,0 +1,176 @@
+"""From the meta device to real ones, a stage at a time: a model that is too big for one device is never whole on one.
+
+A model built under `torch.device("meta")` has shapes and no data. Each stage's parameters and buffers get memory on the
+stage's device, and then their values, from one of
+
+    a function        init(module, name), called for each module that has parameters or buffers of its own
+    "reset_parameters"   each such module's own method, which is what its constructor calls
+    a checkpoint      a mapping from names to tensors, a .safetensors file, or the .index.json of several;
+                      only what the stage needs is read
+
+Parameters stay the same objects, so tied ones stay tied and an optimizer may be made before or after. Memory is filled
+with a mark first: what still has it afterwards was forgotten, and that is an error and not a silent wrong start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from gapless.errors import CheckpointError, ConfigError
+
+Init = Callable[[nn.Module, str], None] | Mapping[str, Tensor] | str | os.PathLike[str]
+
+
+def on_meta(layers: Sequence[Any]) -> list[str]:
+    """The names, within their layers, of parameters and buffers without data."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    return [name for module in modules for name, tensor in _tensors(module) if tensor.is_meta]
+
+
+def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, init: Init) -> None:
+    """Gives the layers, which are parts of the model, memory on the device, and their values. What has data already
+    stays as it is.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owners: dict[nn.Module, str] = {}
+    made: dict[int, Tensor] = {}
+    for layer in layers:
+        for inner, module in layer.named_modules() if isinstance(layer, nn.Module) else ():
+            empty = [tensor for tensor in _own(module).values() if tensor.is_meta or id(tensor) in made]
+            if empty:
+                owners[module] = names.get(module, inner)
+            for tensor in empty:
+                if tensor.is_meta:
+                    _allocate(tensor, device)
+                    made[id(tensor)] = tensor
+    if callable(init):
+        for module, name in owners.items():
+            init(module, name)
+    elif init == "reset_parameters":
+        _reset(owners)
+    else:
+        _load(model, made, init)
+    _check_filled(model, made)
+
+
+def _allocate(tensor: Tensor, device: torch.device) -> None:
+    """Memory under the same object, marked as not yet filled."""
+    real: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+    real.fill_(_mark(real.dtype))
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    swap_tensors(tensor, real)
+
+
+def _reset(owners: Mapping[nn.Module, str]) -> None:
+    without = []
+    for module, name in owners.items():
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if reset is None:
+            without.append(f"{name} ({type(module).__name__})")
+        else:
+            reset()
+    if without:
+        raise ConfigError(
+            f"no reset_parameters in {', '.join(without)}: give init= a function of a module and its name that fills "
+            "the parameters and buffers of these too"
+        )
+
+
+def _load(model: nn.Module, made: Mapping[int, Tensor], source: Any) -> None:
+    """Copies what was made from a checkpoint, under any of its names."""
+    known: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model):
+        known.setdefault(id(tensor), []).append(name)
+    wrong = []
+    with _opened(source) as read, torch.no_grad():
+        for tensor in made.values():
+            value = next((found for name in known[id(tensor)] if (found := read(name)) is not None), None)
+            if value is not None and value.shape != tensor.shape:
+                shapes = f"{tuple(value.shape)} there, {tuple(tensor.shape)} here"
+                wrong.append(f"{known[id(tensor)][0]} ({shapes})")
+            elif value is not None:
+                tensor.copy_(value)
+    if wrong:
+        raise CheckpointError(f"the checkpoint has other shapes for {', '.join(wrong)}")
+
+
+@contextlib.contextmanager
+def _opened(source: Any) -> Iterator[Callable[[str], Tensor | None]]:
+    """A function that reads one tensor, or None if there is none of that name."""
+    if isinstance(source, Mapping):
+        yield source.get
+        return
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"init is a {type(source).__name__}: it is a function of a module and its name, 'reset_parameters', a "
+            "mapping from names to tensors, or a .safetensors file"
+        )
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ConfigError(
+            f"init={os.fspath(source)!r}: to read a file install safetensors, or give a mapping from names to tensors"
+        ) from None
+    path = Path(source)
+    if not path.is_file():
+        raise CheckpointError(f"init={str(path)!r}: there is no such file")
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, Any] = {}
+
+        def opened(file: Path) -> Any:
+            if file not in files:
+                files[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return files[file]
+
+        if path.suffix == ".json":
+            homes = json.loads(path.read_text("utf-8"))["weight_map"]
+            yield lambda name: opened(path.parent / homes[name]).get_tensor(name) if name in homes else None
+        else:
+            there = set(opened(path).keys())
+            yield lambda name: opened(path).get_tensor(name) if name in there else None
+
+
+def _check_filled(model: nn.Module, made: Mapping[int, Tensor]) -> None:
+    names = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
+    forgotten = [names.get(key, "?") for key, tensor in made.items() if _is_marked(tensor)]
+    if forgotten:
+        raise ConfigError(
+            f"init= left {', '.join(forgotten)} without values: a function given as init= must fill every parameter "
+            "and buffer, also those that no checkpoint has"
+        )
+
+
+def _mark(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype is torch.bool:  # of a boolean nobody can tell
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _mark(tensor.dtype)).all())
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    found = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,148 @@
+"""Compiled layers in a pipeline: the bits of the same layers compiled in the plain loop, whatever they draw."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.errors import ConfigError
+from gapless.stage.compiled import is_compiled
+from tests.pipelines import assert_same, assert_same_gradients, schedule_named
+
+SEED = 5
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """Draws in a way that only its code tells."""
+
+    def __init__(self, width: int = 6, p: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.p = nn.Linear(width, width), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(self.linear(x)), self.p, self.training)
+
+
+def blocks(p: float = 0.0, count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(p=p) for _ in range(count)))
+
+
+def assert_exact(layers: list[Any], reference: list[Any], *, samples: int = 8, steps: int = 2, **options: Any) -> Any:
+    """Steps without zero_grad: losses, outputs and gradients are those of the plain loop over `reference`."""
+    with gapless.Pipeline(layers, microbatches=4, loss=F.mse_loss, seed=SEED, **options) as pipe:
+        for step in range(steps):
+            torch.manual_seed(step)
+            x, y = torch.randn(samples, 6), torch.randn(samples, 6)
+            before = torch.get_rng_state()
+            ours = pipe.step(x, y, outputs=True)
+            assert torch.equal(before, torch.get_rng_state()), "torch's default generator was moved"
+            plain = gapless.plain_step(reference, x, y, loss=F.mse_loss, microbatches=4, seed=SEED, step=step)
+            assert_same(ours.losses, tuple(plain.losses), f"step {step}, losses")
+            assert_same(ours.outputs, plain.outputs, f"step {step}, outputs")
+            assert_same_gradients(layers, reference, f"step {step}")
+        return pipe
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["without draws", "with dropout"])
+@pytest.mark.parametrize(
+    ("schedule", "devices", "remat"),
+    [("1f1b", 4, "none"), ("gpipe", 2, "stage"), ("interleaved", 2, "layer"), ("zb-v", 2, "stage")],
+)
+@pytest.mark.filterwarnings("ignore:compiled layers can")
+def test_compiled_layers_give_the_bits_of_the_plain_loop(schedule: str, devices: int, remat: str, p: float) -> None:
+    model = blocks(p)
+    ours = [torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(model)]
+    plain = [torch.compile(layer, backend="aot_eager") for layer in model]
+    assert_exact(ours, plain, schedule=schedule, devices=devices, remat=remat)
+
+
+def test_uneven_microbatches_compile_once_for_each_size_and_are_exact() -> None:
+    model = blocks(0.2, count=3)
+    ours = [torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(model)]
+    plain = [torch.compile(layer, backend="aot_eager") for layer in model]
+    assert_exact(ours, plain, schedule="1f1b", devices=3, samples=10)
+
+
+def test_inductors_kernels_and_its_own_random_numbers_are_exact_too() -> None:
+    model = blocks(0.3)
+    plain = [torch.compile(layer, dynamic=False) for layer in copy.deepcopy(model)]
+    pipe = assert_exact([*model], plain, schedule="1f1b", devices=2, compile={"dynamic": False})
+    assert pipe.compile_seconds > 0
+
+
+def test_a_pipeline_compiles_each_layer_and_keeps_the_names() -> None:
+    model, eager = blocks(), blocks()
+    names = [name for name, _ in eager.named_parameters()]
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss, compile={"backend": "aot_eager"}) as pipe:
+        assert [name for name, _ in pipe.named_parameters()] == names
+        assert pipe.compile_seconds == 0
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+        cold = pipe.compile_seconds
+        assert cold > 0
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+        assert pipe.compile_seconds == cold, "what is compiled once stays compiled"
+        assert f"2 compiled in {sum(s.compile_seconds for s in pipe._stages[:1]):.1f} s" in repr(pipe)
+        x = torch.randn(4, 6)
+        assert torch.allclose(pipe.evaluate(x).outputs, model.eval()(x))
+    assert not any(is_compiled(layer) for layer in model), "the user's model stays as it is"
+
+
+def test_compiled_layers_under_a_split_schedule_say_once_that_they_do_not_wait() -> None:
+    model = blocks()
+    layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
+    with pytest.warns(UserWarning, match="stages whose backward is split have 3 of them") as seen:
+        pipe = gapless.Pipeline(
+            [*layers[:3], model[3]],
+            devices=2,
+            microbatches=4,
+            schedule=schedule_named("apart", 2, 4),
+            loss=F.mse_loss,
+        )
+    assert len(seen) == 1
+    with pipe, warnings.catch_warnings(record=True) as later:
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+    assert not any("compiled layers" in str(warning.message) for warning in later)
+
+
+def test_a_layer_compiled_in_place_and_one_with_a_compiled_part_are_seen() -> None:
+    plain = nn.Linear(6, 6)
+    in_place = nn.Linear(6, 6)
+    in_place.compile(backend="aot_eager")
+    inner: Any = torch.compile(nn.ReLU(), backend="aot_eager")
+    part = nn.Sequential(nn.Linear(6, 6), inner)
+    function = torch.compile(torch.tanh, backend="aot_eager")
+    assert [is_compiled(layer) for layer in (plain, in_place, part, function)] == [False, True, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:compiled layers can")
+def test_a_part_that_is_compiled_inside_a_layer_is_exact() -> None:
+    torch.manual_seed(0)
+
+    def layers(model: nn.Sequential) -> list[Any]:
+        inner: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
+        return [nn.Sequential(nn.Dropout(0.2), layer) for layer in inner]
+
+    model = blocks(0.2)
+    assert_exact(layers(copy.deepcopy(model)), layers(model), schedule="zb-h1", devices=2)
+
+
+def test_batch_norm_that_cannot_be_seen_is_not_deferred() -> None:
+    layers: list[Any] = [torch.compile(nn.BatchNorm1d(6)), nn.Linear(6, 6)]
+    with pytest.raises(ConfigError, match="a compiled layer moves the statistics of its batch norm unseen"):
+        gapless.Pipeline(layers, devices=2, microbatches=2, loss=F.mse_loss, batchnorm="deferred")

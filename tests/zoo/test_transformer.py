@@ -1,0 +1,70 @@
+"""The encoder-decoder of the zoo masks what is not there, learns, and gives the same bits in stages, by trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapless.zoo.transformer import transformer, translation_loss
+from tests.zoo.training import CASES, Step, Subject, assert_same_steps, in_stages, plainly
+
+
+def sentences(samples: int = 9) -> tuple[Any, Tensor]:
+    """Source and target of different lengths, the last tokens of the source padding."""
+    source, target = torch.randint(1, 13, (samples, 7)), torch.randint(1, 13, (samples, 5))
+    source[:, 5:] *= torch.randint(2, (samples, 2))
+    return (source, target), target.roll(-1, 1)
+
+
+SUBJECT = Subject(
+    make=lambda: transformer(vocab=13, width=8, depth=2, heads=2, context=8, dropout=0.1),
+    batch=sentences,
+    loss=translation_loss,
+)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Step]:
+    return plainly(SUBJECT)
+
+
+@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
+def test_in_stages_it_gives_the_bits_of_the_plain_loop(
+    schedule: str, devices: int, remat: Any, plain: list[Step]
+) -> None:
+    assert_same_steps(in_stages(SUBJECT, devices=devices, schedule=schedule, remat=remat), plain)
+
+
+def test_no_token_of_the_target_sees_a_later_one() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocab=13, width=16, depth=2, heads=2, context=8).eval()
+    (source, target), _ = sentences(2)
+    other = target.clone()
+    other[:, 3:] = other[:, 3:] % 12 + 1
+    assert torch.allclose(model(source, target)[:, :3], model(source, other)[:, :3], atol=1e-6)
+    assert not torch.allclose(model(source, target)[:, 3:], model(source, other)[:, 3:])
+
+
+def test_padding_of_the_source_is_not_seen() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocab=13, width=16, depth=2, heads=2, context=8).eval()
+    source, target = torch.randint(1, 13, (2, 5)), torch.randint(1, 13, (2, 4))
+    padded = torch.cat([source, torch.zeros(2, 2, dtype=torch.long)], 1)
+    assert torch.allclose(model(source, target), model(padded, target), atol=1e-5)
+
+
+def test_it_learns_a_translation_by_heart() -> None:
+    torch.manual_seed(0)
+    model = transformer(vocab=13, width=32, depth=1, heads=2, context=8)
+    (source, target), goal = sentences(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = last = translation_loss(model(source, target), goal)
+    for _ in range(30):
+        optimizer.zero_grad()
+        last = translation_loss(model(source, target), goal)
+        torch.autograd.backward(last)
+        optimizer.step()
+    assert last < first / 3
