@@ -201,7 +201,8 @@ class Pipeline:
             modes = [(module, module.training) for module in self._model.module.modules()]
             self._model.module.eval()
             try:
-                inputs = self._prepared(parts)
+                with torch.no_grad():
+                    inputs = self._prepared(parts)
                 program = self._program(len(parts), inference=True, recorded=False)
                 batch = program.batch
                 batch.inputs, batch.targets = inputs, targets if target is not None else ()
@@ -369,6 +370,9 @@ class Pipeline:
         remat = [asked] * num_stages if isinstance(asked, str) else list(asked)
         if len(remat) != num_stages:
             raise ConfigError(f"remat lists {len(remat)} stages, but the schedule has {num_stages}")
+        if isinstance(self._asked, Schedule):  # one with R in it recomputes, whatever else was asked for
+            for stage in {stage for stage, _ in self._asked.recomputed}:
+                remat[stage] = "stage"
         return remat
 
     def _make_stages(self) -> list[Stage]:

@@ -54,7 +54,8 @@ class Captured:
     def prepare(self, part: Any) -> tuple[Any, ...]:
         """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
         flat, spec = _flat(part)
-        modes = tuple(module.training for module in self.module.modules())
+        # Torch's own modules look at these, and take other kernels where nothing is to be learnt.
+        modes = (torch.is_grad_enabled(), *(module.training for module in self.module.modules()))
         key = (modes, spec, tuple(_key(leaf) for leaf in flat))
         if key not in self._known:
             self._known[key] = self._find(modes, flat, spec)

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Interpreter, Node
+from torch.fx import Node
 
 from gapless.errors import PartitionError
 
+from .changes import tensors_of, unbroken
 from .piece import PYTHON
 from .trace import Trace
 
@@ -49,7 +49,7 @@ class Crossing:
                 change[self.last[node]] -= _bytes(node)
         self.bytes = list(accumulate(change))[: len(nodes)]
         self.allowed = [True] * len(nodes)
-        for start, end in _unbroken(trace, self.index):
+        for start, end in unbroken(trace, self.index):
             for position in range(max(start, 0), end):
                 self.allowed[position] = False
 
@@ -188,14 +188,6 @@ def _last_uses(trace: Trace, index: dict[Node, int]) -> dict[Node, int]:
     return last
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-
-
 def _number(size: Any) -> int:
     """A size, or what it was in the example."""
     if isinstance(size, int):
@@ -209,16 +201,16 @@ def _numel(tensor: Tensor) -> int:
 
 
 def _bytes(node: Node) -> int:
-    return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in _tensors(node.meta.get("val")))
+    return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in tensors_of(node.meta.get("val")))
 
 
 def _cost(node: Node) -> float:
     """Multiplications of the forward, and what it costs to touch the elements of the result."""
-    outs = list(_tensors(node.meta.get("val")))
+    outs = list(tensors_of(node.meta.get("val")))
     if not outs:
         return 0.0
     elements = sum(_numel(out) for out in outs)
-    ins = [tensor for arg in node.all_input_nodes for tensor in _tensors(arg.meta.get("val"))]
+    ins = [tensor for arg in node.all_input_nodes for tensor in tensors_of(arg.meta.get("val"))]
     target = PYTHON.get(node.target, node.target)
     name = getattr(target, "__name__", str(target))
     each = 0
@@ -240,75 +232,3 @@ def _is_view(node: Node) -> bool:
     if schema is None:
         return True
     return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in schema.returns)
-
-
-def _written(node: Node) -> list[Node]:
-    """The arguments that a node changes in place."""
-    if PYTHON.get(node.target) is torch.batch_norm:
-        return [arg for arg in node.args[3:5] if isinstance(arg, Node)] if node.args[5] else []
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written: list[Node] = []
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            written += [arg for arg in (given if isinstance(given, list | tuple) else [given]) if isinstance(arg, Node)]
-    return written
-
-
-def _unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
-    """Stretches of positions without a cut: (from, up to)."""
-    writes = [(index[node], target) for node in trace.nodes for target in _written(node)]
-    if not writes:
-        return []
-    memory = _memory(trace)
-    ends: dict[Any, int] = {}
-    for number, target in writes:
-        for place in memory.get(target, ()):
-            ends[place] = max(ends.get(place, -1), number)
-    stretches = []
-    for place, end in ends.items():
-        holders = [node for node, places in memory.items() if place in places and node.op != "output"]
-        if any(node.op == "get_attr" for node in holders):
-            uses = [index[user] for node in holders for user in node.users if user in index]
-            stretches.append((min(uses), max(uses)))
-        else:
-            stretches.append((min(index.get(node, -1) for node in holders), end))
-    return stretches
-
-
-class _Memory(Interpreter):
-    """Runs a graph on tensors without data and notes in which memory every value lies."""
-
-    def __init__(self, trace: Trace, fake: FakeTensorMode) -> None:
-        super().__init__(trace.module)
-        self._fake = fake
-        self._attrs: dict[str, Any] = {}
-        self.places: dict[Node, set[int]] = {}
-        self._alive: list[Any] = []  # so that no address comes twice
-
-    def run_node(self, n: Node) -> Any:
-        if n.op == "call_module":
-            return None
-        value = super().run_node(n)
-        self._alive.append(value)
-        self.places[n] = {tensor.untyped_storage()._cdata for tensor in _tensors(value)}
-        return value
-
-    def fetch_attr(self, target: str) -> Any:
-        value = super().fetch_attr(target)
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            if target not in self._attrs:
-                self._attrs[target] = self._fake.from_tensor(value.detach())
-            return self._attrs[target]
-        return value
-
-
-def _memory(trace: Trace) -> dict[Node, set[int]]:
-    modes = [val.fake_mode for node in trace.inputs if isinstance(val := node.meta.get("val"), FakeTensor)]
-    fake = modes[0] if modes else FakeTensorMode()
-    runner = _Memory(trace, fake)
-    with fake, torch.no_grad():
-        runner.run(*[node.meta.get("val") for node in trace.inputs], enable_io_processing=False)
-    return runner.places

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gapless.stage import microbatch as mb
 from gapless.stage import plain
+from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
 
@@ -37,6 +39,8 @@ class Reference:
             microbatch += 1
             return self._slot(self._captured.prepare(kwargs or args))
 
+        layer.module = self._slot  # type: ignore[attr-defined]  # whose batch norms count
+
         self._slot.place = lambda number: seeded(microbatch, number)
 
         def seeded(microbatch: int, number: int) -> None:
@@ -50,11 +54,31 @@ def plain_step(
     inputs: Any,
     target: Any = None,
     *,
+    microbatches: int,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    **options: Any,
+    seed: int = 0,
+    step: int = 0,
+    loss_weight: mb.LossWeight = None,
+    batch_dims: Any = None,
+    target_dims: Any = None,
+    batchnorm: BatchNorm = "microbatch",
 ) -> PlainResult:
-    """Forward and backward of a minibatch by plain torch, with the options of `gapless.stage.plain.plain_step`."""
-    if not is_sequence(model):
-        assert isinstance(model, nn.Module)
-        return Reference(model).step(inputs, target, loss=loss or own_loss, **options)
-    return plain.plain_step(Layers(model).layers, inputs, target, loss=loss or own_loss, **options)
+    """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
+
+    The options are those of a `Pipeline`. Torch's default generators are left reseeded. A module is traced at every
+    call; `gapless.model.plain.Reference` keeps its traces.
+    """
+    options: dict[str, Any] = {
+        "microbatches": microbatches,
+        "loss": loss or own_loss,
+        "seed": seed,
+        "step": step,
+        "loss_weight": loss_weight,
+        "batch_dims": batch_dims,
+        "target_dims": target_dims,
+        "batchnorm": batchnorm,
+    }
+    if is_sequence(model):
+        return plain.plain_step(Layers(model).layers, inputs, target, **options)
+    assert isinstance(model, nn.Module)
+    return Reference(model).step(inputs, target, **options)

@@ -96,8 +96,9 @@ class Program:
         if self.inference:
             return self._infer_last(work, microbatch) if put is None else lambda inputs: put(work.infer(inputs))
         defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
+        keep = work.remat == "stage" and (stage, microbatch) not in self.schedule.recomputed
         if not last:
-            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer, then=put)
+            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer, keep=keep, then=put)
 
         lane = self.lanes[self.schedule.placement.device(stage, microbatch)]
 
@@ -110,6 +111,7 @@ class Program:
                 weight=batch.weights[microbatch],
                 want_outputs=batch.want_outputs,
                 defer=defer,
+                keep=keep,
             )
 
         return forward
@@ -196,9 +198,14 @@ def execute(program: Program, team: Team) -> None:
     program.forget()
     state = CallerState()
     failures: list[BaseException] = []
+    profiled = torch.autograd.profiler._is_profiler_enabled
 
     def task(device: int) -> Call:
         lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+        if profiled:
+            calls = [
+                _named(call, str(action)) for call, action in zip(calls, program.schedule.rows[device], strict=True)
+            ]
 
         def run() -> None:
             position = 0
@@ -231,6 +238,16 @@ def execute(program: Program, team: Team) -> None:
             raise failures[0]
         finally:
             failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
+
+
+def _named(call: Call, name: str) -> Call:
+    """The call as a range of that name in torch's profiler."""
+
+    def run() -> None:
+        with torch.profiler.record_function(name):
+            call()
+
+    return run
 
 
 def _place(program: Program, device: int, position: int) -> str:

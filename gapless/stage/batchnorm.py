@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -49,7 +50,9 @@ class Statistics:
     def __init__(self, option: BatchNorm, layers: Sequence[Any]) -> None:
         _check(option, layers)
         self.option = option
-        self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
+        # A function may say to which module it belongs.
+        parts = [layer if isinstance(layer, nn.Module) else getattr(layer, "module", None) for layer in layers]
+        self._layers = [part for part in parts if isinstance(part, nn.Module)]
         self._counting: list[nn.Module] = []  # modules with counters, as far as known
         self._microbatch = -1
         self._seen = 0  # calls in this run
@@ -173,7 +176,9 @@ class PlainMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS.get(func)
-        return self.plain(func, args, kwargs or {}) if handler is None else handler(self, func, args, kwargs or {})
+        if handler is None or detect_fake_mode() is not None:  # a model that is being traced computes nothing
+            return self.plain(func, args, kwargs or {})
+        return handler(self, func, args, kwargs or {})
 
     def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it is."""

@@ -7,6 +7,7 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Work:
     want_outputs: bool
     defer: bool  # will the halves of its backward be called apart
     records: Records
+    keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
     replaying: bool = False
 
 
@@ -51,6 +53,24 @@ class Kept:
     edges: list[GradientEdge | None] | None = None
     start: Tensor | None = None  # the gradient of the weighted loss: one
     autocast: AutocastState | None = None
+    # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
+    # in another order.
+    as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
+        """For these inputs."""
+        kept = cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
+        for number, leaf in enumerate(kept.leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(_note_layout, kept.as_they_came, number, leaf.stride()))
+        return kept
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of the inputs, after the backward."""
+        if not self.as_they_came:
+            return [leaf.grad for leaf in self.leaves]
+        return [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
 
 
 class Cell:
@@ -63,6 +83,7 @@ class Cell:
         self._kept: dict[int, Kept] = {}
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self._guarded = False
+        self._tried = False  # a run has told
         self._stage = 0
         self._ties: tuple[Tie, ...] = ()
 
@@ -76,7 +97,7 @@ class Cell:
         if type(inputs) is Tensor and (layers := self._calls.bare()) is not None and not autocast_is_on():
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = mb.flatten(inputs)
-        kept = Kept([leaf_of(tensor) for tensor in tensors], shape)
+        kept = Kept.of(tensors, shape)
         handed = self._build(work, kept)
         if then is not None:
             then(handed)
@@ -91,8 +112,8 @@ class Cell:
         then: Callable[[Any], None] | None,
     ) -> Any:
         """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
-        kept = Kept([leaf_of(tensor)], None)
-        value: Any = _not_a_leaf(kept.leaves[0]) if self._guarded else kept.leaves[0]
+        kept = Kept.of([tensor], None)
+        value: Any = self._changeable(kept.leaves[0], cast=False)
         version = value._version
         first = value
         try:
@@ -128,7 +149,7 @@ class Cell:
             self._backward_tied(work, edges, starts)
         elif edges:
             self._calls.backward(work.records, edges, starts)
-        found = [leaf.grad for leaf in kept.leaves]
+        found = kept.grads()
         if then is not None:
             then(found)  # before the graph is taken down
         return found
@@ -167,17 +188,42 @@ class Cell:
         """Runs the layers on the leaves and notes the edges."""
         self._calls.statistics.enter(work.microbatch, replaying=work.replaying)
         while True:
-            identity = self._guarded or autocast_is_on()
-            tensors = [_not_a_leaf(leaf) for leaf in kept.leaves] if identity else kept.leaves
+            cast = autocast_is_on()
+            tensors = [self._changeable(leaf, cast=cast) for leaf in kept.leaves]
             versions = [tensor._version for tensor in tensors]
+            copied = self._guarded or not self._tried
             try:
                 handed = self._attempt(work, kept, tensors, defer=defer)
-                self._guarded = self._guarded or versions != [tensor._version for tensor in tensors]
+                self._note_changes(versions != [tensor._version for tensor in tensors], seen=copied or not cast)
                 return handed
             except RuntimeError as error:
                 if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
                 self._guarded = True
+
+    def _changeable(self, leaf: Tensor, *, cast: bool) -> Tensor:
+        """The leaf as the layers get it: as it is, or as the result of an operation, which it is in the plain loop.
+
+        torch forbids to change a leaf in place, so a layer that does gets a copy, and the stage before keeps what it
+        has saved. Autocast caches the cast of a leaf but not that of a result, so that gradients of several uses
+        would be summed in another precision.
+        """
+        if not leaf.requires_grad or not (self._guarded or cast):
+            return leaf
+        if self._guarded or not self._tried:
+            return leaf.clone()
+        result: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+        return result
+
+    def _note_changes(self, changed: bool, *, seen: bool) -> None:
+        """Learns from a run whether the layers change their input."""
+        if changed and not seen:
+            raise GaplessError(
+                "a layer changed its input in place that had not done so before, under autocast, where that can't be "
+                "undone: let it make a new tensor."
+            )
+        self._tried = True
+        self._guarded = self._guarded or changed
 
     def _attempt(self, work: Work, kept: Kept, tensors: list[Tensor], *, defer: bool = False) -> Any:
         """Runs the layers, and again where what was learnt on the way changes the beginning."""
@@ -216,13 +262,9 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
 
 
-def _not_a_leaf(leaf: Tensor) -> Tensor:
-    """The leaf's data as the result of an operation, which it is in the plain loop.
-
-    It matters in two places: torch forbids to change a leaf in place, and autocast caches the cast of a leaf but not
-    that of a result, so that gradients of several uses would be summed in another precision.
-    """
-    return torch.ops.aten._unsafe_view.default(leaf, leaf.shape) if leaf.requires_grad else leaf
+def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
+    if grad.stride() != stride:
+        as_they_came[number] = grad
 
 
 def check_scalar(loss: Any) -> None:

@@ -49,7 +49,7 @@ def plain_step(
     parts = mb.split(inputs, microbatches, batch_dims)
     targets = mb.split(target, len(parts), target_dims, size=size) if target is not None else [None] * len(parts)
     counts = mb.sizes(size, len(parts))
-    weights = mb.weights(loss_weight, counts, targets)
+    weights = mb.weights(loss_weight, counts, targets if target is not None else parts)
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()

@@ -25,7 +25,7 @@ from gapless.errors import ConfigError, GaplessError
 from . import microbatch as mb
 from .autocast import AutocastState
 from .calls import Calls
-from .cell import Cell, Kept, Work, leaf_of
+from .cell import Cell, Kept, Work
 
 
 class RematCell(Cell):
@@ -36,8 +36,10 @@ class RematCell(Cell):
         self._tried = False
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
+        if work.keep:
+            return super().forward(work, inputs, then)
         tensors, shape = mb.flatten(inputs)
-        kept = Kept([leaf_of(tensor) for tensor in tensors], shape, autocast=AutocastState())
+        kept = Kept.of(tensors, shape, AutocastState())
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
         copies = [leaf.detach().clone() for leaf in kept.leaves] if self._guarded or not self._tried else kept.leaves
         # Nor may a copy be laid out in another way, or the layers may take other kernels.

@@ -101,16 +101,18 @@ class Stage:
         weight: float | Tensor = 1.0,
         want_outputs: bool = True,
         defer: bool = True,
+        keep: bool = False,
         then: Then | None = None,
     ) -> Any:
         """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without
         its weight). `then` is called with the outputs as soon as they are there: others may wait for them.
+        `keep` says that there will be no recompute of this microbatch.
         """
         if microbatch in self._work:
             raise GaplessError(
                 f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
             )
-        work = Work(microbatch, step, target, weight, want_outputs, defer, Records())
+        work = Work(microbatch, step, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
         try:
             for cell in self._cells[:-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """As people write them: a mask, positions, an embedding tied to the head."""
 
-    def __init__(self, dropout: float = 0.0, depth: int = 4) -> None:
+    def __init__(self, dropout: float = 0.0, depth: int = 3) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.places = nn.Embedding(16, WIDTH)
@@ -60,16 +61,16 @@ class Unet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [2, 4, 6]
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
         self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in sizes[1:])
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
         for conv, norm in zip(self.down, self.norms, strict=True):
             skips.append(x)
             x = F.max_pool2d(F.relu(norm(conv(x)), inplace=True), 2)
-        for up in reversed(self.up):  # type: ignore[call-overload]
+        for up in reversed(self.up):
             x = up(x) + skips.pop()
         return x
 
@@ -85,7 +86,8 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = self.body.generate_square_subsequent_mask(target.size(1))
-        return self.head(self.body(self.tokens(source), self.tokens(target), tgt_mask=mask))  # type: ignore[no-any-return]
+        x = self.body(self.tokens(source), self.tokens(target), tgt_mask=mask, tgt_is_causal=True)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def token_loss(outputs: Tensor, target: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def ids(samples: int = 6, length: int = 5) -> Tensor:
     return torch.randint(VOCAB, (samples, length))
 
 
-def made(model: type[nn.Module], *args: Any) -> nn.Module:
+def made(model: type[nn.Module], *args: Any) -> Any:
     torch.manual_seed(2)
     return model(*args)
 
@@ -119,13 +121,20 @@ def test_a_unet_has_the_bits_of_its_own_loop_and_its_running_statistics(
 @pytest.mark.parametrize(("devices", "schedule"), [(2, "zb-v"), (4, "1f1b")])
 def test_an_encoder_and_decoder_has_the_bits_of_its_own_loop(devices: int, schedule: str) -> None:
     batches = [((ids(), ids(6, 4)), ids(6, 4)) for _ in range(2)]
-    assert_exact(made(Translator), batches, loss=token_loss, devices=devices, schedule=schedule)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which torch takes in eval mode, but not in a trace
+    try:
+        assert_exact(made(Translator), batches, loss=token_loss, devices=devices, schedule=schedule)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
-@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "none"), (3, "gpipe", "stage"), (2, "zb-v", "none")])
-@pytest.mark.parametrize("model", [Gpt, Translator])
+@pytest.mark.parametrize(
+    ("model", "devices", "schedule", "remat"),
+    [(Gpt, 2, "1f1b", "none"), (Gpt, 3, "gpipe", "stage"), (Gpt, 2, "zb-v", "none"), (Translator, 2, "zb-v", "stage")],
+)
 def test_dropout_draws_the_numbers_of_the_uncut_graph(
-    model: type[nn.Module], devices: int, schedule: str, remat: str
+    model: type[nn.Module], devices: int, schedule: str, remat: Any
 ) -> None:
     ours = made(model, 0.3)
     plain = copy.deepcopy(ours)
@@ -178,9 +187,11 @@ def test_autocast_of_the_caller_holds() -> None:
     model = made(Gpt)
     other = copy.deepcopy(model)
     inputs, target = ids(4), ids(4)
-    with gapless.Pipeline(model, devices=2, microbatches=2, loss=token_loss) as pipe:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = pipe.step(inputs, target)
+    with (
+        gapless.Pipeline(model, devices=2, microbatches=2, loss=token_loss) as pipe,
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        result = pipe.step(inputs, target)
     losses = []
     for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -204,11 +215,11 @@ class Lora(nn.Module):
         return self.frozen(x) + self.b(self.a(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "stage"), (2, "zb-v", "none"), (4, "gpipe", "none")])
+@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "stage"), (4, "zb-h1", "none")])
 def test_adapters_alone_learn(devices: int, schedule: str, remat: str) -> None:
     model = made(Gpt).requires_grad_(False)
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.mix = Lora(block.mix)  # type: ignore[arg-type]
+    for block in model.blocks:
+        block.mix = Lora(block.mix)
     batches = [(ids(), ids()) for _ in range(2)]
     assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat)
     assert {name.rsplit(".")[-2] for name, p in model.named_parameters() if p.requires_grad} == {"a", "b"}
@@ -217,10 +228,10 @@ def test_adapters_alone_learn(devices: int, schedule: str, remat: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_nothing_is_computed_or_sent_for_a_frozen_first_half(schedule: str) -> None:
     model = made(Gpt, 0.0, 6)
-    frozen = [model.tokens, model.places, *model.blocks[:4]]  # type: ignore[index,misc]
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # type: ignore[union-attr]
+    frozen = [model.tokens, model.places, *model.blocks[:4]]
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     for part in frozen:
-        part.requires_grad_(False)  # type: ignore[union-attr]
+        part.requires_grad_(False)
     batches = [(ids(), ids()) for _ in range(2)]
     assert_exact(model, batches, loss=token_loss, schedule=schedule)
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=token_loss, schedule=schedule) as pipe:
@@ -228,7 +239,7 @@ def test_nothing_is_computed_or_sent_for_a_frozen_first_half(schedule: str) -> N
         _, *crossing = pipe._stages[0].forward(0, pipe._prepared([ids(2)])[0], step=0)
         assert not any(value.requires_grad for value in crossing if isinstance(value, Tensor))
         pipe._stages[0].drop()
-    assert all(p.grad is None for part in frozen for p in part.parameters())  # type: ignore[union-attr]
+    assert all(p.grad is None for part in frozen for p in part.parameters())
 
 
 class WithLoss(nn.Module):

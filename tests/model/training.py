@@ -51,9 +51,10 @@ def assert_exact(
     loss: Loss | None = None,
     microbatches: int = 3,
     devices: int = 2,
+    evaluate: bool = True,
     **options: Any,
 ) -> None:
-    """Steps with an optimizer, and then an evaluation, leave what the model's own loop leaves."""
+    """Steps with an optimizer, and then an evaluation if wanted, leave what the model's own loop leaves."""
     reference = copy.deepcopy(model)
     pipe = gapless.Pipeline(model, devices=devices, microbatches=microbatches, loss=loss, **options)
     ours_sgd, plain_sgd = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (pipe, reference))
@@ -68,15 +69,20 @@ def assert_exact(
             if number != 1:  # the next step adds to what is there
                 ours_sgd.zero_grad()
                 plain_sgd.zero_grad()
-        inputs, target = batches[-1]
-        outputs = pipe.evaluate(copy.deepcopy(inputs), target).outputs
-        reference.eval()
-        size = mb.batch_size(inputs)
-        with torch.no_grad():
-            parts = [called(reference, part) for part in mb.split(copy.deepcopy(inputs), microbatches)]
-        assert_same(outputs, mb.merge(parts, mb.sizes(size, len(parts))), "outputs of evaluate")
+        if evaluate:
+            assert_same_evaluation(pipe, reference, *batches[-1], microbatches)
         assert model.training
         assert pipe.module() is model
+
+
+def assert_same_evaluation(
+    pipe: gapless.Pipeline, reference: nn.Module, inputs: Any, target: Any, microbatches: int
+) -> None:
+    outputs = pipe.evaluate(copy.deepcopy(inputs), target).outputs
+    reference.eval()
+    with torch.no_grad():
+        parts = [called(reference, part) for part in mb.split(copy.deepcopy(inputs), microbatches)]
+    assert_same(outputs, mb.merge(parts, mb.sizes(mb.batch_size(inputs), len(parts))), "outputs of evaluate")
 
 
 def assert_same(ours: Any, plain: Any, where: str) -> None:

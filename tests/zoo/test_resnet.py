@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gapless.zoo.resnet import resnet
-from tests.zoo.training import CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import CASES, STEPS, Step, Subject, assert_same_steps, in_stages, plainly
 
 SUBJECT = Subject(
     make=lambda: resnet(18, classes=5, width=4),
@@ -22,6 +22,12 @@ SUBJECT = Subject(
 @pytest.fixture(scope="module")
 def plain() -> list[Step]:
     return plainly(SUBJECT)
+
+
+def test_a_minibatch_counts_once_for_every_batch_norm(plain: list[Step]) -> None:
+    counters = [buffer for buffer in plain[-1].buffers if buffer.dtype == torch.int64]
+    assert counters
+    assert all(int(counter) == STEPS for counter in counters)
 
 
 @pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)

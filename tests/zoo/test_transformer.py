@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gapless.zoo.transformer import transformer, translation_loss
-from tests.zoo.training import CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
 
 
-def sentences(samples: int = 9) -> tuple[Any, Tensor]:
+def sentences(samples: int = 8) -> tuple[Any, Tensor]:
     """Source and target of different lengths, the last tokens of the source padding."""
     source, target = torch.randint(1, 13, (samples, 7)), torch.randint(1, 13, (samples, 5))
     source[:, 5:] *= torch.randint(2, (samples, 2))
@@ -31,7 +31,7 @@ def plain() -> list[Step]:
     return plainly(SUBJECT)
 
 
-@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
+@pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
 ) -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from gapless.zoo.unet import unet
-from tests.zoo.training import CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import STEPS, TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
 
 SUBJECT = Subject(
     make=lambda: unet(depth=2, width=4, channels=1, classes=3),
-    batch=lambda: (torch.randn(9, 1, 8, 8), torch.randint(3, (9, 8, 8))),
+    batch=lambda: (torch.randn(8, 1, 8, 8), torch.randint(3, (8, 8, 8))),
     loss=F.cross_entropy,
     options=(("batchnorm", "deferred"),),
 )
@@ -24,7 +24,13 @@ def plain() -> list[Step]:
     return plainly(SUBJECT)
 
 
-@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
+def test_a_minibatch_counts_once_for_every_batch_norm(plain: list[Step]) -> None:
+    counters = [buffer for buffer in plain[-1].buffers if buffer.dtype == torch.int64]
+    assert counters
+    assert all(int(counter) == STEPS for counter in counters)
+
+
+@pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
 ) -> None:

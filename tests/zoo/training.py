@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gapless
+from gapless.model.plain import Reference
 from tests.pipelines import assert_same
 
 SEED = 7
@@ -22,6 +24,11 @@ CASES = [
     for devices in (2, 3, 4)
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-v")
     for remat in ("none", "stage")
+]
+# A trace takes seconds, so every second one of these is for the long run.
+TRACED_CASES = [
+    pytest.param(*case, marks=pytest.mark.slow if (number // 2 + number // 8 + number) % 2 else ())
+    for number, case in enumerate(CASES)
 ]
 
 
@@ -72,26 +79,23 @@ def plainly(subject: Subject) -> list[Step]:
     """By the plain loop."""
     model = made(subject)
 
-    def step(number: int, inputs: Any, target: Any) -> Any:
-        return gapless.plain_step(
-            model,  # type: ignore[arg-type]
-            inputs,
-            target,
-            loss=subject.loss,
-            microbatches=MICROBATCHES,
-            seed=SEED,
-            step=number,
-            **dict(subject.options),
-        )
-
-    return trained(subject, model, step)
+    options: dict[str, Any] = {
+        "loss": subject.loss,
+        "microbatches": MICROBATCHES,
+        "seed": SEED,
+        **dict(subject.options),
+    }
+    if isinstance(model, nn.Sequential):
+        return trained(subject, model, lambda number, x, y: gapless.plain_step(model, x, y, step=number, **options))
+    reference = Reference(model)  # what plain_step makes; kept, so that the model is traced once
+    return trained(subject, model, lambda number, x, y: reference.step(x, y, step=number, **options))
 
 
 def in_stages(subject: Subject, **options: Any) -> list[Step]:
     """By a pipeline."""
     model = made(subject)
     with gapless.Pipeline(
-        model,  # type: ignore[arg-type]
+        model,
         microbatches=MICROBATCHES,
         loss=subject.loss,
         seed=SEED,

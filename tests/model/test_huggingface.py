@@ -1,0 +1,152 @@
+"""Hugging Face models from small configs, their code untouched: through stages as through their own plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.model.plain import Reference
+from tests.model.training import assert_exact, assert_same, assert_same_state
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 24
+SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    config = transformers.GPT2Config(
+        **SMALL,
+        n_positions=16,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        loss_type="ForCausalLM",
+    )
+    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SMALL,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        **{**SMALL, "use_cache": True},
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)  # type: ignore[no-any-return]
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        **SMALL,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:
+    mask = torch.ones(samples, length, dtype=torch.long)
+    mask[:, -2:] = 0
+    ids, labels = (torch.randint(3, VOCAB, (samples, length)) for _ in range(2))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
+@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "zb-v", "none"), (4, "1f1b", "stage")])
+def test_a_model_with_labels_has_the_bits_of_its_own_loop(
+    make: Callable[[], nn.Module], devices: int, schedule: str, remat: str
+) -> None:
+    torch.manual_seed(4)
+    model = make()
+    batches: list[tuple[Any, Any]] = [(batch(), None), (batch(7), None)]
+    assert_exact(model, batches, devices=devices, schedule=schedule, remat=remat, evaluate=devices == 4)
+
+
+def test_a_loss_of_ones_own_takes_the_logits() -> None:
+    torch.manual_seed(4)
+
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+
+    both = batch()
+    labels = both.pop("labels")
+    assert_exact(llama(), [(both, labels)], loss=loss, devices=2)
+
+
+def test_dropout_is_seeded_call_by_call() -> None:
+    torch.manual_seed(4)
+    model = gpt2(0.2)
+    plain = copy.deepcopy(model)
+    reference = Reference(plain)
+    with gapless.Pipeline(model, devices=2, microbatches=3, seed=9) as pipe:
+        for step in range(2):
+            inputs = batch()
+            result = pipe.step(inputs)
+            wanted = reference.step(inputs, microbatches=3, seed=9, step=step)
+            assert_same(result.losses, wanted.losses, "losses")
+            assert_same_state(model, plain, f"step {step}")
+
+
+def test_microbatches_weigh_as_many_as_their_labels_count() -> None:
+    torch.manual_seed(4)
+    model = llama()
+    whole = copy.deepcopy(model)
+    inputs = batch(4)
+    inputs["labels"][0, 2:] = -100
+    count = partial(lambda ignored, part: (part["labels"][:, 1:] != ignored).sum(), -100)
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss_weight=count) as pipe:
+        result = pipe.step(inputs)
+    assert result.loss is not None
+    torch.testing.assert_close(result.loss, whole(**inputs).loss)
+
+
+def test_the_trained_weights_are_in_the_original_object() -> None:
+    torch.manual_seed(4)
+    model = bert()
+    with gapless.Pipeline(model, devices=2, microbatches=2) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        inputs = batch(4)
+        first = pipe.step(inputs).loss
+        for _ in range(4):
+            optimizer.step()
+            optimizer.zero_grad()
+            last = pipe.step(inputs).loss
+        assert first is not None
+        assert last is not None
+        assert last < first
+    assert pipe.module() is model
+    assert model.eval()(**inputs).loss < first
