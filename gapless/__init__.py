@@ -11,6 +11,7 @@ from gapless._version import __version__
 
 if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
+    from gapless.model.plain import plain_step as plain_step
     from gapless.pipeline import Pipeline as Pipeline
     from gapless.pipeline import Result as Result
     from gapless.schedule.action import Schedule as Schedule
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
     from gapless.schedule.verify import verify as verify
-    from gapless.model.plain import plain_step as plain_step
     from gapless.stage.seeds import seed_of as seed_of
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the bits of the plain loop there, several devices made of one by streams, no waiting on the host."""
+"""On an NVIDIA GPU: the bits of the plain loop, several devices made of one by streams, no waiting on the host."""
 
 import copy
 from typing import Any
@@ -41,9 +41,12 @@ def assert_same_training(model: nn.Sequential, x: Any, y: Any, loss: Any, *, ste
         for step in range(steps):
             result = pipe.step(x, y, outputs=True)
             expected = plain_step(reference, x, y, loss=loss, microbatches=options["microbatches"], step=step)
+            assert result.loss is not None
             assert torch.equal(result.loss, expected.loss)
             assert torch.equal(result.outputs, expected.outputs)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad), name
 
 

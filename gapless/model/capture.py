@@ -65,6 +65,10 @@ class Captured:
         for number, (its_modes, trace) in enumerate(self._traces):
             if its_modes == modes and trace.fits(flat, spec):
                 return number
+        if not self._traces and self._devices[0].type != self._origin.type:
+            # Kernels of another kind of device lay out their results in another way, and a trace relies on it.
+            self._origin = self._devices[0]
+            self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         trace = Trace(self._in_one_place(), flat, spec)
         self._cut(trace)

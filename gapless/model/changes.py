@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Interpreter, Node
 
-from .piece import PYTHON
+from .operators import PYTHON
 from .trace import Trace
 
 

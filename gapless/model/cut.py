@@ -23,7 +23,7 @@ from torch.fx import Node
 from gapless.errors import PartitionError
 
 from .changes import tensors_of, unbroken
-from .piece import PYTHON
+from .operators import PYTHON
 from .trace import Trace
 
 aten = torch.ops.aten

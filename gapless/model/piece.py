@@ -11,93 +11,17 @@ draws) are written in the form its table knows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-aten = torch.ops.aten
+from .operators import COUNTING, PYTHON, Answer, answered, is_heavy
+
 Place = Callable[[int], None]
-# What an export adds for itself.
-_DROPPED = {aten._assert_tensor_metadata.default}
-
-
-def _embedding(weight: Tensor, indices: Tensor, padding: int = -1, by_freq: bool = False, sparse: bool = False) -> Any:
-    return F.embedding(indices, weight, None if padding == -1 else padding, None, 2.0, by_freq, sparse)
-
-
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    return F.scaled_dot_product_attention(*args, **kwargs)
-
-
-def _with_grad(enabled: bool, body: Callable[..., Any], *args: Any) -> Any:
-    with torch.set_grad_enabled(enabled):
-        return body(*args)
-
-
-def _with_autocast(kind: str, dtype: Any, enabled: bool, cache: Any, body: Callable[..., Any], *args: Any) -> Any:
-    # `cache` is off in every trace, because tracing switches it off; in the model it was on.
-    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
-        return body(*args)
-
-
-def _convolutions() -> dict[Any, Callable[..., Any]]:
-    table: dict[Any, Callable[..., Any]] = {}
-    for dims in "123":
-        forward, transposed = getattr(aten, f"conv{dims}d"), getattr(aten, f"conv_transpose{dims}d")
-        for overload in (forward.default, forward.padding):
-            table[overload] = getattr(torch, f"conv{dims}d")
-        table[transposed.default if dims == "1" else transposed.input] = getattr(torch, f"conv_transpose{dims}d")
-    return table
-
-
-# The same operation, in the form in which a stage's table answers it.
-PYTHON: dict[Any, Callable[..., Any]] = {
-    aten.linear.default: F.linear,
-    aten.matmul.default: torch.matmul,
-    aten.mm.default: torch.mm,
-    aten.addmm.default: torch.addmm,
-    aten.embedding.default: _embedding,
-    aten.dropout.default: F.dropout,
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.lstm.input: torch.lstm,
-    aten.gru.input: torch.gru,
-    aten.rnn_tanh.input: torch.rnn_tanh,
-    aten.rnn_relu.input: torch.rnn_relu,
-    aten.batch_norm.default: torch.batch_norm,
-    torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad,
-    torch.ops.higher_order.wrap_with_autocast: _with_autocast,
-    **_convolutions(),
-}
-
-
-def draws(node: Node) -> bool:
-    """Whether this call takes random numbers."""
-    target: Any = node.target
-    if node.op != "call_function" or isinstance(target, str):
-        return False
-    if target is aten.dropout.default:
-        return bool(node.args[2]) and bool(node.args[1])
-    if target is aten.scaled_dot_product_attention.default:
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
-    if PYTHON.get(target) in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-        return any(type(arg) is float and arg > 0.0 for arg in node.args)
-    if PYTHON.get(target) in (_with_grad, _with_autocast):
-        bodies = [body_of(arg) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-        return any(draws(inner) for body in bodies if isinstance(body, GraphModule) for inner in body.graph.nodes)
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
-def body_of(node: Node) -> Any:
-    """What a get_attr node of a traced graph stands for."""
-    owner: Any = node.graph.owning_module
-    assert owner is not None
-    return operator.attrgetter(str(node.target))(owner)
 
 
 def _place(place: Place, number: int) -> None:
@@ -122,42 +46,61 @@ class Piece:
         """`numbers` counts the random calls; `end` is their number, given to the last piece, whose `result` is the
         model's; `moved` says which device in the trace is which one here.
         """
-        graph = Graph()
-        place = graph.placeholder("place")
-        values: dict[Node, Node] = {node: graph.placeholder(node.name) for node in incoming}
-        self._homes: list[tuple[Any, str]] = []
+        self._nodes, self._incoming, self._numbers, self._end = nodes, incoming, numbers, end
+        self._kept = outgoing if result is None else result[0]
+        self._moved = moved
+        self.spec = None if result is None else result[1]
         used = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
-        used |= {node for node in outgoing if node.op == "get_attr"}
-        for node in sorted(used):
-            values[node] = graph.placeholder(node.name)
-            self._homes.append(_home(model, node))
-        for node in nodes:
-            if node in numbers:
-                graph.call_function(_place, (place, numbers[node]))
-            copy = graph.node_copy(node, values.__getitem__)
-            copy.target = PYTHON.get(node.target, node.target)
-            copy.meta = {}
-            if moved is not None:
-                copy.args, copy.kwargs = _moved((copy.args, copy.kwargs), moved)
-            values[node] = copy
-        if end is not None:
-            graph.call_function(_place, (place, end))
-        kept = outgoing if result is None else result[0]
-        graph.output(torch.fx.map_arg(kept, values.__getitem__))
-        self._spec = None if result is None else result[1]
-        self._module = GraphModule({}, graph)
-        self._run: Callable[..., Any] = self._module.forward
-        self._device = None if moved is None else moved[1]
+        torch.fx.map_arg(self._kept, lambda node: used.add(node) if node.op == "get_attr" else None)
+        self._attrs = sorted(used)
+        self._homes = [_home(model, node) for node in self._attrs]
+        self._runs: dict[bool, Callable[..., Any]] = {}  # by whether weight gradients may wait
 
-    def __call__(self, place: Place, values: Sequence[Any]) -> Any:
+    def _compile(self, split: bool) -> Callable[..., Any]:
+        graph = Graph()
+        place, answer = graph.placeholder("place"), graph.placeholder("answer")
+        values: dict[Node, Node] = {}
+        for node in (*self._incoming, *self._attrs):
+            values[node] = graph.placeholder(node.name)
+        for node in self._nodes:
+            if node in self._numbers:
+                graph.call_function(_place, (place, self._numbers[node]))
+            copy = graph.node_copy(node, values.__getitem__)
+            target: Any = PYTHON.get(node.target, node.target)
+            copy.meta = {}
+            if self._moved is not None:
+                copy.args, copy.kwargs = _moved((copy.args, copy.kwargs), self._moved)
+            if node in self._numbers or target in COUNTING or (split and is_heavy(node)):
+                target, copy.args = answered(target), (answer, *copy.args)
+            copy.target = target
+            values[node] = copy
+        if self._end is not None:
+            graph.call_function(_place, (place, self._end))
+        graph.output(torch.fx.map_arg(self._kept, values.__getitem__))
+        run: Callable[..., Any] = GraphModule({}, graph).forward
+        return run
+
+    def __call__(self, values: Sequence[Any], place: Place, answer: Answer, split: bool) -> Any:
+        if split not in self._runs:
+            self._runs[split] = self._compile(split)
         held = [getattr(owner, name) for owner, name in self._homes]
-        if self._device is not None:
+        if self._moved is not None:
+            device = self._moved[1]
             held = [
-                value.to(self._device) if isinstance(value, Tensor) and type(value) is not nn.Parameter else value
+                value.to(device) if isinstance(value, Tensor) and type(value) is not nn.Parameter else value
                 for value in held
             ]
-        out = self._run(place, *values, *held)
-        return tuple(out) if self._spec is None else pytree.tree_unflatten(out, self._spec)
+        out = self._runs[split](place, answer, *values, *held)
+        return tuple(out) if self.spec is None else pytree.tree_unflatten(out, self.spec)
+
+    def unseen(self) -> list[nn.Parameter]:
+        """Parameters that some call uses whose weight gradient can't wait."""
+        here = set(self._nodes)
+        light = [any(user in here and not is_heavy(user) for user in node.users) for node in self._attrs]
+        values = [getattr(owner, name) for owner, name in self._homes]
+        return [
+            value for value, is_light in zip(values, light, strict=True) if is_light and isinstance(value, nn.Parameter)
+        ]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those it uses, with a name."""
@@ -193,11 +136,6 @@ def _moved(tree: Any, moved: tuple[torch.device, torch.device]) -> Any:
     return pytree.tree_map(change, tree)
 
 
-def kept_nodes(graph: Graph) -> list[Node]:
-    """The nodes that compute something."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target not in _DROPPED]
-
-
 class Slot(nn.Module):
     """A stage's place in every trace: the one layer of that stage."""
 
@@ -206,13 +144,34 @@ class Slot(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
-        self.place: Place = _nowhere
+        self.bind(_nowhere, as_it_is)
+
+    def bind(
+        self,
+        place: Place,
+        answer: Answer,
+        *,
+        split: bool = False,
+        exclude: Callable[[list[nn.Parameter]], None] | None = None,
+    ) -> None:
+        """Gives it to a stage, which is told the number of a draw and answers calls; with `split` weight gradients may
+        wait, but for those of parameters given to `exclude`.
+        """
+        self._place, self._answer, self._split, self._exclude = place, answer, split, exclude
+        self._seen = 0
 
     def forward(self, crossing: tuple[Any, ...]) -> Any:
         trace, *values = crossing
+        while self._seen < len(self.pieces):
+            if self._exclude is not None:
+                self._exclude(self.pieces[self._seen].unseen())
+            self._seen += 1
         piece = self.pieces[trace]
-        out = piece(self.place, values)
-        return out if piece._spec is not None else (trace, *out)
+        if torch.is_grad_enabled():
+            out = piece(values, self._place, self._answer, self._split)
+        else:
+            out = piece(values, _nowhere, as_it_is, False)
+        return out if piece.spec is not None else (trace, *out)
 
     def settle(self, device: torch.device) -> None:
         """Brings parameters and buffers to the device; `.to` would give the model buffers of its own."""
@@ -243,3 +202,8 @@ class Slot(nn.Module):
 
 def _nowhere(_: int) -> None:
     """Nobody draws, or nobody asks from where."""
+
+
+def as_it_is(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call itself: nobody answers it."""
+    return function(*args, **kwargs)

@@ -20,6 +20,7 @@ from gapless.stage.seeds import seed_of
 
 from .capture import Captured, own_loss
 from .layers import Layers, is_sequence
+from .piece import as_it_is
 
 
 class Reference:
@@ -41,7 +42,7 @@ class Reference:
 
         layer.module = self._slot  # type: ignore[attr-defined]  # whose batch norms count
 
-        self._slot.place = lambda number: seeded(microbatch, number)
+        self._slot.bind(lambda number: seeded(microbatch, number), as_it_is)
 
         def seeded(microbatch: int, number: int) -> None:
             torch.manual_seed(seed_of(seed, step, microbatch, number))

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
 
-from .piece import draws, kept_nodes
+from .operators import draws, kept_nodes
 
 
 class Trace:

@@ -7,8 +7,9 @@
 | `plain` | the reference loop that everything is compared with |
 | `stage` | forward, backward and its two halves |
 | `cell` | one autograd graph; `remat`: one that is rebuilt |
-| `calls` | how layers are called: inside the mode or outside |
-| `intercept` | the mode and its table of handlers: `linear`, `convolution`, `draws` |
+| `buffers` | those that a forward changes, and a second run must not |
+| `calls` | how layers are called: inside the mode or outside; `compiled`: those of which nothing can be seen |
+| `intercept` | the mode and its table of handlers: `linear`, `convolution`, `draws`, `batchnorm` |
 | `deferred` | weight gradients that wait |
 | `autocast` | its state, where it must be off or replayed |
 """

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -89,16 +90,17 @@ class Calls:
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
-        outside = loss is None and not spread and all(way is Way.OUTSIDE for _, way in self._layers)
+        outside = loss is None and not spread
+        outside = outside and all(way is Way.OUTSIDE and not _is_traced(layer) for layer, way in self._layers)
         self._bare = list(layers) if outside and all(isinstance(layer, nn.Module) for layer in layers) else None
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
-            if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module):
+            if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not _is_traced(layer):
                 self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
 
         for layer in layers:
-            if getattr(layer, "counts_draws", False):  # a piece of a traced graph says itself where it stands
-                layer.place = self.place  # type: ignore[attr-defined]
+            if _is_traced(layer):
+                layer.bind(self.place, self.answer, split=split, exclude=self.exclude)  # type: ignore[attr-defined]
 
     def place(self, number: int) -> None:
         """The next draw is the `number`-th random call of the model, which counts as its layer."""
@@ -107,9 +109,23 @@ class Calls:
         if self._mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, number))
 
+    def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers one call of a traced graph."""
+        handler = TABLE.get(function)
+        if handler is not None:
+            return handler(self._mode, function, args, kwargs)
+        if isinstance(function, OpOverload):
+            return random.draw(self._mode, function, args, kwargs)
+        with self._mode:
+            return function(*args, **kwargs)
+
     def exclude(self, parameters: Sequence[nn.Parameter]) -> None:
         """Leaves the gradients of these to autograd."""
         self._mode.excluded.update(id(parameter) for parameter in parameters)
+
+    def layers_of(self, layers: range) -> list[Any]:
+        """Some of the layers."""
+        return [self._layers[index][0] for index in layers]
 
     def parameters_of(self, layers: range, *, with_loss: bool) -> list[nn.Parameter]:
         """Those of some of the layers, each once."""
@@ -222,7 +238,14 @@ class Calls:
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
 
+def _is_traced(layer: Any) -> bool:
+    """Whether it is a piece of a traced graph, which knows its calls and asks for the answers itself."""
+    return getattr(layer, "counts_draws", False) is True
+
+
 def _way(layer: Any, split: bool) -> Way:
+    if _is_traced(layer):
+        return Way.OUTSIDE
     if getattr(layer, "draws_nothing_and_defers_itself", False):
         return Way.OUTSIDE  # its own promise: see `zoo.emulated`
     if is_compiled(layer):

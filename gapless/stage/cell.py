@@ -19,6 +19,7 @@ from gapless.errors import GaplessError
 
 from . import microbatch as mb
 from .autocast import AutocastState, autocast_is_on
+from .buffers import Taken
 from .calls import Calls
 from .deferred import Records
 from .intercept import Restart
@@ -53,6 +54,7 @@ class Kept:
     edges: list[GradientEdge | None] | None = None
     start: Tensor | None = None  # the gradient of the weighted loss: one
     autocast: AutocastState | None = None
+    buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
     # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)

@@ -8,7 +8,8 @@
 The layers are seeded and cast as in the first run, so the second computes the same bits. The first run builds a graph
 too, and lets go of it: without gradients torch takes other kernels in places (oneDNN's LSTM, attention), and whether an
 output needs a gradient could not be told. With a split backward the second run happens once: for the first half, and
-the second half uses what that recorded. The second run does not count for batch norm (`Work.replaying`).
+the second half uses what that recorded. The second run does not count for batch norm (`Work.replaying`), and
+changes no buffer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
 from .autocast import AutocastState
+from .buffers import Buffers
 from .calls import Calls
 from .cell import Cell, Kept, Work
 
@@ -34,6 +36,7 @@ class RematCell(Cell):
     def __init__(self, calls: Calls, layers: range, *, with_loss: bool) -> None:
         super().__init__(calls, layers, with_loss=with_loss)
         self._tried = False
+        self._buffers = Buffers(calls.layers_of(layers))
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         if work.keep:
@@ -47,7 +50,9 @@ class RematCell(Cell):
             copies = kept.leaves
         copied = copies is not kept.leaves
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
+        buffers = self._buffers.taken()
         handed = self._build(work, Kept(leaves, shape), defer=False)
+        kept.buffers = self._buffers.learn(buffers)
         self._tried = True
         if self._guarded and not copied:
             raise GaplessError(
@@ -65,7 +70,7 @@ class RematCell(Cell):
             return
         assert kept.autocast is not None
         work.replaying = True
-        with torch.enable_grad(), kept.autocast.replayed():
+        with torch.enable_grad(), kept.autocast.replayed(), self._buffers.replayed(kept.buffers):
             self._build(work, kept)
         work.replaying = False
 

@@ -43,7 +43,7 @@ class Tie:
         self.parameter = parameter
         self._home = min(stages)
         self._summed = tied == "summed"
-        self._carried: dict[int, Tensor] = {}
+        self._carried: dict[int, tuple[Tensor, Any]] = {}  # and on an accelerator the event after which it is there
         self._sums: dict[int, Tensor] = {}
         self._node: Any = None
         self._handle: Any = None
@@ -79,8 +79,14 @@ class Tie:
 
     def seed(self, microbatch: int) -> tuple[GradientEdge, Tensor] | None:
         """What later stages have added up for this microbatch: the sum goes on from there."""
-        carried = self._carried.pop(microbatch, None)
-        return None if carried is None else (get_gradient_edge(self.parameter), carried)
+        if microbatch not in self._carried:
+            return None
+        carried, event = self._carried.pop(microbatch)
+        if event is not None:  # stages have streams of their own
+            stream = torch.cuda.current_stream(carried.device)
+            stream.wait_event(event)
+            carried.record_stream(stream)
+        return get_gradient_edge(self.parameter), carried
 
     def _arrived(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         place = _running.place or _tasks.get(torch._C._current_graph_task_id())
@@ -89,7 +95,8 @@ class Tie:
             return None
         stage, microbatch = place
         if not self._summed:
-            self._carried[microbatch] = grad
+            event = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
+            self._carried[microbatch] = (grad, event)
         elif stage in self._sums:
             self._sums[stage].add_(grad)
         else:

@@ -81,7 +81,7 @@ class Translator(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.body = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout, batch_first=True)
+        self.body = nn.Transformer(WIDTH, 2, 1, 1, 2 * WIDTH, dropout, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
