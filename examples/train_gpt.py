@@ -78,9 +78,8 @@ def main() -> None:
     costs = costs_of(timelines)
     measured = replace(sorted(timelines, key=lambda t: t.makespan)[len(timelines) // 2], costs=costs, name="measured")
     predicted = gapless.simulate(measured.schedule, costs, "predicted from the measured costs")
-    print(
-        f"\nbubble: {100 * measured.bubble:.1f}% measured, {100 * predicted.bubble:.1f}% predicted for devices of their own"
-    )
+    promised = f"{100 * predicted.bubble:.1f}% predicted for devices of their own"
+    print(f"\nbubble: {100 * measured.bubble:.1f}% measured, {promised}")
     print("(4 devices share this machine's cores here, so an action takes longer while others run)")
     Path(options.page).parent.mkdir(parents=True, exist_ok=True)
     page.write(options.page, [measured, predicted], title="A small GPT, measured and predicted")
