@@ -58,15 +58,18 @@ class Kept:
     # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    bare: bool = False  # of layers that do the same every time
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
         """For these inputs."""
-        kept = cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
-        for number, leaf in enumerate(kept.leaves):
+        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
+
+    def watch_layouts(self) -> None:
+        """Before the backward: keep gradients as they come."""
+        for number, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
-                leaf.register_hook(functools.partial(_note_layout, kept.as_they_came, number, leaf.stride()))
-        return kept
+                leaf.register_hook(functools.partial(_note_layout, self.as_they_came, number, leaf.stride()))
 
     def grads(self) -> list[Tensor | None]:
         """The gradients of the inputs, after the backward."""
@@ -86,6 +89,7 @@ class Cell:
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self._guarded = False
         self._tried = False  # a run has told
+        self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
         self._stage = 0
         self._ties: tuple[Tie, ...] = ()
 
@@ -114,7 +118,7 @@ class Cell:
         then: Callable[[Any], None] | None,
     ) -> Any:
         """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
-        kept = Kept.of([tensor], None)
+        kept = Kept([leaf_of(tensor)], None, bare=True)
         value: Any = self._changeable(kept.leaves[0], cast=False)
         version = value._version
         first = value
@@ -147,11 +151,16 @@ class Cell:
         """The gradients of the inputs from those of the outputs. Weight gradients are added to `.grad` or recorded."""
         kept = self._kept.pop(work.microbatch)
         edges, starts = self._starts(kept, grads)
+        layout = _layout(kept.leaves[0], starts[0]) if kept.bare and starts else None
+        if layout not in self._layouts:
+            kept.watch_layouts()
         if self._ties:
             self._backward_tied(work, edges, starts)
         elif edges:
             self._calls.backward(work.records, edges, starts)
         found = kept.grads()
+        if layout is not None and not kept.as_they_came:
+            self._layouts.add(layout)
         if then is not None:
             then(found)  # before the graph is taken down
         return found
@@ -262,6 +271,10 @@ class Cell:
 def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+
+def _layout(leaf: Tensor, grad: Tensor) -> tuple[Any, ...]:
+    return leaf.shape, leaf.stride(), grad.shape, grad.stride()
 
 
 def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
