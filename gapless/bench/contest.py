@@ -30,13 +30,12 @@ class Contest:
     samples: int = 1
     layers: int = 1
 
-    def stage(self, stages_per_device: int, separate: bool = False) -> nn.Sequential:
+    def stage(self, stages_per_device: int, separate: bool = False) -> nn.Module:
         """`separate` is for a contestant that splits a backward by walking its graph: see Emulated."""
         if self.kind == "linear":
             return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers)))
         share = self.seconds / stages_per_device
-        emulated = Emulated(forward=share, input_grad=share, weight_grad=share, size=self.size, separate=separate)
-        return nn.Sequential(emulated)
+        return Emulated(forward=share, input_grad=share, weight_grad=share, size=self.size, separate=separate)
 
     def inputs(self) -> Tensor:
         """They require a gradient where layers are emulated, so that the I of the first stage takes its time too."""

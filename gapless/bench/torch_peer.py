@@ -64,7 +64,7 @@ def _schedule(contest: Contest, name: str, rank: int) -> tuple[Any, Callable[[],
     numbers = _stages_of(rank, contest.devices, name)
     stages = []
     for number in numbers:
-        layers: nn.Module = contest.stage(stages_per_device, separate=True)
+        layers = contest.stage(stages_per_device, separate=name == "zb-v")
         if number == 0 and contest.inputs_need_grad:
             layers = _NeedsGrad(layers)
         stages.append(PipelineStage(layers, number, num_stages, torch.device("cpu")))
