@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gapless.cli import options
+from gapless.errors import ScheduleError
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
@@ -26,6 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     limit = options.limit_of(arguments, costs)
     schedule, costs = options.passed(options.schedule_of(arguments, costs), costs, arguments, limit)
     timeline = simulate(schedule, costs)
+    peak = max(timeline.peak, default=0)
+    if limit is not None and float(peak) > float(limit) * (1 + 1e-9):
+        raise ScheduleError(
+            f"{schedule.name} does not fit: its peak of {text.number(peak)} is above the limit of {text.number(limit)}"
+        )
     options.write_pictures(arguments, [timeline], limit)
     if arguments.json:
         options.print_json({**timeline.summary(), **_proof(arguments)})

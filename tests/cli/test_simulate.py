@@ -82,3 +82,9 @@ def test_many_devices_get_no_table(gapless: Command) -> None:
     out = gapless("simulate 1f1b --devices 65 --microbatches 2").out
     assert "device  busy" not in out
     assert "the most a device holds" in out
+
+
+def test_a_schedule_above_the_memory_limit_is_refused_with_both_numbers(gapless: Command) -> None:
+    code, out, err = gapless("simulate gpipe --devices 4 --microbatches 8 --memory-limit 4")
+    assert (code, out) == (2, "")
+    assert err == "gapless: gpipe does not fit: its peak of 8 is above the limit of 4\n"
