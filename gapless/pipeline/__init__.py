@@ -16,12 +16,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, PartitionError, ScheduleError
+from gapless.errors import ConfigError, ScheduleError
 from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
-from gapless.model.materialise import Init, materialise, on_meta
+from gapless.model.materialise import Init, materialise
 from gapless.model.tied import tie
-from gapless.plan.partition import balanced, check_enough_layers
+from gapless.pipeline.arguments import (
+    at_least_one,
+    check_data,
+    check_options,
+    check_uncounted,
+    fitting_schedule,
+    layers_per_stage,
+    one_of,
+    stages_per_device_of,
+    torch_devices,
+)
 from gapless.run.executor import Program, execute, measured
 from gapless.run.gradients import clip_grad_norm
 from gapless.run.streams import make_lane
@@ -29,10 +39,9 @@ from gapless.run.threads import Team, close_with
 from gapless.schedule import lower
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.recipes import RECIPES, Objective, find_recipe, make_schedule
+from gapless.schedule.recipes import Objective, find_recipe, make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.schedule.verify import verify
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiled
@@ -119,14 +128,14 @@ class Pipeline:
         intra_op_threads: int | None = None,
         timeline: bool = False,
     ) -> None:
-        self.devices = _devices(devices)
-        _check_options(schedule, loss, loss_weight)
+        self.devices = torch_devices(devices)
+        check_options(schedule, loss, loss_weight)
         self._asked = schedule
-        self._stages_per_device = _stages_per_device(schedule, stages_per_device, partition, len(self.devices))
+        self._stages_per_device = stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
         self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
-        self.microbatches = _at_least_one("microbatches", microbatches)
+        self.microbatches = at_least_one("microbatches", microbatches)
         self._loss, self._loss_weight = loss or own_loss, loss_weight
-        self._tied = _one_of("tied", tied, ("exact", "summed"))
+        self._tied = one_of("tied", tied, ("exact", "summed"))
         self._batch_dims, self._target_dims = batch_dims, target_dims
         self._timeline = timeline
         self.seed = seed
@@ -143,19 +152,19 @@ class Pipeline:
         self._model: Layers | Captured
         if layers is not None or is_sequence(model):
             self._model = Layers(model, layers)
-            self.partition = _partition(self._model, self.schedule.num_stages, partition)
+            self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
             self._stages = self._make_stages()
         else:
             assert isinstance(model, nn.Module)
-            _check_data(model, "a model that is traced needs data first, or its layers= with init=")
+            check_data(model, "a model that is traced needs data first, or its layers= with init=")
             self._model = Captured(model, self._stage_devices)
-            _check_uncounted(partition)
+            check_uncounted(partition)
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         if intra_op_threads is None:
             intra_op_threads = max(1, torch.get_num_threads() // len(self.devices))
-        threads = _at_least_one("intra_op_threads", intra_op_threads)
+        threads = at_least_one("intra_op_threads", intra_op_threads)
         self._team = Team([f"gapless device {k}" for k in range(len(self.devices))], threads)
         self._close = close_with(self, self._team)
 
@@ -345,7 +354,7 @@ class Pipeline:
         """The schedule as it is run: made or taken, checked, and lowered."""
         devices = len(self.devices)
         if isinstance(self._asked, Schedule):
-            schedule = _fitting(self._asked, devices, microbatches)
+            schedule = fitting_schedule(self._asked, devices, microbatches)
         else:
             if not find_recipe(self._asked).synchronous:
                 raise ScheduleError(f"{self._asked} updates weights on its way; a Pipeline runs schedules that do not")
@@ -386,7 +395,7 @@ class Pipeline:
                 materialise(self._model.module, layers, device, self._init)
             for layer in layers:
                 if isinstance(layer, nn.Module):
-                    _check_data(layer)
+                    check_data(layer)
                     layer.to(device)
             layers = compiled(layers, self._compile)
             last = stage == len(self.partition) - 1
@@ -429,92 +438,3 @@ def _apart(part: Any) -> Any:
     """
     tensors, shape = mb.flatten(part)
     return mb.unflatten([tensor.data.requires_grad_(tensor.requires_grad) for tensor in tensors], shape)
-
-
-def _check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
-    if not isinstance(schedule, str | Schedule):
-        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name or a Schedule")
-    if loss is not None and not callable(loss):
-        raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
-    if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
-        raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
-
-
-def _check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
-    empty = on_meta([layer])
-    if empty:
-        raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
-
-
-def _check_uncounted(partition: Sequence[int] | None) -> None:
-    if partition is not None:
-        raise PartitionError(
-            "partition counts the layers of a sequence, and a module is traced and cut by cost: leave it out, or give "
-            "the layers with layers="
-        )
-
-
-def _one_of(word: str, value: Any, known: Sequence[str]) -> Any:
-    if value not in known:
-        raise ConfigError(f"{word}={value!r}: it is {' or '.join(repr(name) for name in known)}")
-    return value
-
-
-def _devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:
-    if isinstance(devices, int):
-        count = _at_least_one("devices", devices)
-        if torch.cuda.device_count() >= count:
-            return [torch.device("cuda", index) for index in range(count)]
-        return [torch.device("cpu")] * count
-    if isinstance(devices, str):
-        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
-    made = [torch.device(device) for device in devices]
-    _at_least_one("devices", len(made))
-    for device in made:
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device {device} is neither cpu nor cuda")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices"
-            )
-    return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in made]
-
-
-def _at_least_one(word: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{word} is {value!r}, but it must be a whole number of at least 1")
-    return value
-
-
-def _stages_per_device(
-    schedule: str | Schedule, asked: int | None, partition: Sequence[int] | None, num_devices: int
-) -> int | None:
-    """As asked, or as many as the partition has, where the recipe leaves a choice."""
-    if asked is not None or partition is None or not isinstance(schedule, str):
-        return asked
-    recipe = RECIPES.get(schedule)
-    free = recipe is not None and (recipe.stages_per_device is None or len(recipe.stages_per_device) > 1)
-    return len(partition) // num_devices if free and len(partition) % num_devices == 0 else None
-
-
-def _fitting(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:
-    if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
-        raise ScheduleError(
-            f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but "
-            f"this step has {num_devices} devices and {microbatches} microbatches; one by name is made for any number"
-        )
-    verify(schedule).raise_if_wrong()
-    return schedule
-
-
-def _partition(model: Layers, num_stages: int, asked: Sequence[int] | None) -> tuple[int, ...]:
-    if asked is None:
-        return balanced(model.costs(), num_stages)
-    counts = tuple(asked)
-    check_enough_layers(len(model.layers), num_stages)
-    if len(counts) != num_stages or sum(counts) != len(model.layers) or min(counts) < 1:
-        raise PartitionError(
-            f"partition {list(counts)} has {len(counts)} stages and {sum(counts)} layers, but the schedule has "
-            f"{num_stages} stages and the model {len(model.layers)} layers: give at least 1 layer per stage"
-        )
-    return counts
