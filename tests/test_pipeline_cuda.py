@@ -123,3 +123,23 @@ def test_memory_is_flat_over_many_steps() -> None:
             pipe.step(x, x)
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + 1024
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_parameters_shared_by_streams_of_one_gpu_add_up_as_in_the_plain_loop(schedule: str) -> None:
+    """The node that adds to a shared parameter once told one stage's backward from another's, and told wrong."""
+
+    class Block(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.linear = norm, nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(self.norm(x)))
+
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(32)
+    model = nn.Sequential(*(Block(norm) for _ in range(4))).cuda()
+    x, y = torch.randn(8, 16, 32, device="cuda"), torch.randn(8, 16, 32, device="cuda")
+    options: dict[str, Any] = {"devices": ["cuda:0"] * 2, "microbatches": 4, "schedule": schedule, "partition": [2, 2]}
+    assert_same_training(model, x, y, F.mse_loss, **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from .autocast import without_autocast
+
+T = TypeVar("T")
 
 
 class Record(NamedTuple):
@@ -152,21 +154,33 @@ def recording(records: Records, edges: Sequence[GradientEdge], device: torch.dev
         with recording_here(records):
             yield
         return
+    with noted(_tasks, records, edges):
+        yield
+
+
+@contextlib.contextmanager
+def noted(table: dict[int, T], value: T, edges: Sequence[GradientEdge]) -> Iterator[None]:
+    """While it holds, `table` has `value` for the graph task of the backward that starts at these edges.
+
+    On an accelerator a backward runs in threads of autograd's own, so its task says whose it is. The nodes that add to
+    a parameter are left out: stages that share it share that node, and one's task would be taken for the other's.
+    """
     tasks: set[int] = set()
 
     def note(_: Any) -> None:
         task = torch._C._current_graph_task_id()
         tasks.add(task)
-        _tasks[task] = records
+        table[task] = value
 
-    handles = [edge.node.register_prehook(note) for edge in edges]
+    nodes = [edge.node for edge in edges if type(edge.node).__name__ != "AccumulateGrad"]
+    handles = [node.register_prehook(note) for node in nodes]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
         for task in tasks:
-            _tasks.pop(task, None)
+            table.pop(task, None)
 
 
 def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:

@@ -24,6 +24,8 @@ from torch.nn import Parameter
 
 from gapless.errors import ConfigError
 
+from .deferred import noted
+
 Tied = Literal["exact", "summed"]
 
 
@@ -115,18 +117,5 @@ def running(stage: int, microbatch: int, edges: Sequence[GradientEdge], device: 
         finally:
             _running.place = None
         return
-    tasks: set[int] = set()
-
-    def note(_: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        tasks.add(task)
-        _tasks[task] = place
-
-    handles = [edge.node.register_prehook(note) for edge in edges]
-    try:
+    with noted(_tasks, place, edges):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for task in tasks:
-            _tasks.pop(task, None)
