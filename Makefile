@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 CHROMIUM := $(shell command -v chromium 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
@@ -11,20 +13,26 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# Enough to run it: torch and the package itself.
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("gapless needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) 'setuptools>=77' wheel
+	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(PIP) --no-build-isolation --editable .
 	touch $@
 
-demo: $(STAMP)
+# What the checks and tests need on top.
+$(STAMP): $(RUNS)
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@
+
+demo: $(RUNS)
 	@mkdir -p demo
 	$(BIN)/python -m gapless show zb-v --devices 4 --microbatches 8
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
-	$(BIN)/python examples/train_gpt.py --seconds 60 --page demo/training.html
+	$(BIN)/python examples/train_gpt.py --seconds 45 --page demo/training.html
 
 check: $(STAMP)
 	$(BIN)/ruff format --check gapless tests examples

