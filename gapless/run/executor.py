@@ -14,13 +14,13 @@ from torch import Tensor
 from gapless.run.caller import CallerState
 from gapless.run.streams import CpuLane, Lane, Parcel, fenced
 from gapless.run.threads import Channels, StoppedError, Team
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.timeline import Timeline
 from gapless.stage.cell import check_scalar
 from gapless.stage.stage import Stage
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Program:
         if kind is Kind.FORWARD:
             take, put = self._taker(device, action, -1), self._putter(device, action, 1)
             compute = self._forward(stage, microbatch, put)
-        elif kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        elif kind in BACKWARDS:
             take, put = self._taker(device, action, 1), self._putter(device, action, -1)
             half = work.backward if kind is Kind.BACKWARD else work.backward_input
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
@@ -88,6 +88,8 @@ class Program:
             take, compute = None, lambda _: alone(microbatch)
         if self.recorded:
             compute = self._timed(device, compute)
+        elif kind in BACKWARDS and take is not None:
+            return lambda: half(microbatch, take(), put)  # the same without a call between
         return (lambda: compute(None)) if take is None else (lambda: compute(take()))
 
     def _forward(self, stage: int, microbatch: int, put: Callable[[Any], None] | None) -> Callable[[Any], Any]:

@@ -89,7 +89,7 @@ class _Taker:
         self._came = self._taken = 0
 
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 
 class Team:

@@ -92,7 +92,10 @@ class Calls:
         self._cold_seconds = 0.0
         outside = loss is None and not spread
         outside = outside and all(way is Way.OUTSIDE and not _is_traced(layer) for layer, way in self._layers)
-        self._bare = list(layers) if outside and all(isinstance(layer, nn.Module) for layer in layers) else None
+        self._bare: list[Any] | None = None
+        if outside and all(isinstance(layer, nn.Module) and _plainly_called(layer) for layer in layers):
+            self._bare = list(layers)
+        self._forwards = [layer.forward for layer in self._bare or []]
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not _is_traced(layer):
@@ -138,9 +141,9 @@ class Calls:
         if self._bare is None or _has_any_global_hook():
             return None
         for layer in self._bare:
-            if layer._forward_hooks or layer._forward_pre_hooks:  # type: ignore[attr-defined]
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
                 return None
-        return self._bare
+        return self._forwards
 
     @property
     def num_compiled(self) -> int:
@@ -271,6 +274,11 @@ def _may_draw(module: nn.Module) -> bool:
 def _is_torchs(thing: Any) -> bool:
     """Whether it is one of torch's own modules or functions."""
     return (getattr(thing, "__module__", None) or "").startswith(("torch.nn.modules.", "torch.nn.functional"))
+
+
+def _plainly_called(layer: nn.Module) -> bool:
+    """Whether calling it is, where it has no hooks, nothing but its forward."""
+    return type(layer).__call__ is nn.Module.__call__ and layer._compiled_call_impl is None
 
 
 def _has_hooks(layer: Any) -> bool:

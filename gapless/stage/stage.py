@@ -64,6 +64,9 @@ class Stage:
             self.layers, first_layer, seed=seed, split=split, loss=loss, spread=spread, batchnorm=batchnorm
         )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
+        *self._first_cells, self._last_cell = self._cells
+        self._first_cell, *later = self._cells
+        self._cells_back = later[::-1]
         self._work: dict[int, Work] = {}
 
     def parameters(self) -> list[nn.Parameter]:
@@ -115,13 +118,12 @@ class Stage:
         work = Work(microbatch, step, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
         try:
-            for cell in self._cells[:-1]:
+            for cell in self._first_cells:
                 inputs = cell.forward(work, inputs)
-            inputs = self._cells[-1].forward(work, inputs, then)
+            return self._last_cell.forward(work, inputs, then)
         except BaseException:
             self._forget(microbatch)
             raise
-        return inputs
 
     def recompute(self, microbatch: int) -> None:
         """Rebuilds the graph of a microbatch from its kept inputs (remat="stage"); the backward does it itself if
@@ -150,9 +152,9 @@ class Stage:
         """
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
-        for cell in reversed(self._cells[1:]):
+        for cell in self._cells_back:
             grads = cell.backward(work, grads)
-        return self._cells[0].backward(work, grads, then)
+        return self._first_cell.backward(work, grads, then)
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""
