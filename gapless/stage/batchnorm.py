@@ -14,6 +14,7 @@ order as the run that did, so the calls are numbered and those below the mark of
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -82,7 +83,7 @@ class Statistics:
 
     def finish(self) -> None:
         """The minibatch is over: what was deferred moves the running statistics."""
-        with torch.no_grad():
+        with torch.no_grad() if self._moments else contextlib.nullcontext():
             for parts in self._moments.values():
                 factor = next(iter(parts.values())).factor  # an average over all minibatches has it from the counter
                 self._move([parts[microbatch] for microbatch in sorted(parts)], factor)

@@ -212,7 +212,7 @@ class Calls:
             self._backward(records, edges, grads)
 
     def _backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        if autocast_is_on() or self._mode.alone or (self._split and grads[0].device.type != "cpu"):
+        if autocast_is_on() or self._mode.alone or (self._split and not grads[0].is_cpu):
             with (
                 without_autocast(),
                 random.alone([]) if self._mode.alone else _NOTHING,

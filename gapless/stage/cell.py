@@ -118,10 +118,11 @@ class Cell:
         then: Callable[[Any], None] | None,
     ) -> Any:
         """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
-        kept = Kept([leaf_of(tensor)], None, bare=True)
-        value: Any = self._changeable(kept.leaves[0], cast=False)
-        version = value._version
-        first = value
+        leaf = tensor.detach()
+        if tensor.requires_grad:
+            leaf.requires_grad_()
+        value: Any = leaf.clone() if self._guarded and leaf.requires_grad else leaf
+        version, first = value._version, value
         try:
             for layer in layers:
                 value = layer(value)
@@ -130,16 +131,17 @@ class Cell:
                 raise
             self._guarded = True
             return self._run_bare(work, layers, tensor, then)
-        if type(value) is Tensor and value.requires_grad and then is not None:
+        kept = self._kept[work.microbatch] = Kept([leaf], None, bare=True)
+        if type(value) is Tensor and (node := value.grad_fn) is not None and then is not None:
             handed = value.detach().requires_grad_()
             then(handed)
-            kept.edges = [get_gradient_edge(value)]
+            kept.edges = [GradientEdge(node, value.output_nr)]
         else:
             handed = self._hand_on(kept, value)
             if then is not None:
                 then(handed)
-        self._guarded = self._guarded or first._version != version
-        self._kept[work.microbatch] = kept
+        if first._version != version:
+            self._guarded = True
         return handed
 
     def recompute(self, work: Work) -> None:
@@ -151,7 +153,10 @@ class Cell:
         """The gradients of the inputs from those of the outputs. Weight gradients are added to `.grad` or recorded."""
         kept = self._kept.pop(work.microbatch)
         edges, starts = self._starts(kept, grads)
-        layout = _layout(kept.leaves[0], starts[0]) if kept.bare and starts else None
+        layout = None
+        if kept.bare and starts:
+            leaf, grad = kept.leaves[0], starts[0]
+            layout = leaf.shape, leaf.stride(), grad.shape, grad.stride()
         if layout not in self._layouts:
             kept.watch_layouts()
         if self._ties:
@@ -159,10 +164,10 @@ class Cell:
         elif edges:
             self._calls.backward(work.records, edges, starts)
         found = kept.grads()
-        if layout is not None and not kept.as_they_came:
-            self._layouts.add(layout)
         if then is not None:
             then(found)  # before the graph is taken down
+        if layout is not None and not kept.as_they_came:
+            self._layouts.add(layout)
         return found
 
     def _backward_tied(self, work: Work, edges: list[GradientEdge], starts: list[Tensor]) -> None:
@@ -180,6 +185,8 @@ class Cell:
     def _starts(self, kept: Kept, grads: list[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward starts, and with what."""
         assert kept.edges is not None
+        if len(grads) == 1 == len(kept.edges) and grads[0] is not None and kept.edges[0] is not None:
+            return kept.edges, grads  # type: ignore[return-value]
         if self._with_loss:
             edge, start = kept.edges[0], kept.start
             return ([edge], [start]) if edge is not None and start is not None else ([], [])
@@ -188,8 +195,6 @@ class Cell:
                 f"{len(grads)} gradients came for {len(kept.edges)} outputs: "
                 "give one, or None, for each tensor of the outputs."
             )
-        if len(grads) == 1 and grads[0] is not None and kept.edges[0] is not None:
-            return [kept.edges[0]], [grads[0]]
         pairs = [
             (edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None
         ]
@@ -271,10 +276,6 @@ class Cell:
 def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
-
-
-def _layout(leaf: Tensor, grad: Tensor) -> tuple[Any, ...]:
-    return leaf.shape, leaf.stride(), grad.shape, grad.stride()
 
 
 def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:

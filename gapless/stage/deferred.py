@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from .autocast import without_autocast
+from .autocast import autocast_is_on, without_autocast
 
 T = TypeVar("T")
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 class Record(NamedTuple):
@@ -37,52 +38,48 @@ class Record(NamedTuple):
     summed_low: bool = False
 
 
-class Records:
-    """The recorded weight gradients of one microbatch of one stage."""
+class Records(list[Any]):
+    """The recorded weight gradients of one microbatch of one stage: `Record`s, or plain tuples like them."""
 
-    __slots__ = ("_items", "append")
-
-    def __init__(self) -> None:
-        self._items: list[Record | tuple[Any, ...]] = []
-        self.append = self._items.append
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self._items.clear()
+    __slots__ = ()
 
     def accumulate(self) -> None:
         """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
-        items = self._items
-        if not items:
+        if not self:
             return
-        if len(items) == 1:
-            with torch.no_grad(), without_autocast():
-                parameter, function, kept, grad, _ = items.pop()
-                value = function(kept, grad)
-                add_grad(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
-            return
+        graded = torch.is_grad_enabled()
+        _set_grad_enabled(False)  # torch.no_grad costs ten times as much, in every W
+        try:
+            if autocast_is_on():
+                with without_autocast():
+                    self._accumulate()
+            else:
+                self._accumulate()
+        finally:
+            _set_grad_enabled(graded)
+
+    def _accumulate(self) -> None:
+        items = self
         left: dict[int, int] = {}  # how many contributions a parameter still gets
-        for item in items:
-            key = id(item[0])
-            left[key] = left.get(key, 0) + 1
+        if len(items) > 1:
+            for item in items:
+                key = id(item[0])
+                left[key] = left.get(key, 0) + 1
+            items.reverse()
         sums: dict[int, _Sum] = {}
-        items.reverse()
-        with torch.no_grad(), without_autocast():
-            while items:
-                parameter, function, kept, grad, summed_low = items.pop()
-                value = function(kept, grad)
-                key = id(parameter)
-                left[key] -= 1
-                if left[key] == 0 and key not in sums:
-                    add_grad(parameter, value if value.dtype == parameter.dtype else value.to(parameter.dtype))
-                    continue
-                total = sums.setdefault(key, _Sum())
-                total.add(value, parameter.dtype, summed_low)
-                if left[key] == 0:
-                    add_grad(parameter, sums.pop(key).value(parameter.dtype))
+        while items:
+            parameter, function, kept, grad, summed_low = items.pop()
+            value = function(kept, grad)
+            key = id(parameter)
+            more = left[key] = left.get(key, 1) - 1
+            if more == 0 and key not in sums:
+                value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
+                add_grad(parameter, value, shared=function is _call)
+                continue
+            total = sums.setdefault(key, _Sum())
+            total.add(value, parameter.dtype, summed_low)
+            if more == 0:
+                add_grad(parameter, sums.pop(key).value(parameter.dtype))
 
 
 class _Sum:
@@ -109,8 +106,10 @@ class _Sum:
         return low if self._high is None else self._high + low
 
 
-def add_grad(parameter: Tensor, grad: Tensor) -> None:
-    """What autograd's own accumulation does; and that itself, where hooks wait for it."""
+def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
+    """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
+    may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
+    """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
@@ -119,7 +118,7 @@ def add_grad(parameter: Tensor, grad: Tensor) -> None:
     if before is not None:
         before.add_(grad)
     elif grad.stride() == parameter.stride():
-        parameter.grad = grad
+        parameter.grad = grad.clone() if shared else grad
     else:
         parameter.grad = torch.empty_like(parameter).copy_(grad)
 
@@ -208,7 +207,8 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
 
 def _call(kept: tuple[Callable[[], Tensor], torch.Size], _: Any) -> Tensor:
     closure, shape = kept
-    value = closure().detach()
-    # As autograd does: what broadcasting spread is summed. And a copy, for nobody knows who else holds the value:
-    # two parameters must never share one `.grad`.
-    return value.clone() if value.shape == shape else value.sum_to_size(shape)
+    value = closure()
+    if value.requires_grad:
+        value = value.detach()
+    # As autograd does: what broadcasting spread is summed.
+    return value if value.shape == shape else value.sum_to_size(shape)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from gapless.stage.deferred import add_grad, defer
 
+_now, _sleep = time.perf_counter, time.sleep
+
 
 @functools.cache
 def overshoot() -> float:
@@ -37,9 +39,9 @@ def overshoot() -> float:
 
 def wait_until(deadline: float) -> None:
     """Sleeps until `time.perf_counter()` is `deadline`."""
-    left = deadline - time.perf_counter() - overshoot()
+    left = deadline - _now() - overshoot()
     if left > 0:
-        time.sleep(left)
+        _sleep(left)
 
 
 class _Begin(torch.autograd.Function):
@@ -52,7 +54,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        wait_until(time.perf_counter() + ctx.seconds)
+        wait_until(_now() + ctx.seconds)
         return grads[0], None
 
 
@@ -74,18 +76,15 @@ _hold: Any = _Hold.apply
 
 
 def _after(seconds: float, grad: Tensor) -> Tensor:
-    wait_until(time.perf_counter() + seconds)
+    wait_until(_now() + seconds)
     return grad
 
 
-def _both_halves(weight: Tensor, input_grad: float, weight_grad: float, grads: tuple[Tensor, ...]) -> None:
-    """Called before the gradient of y goes on to x."""
-    end = time.perf_counter() + input_grad
-    grad = grads[0].sum().view(1)
+def _summed_after(seconds: float, grad: Tensor) -> Tensor:
+    end = _now() + seconds
+    grad = grad.sum()
     wait_until(end)
-    now = defer(weight, functools.partial(_after, weight_grad, grad))
-    if now is not None:
-        add_grad(weight, now)
+    return grad
 
 
 class Emulated(nn.Module):
@@ -103,7 +102,7 @@ class Emulated(nn.Module):
         self.seconds = (forward, input_grad, weight_grad)
         self.size = size
         self.separate = separate
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(()))
         overshoot()
 
     def samples(self, count: int) -> Tensor:
@@ -111,16 +110,28 @@ class Emulated(nn.Module):
         return torch.linspace(-1.0, 1.0, count * self.size).view(count, self.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        forward, input_grad, weight_grad = self.seconds
-        end = time.perf_counter() + forward
+        end = _now() + self.seconds[0]
+        weight = self._parameters["weight"]
+        assert weight is not None
         if self.separate or not x.requires_grad or not torch.is_grad_enabled():
-            y: Tensor = _begin(x, input_grad) + _hold(self.weight, weight_grad)
+            y: Tensor = _begin(x, self.seconds[1]) + _hold(weight, self.seconds[2])
         else:
-            y = x + self.weight.detach()
-            assert y.grad_fn is not None
-            y.grad_fn.register_prehook(functools.partial(_both_halves, self.weight, input_grad, weight_grad))
+            y = x + weight.detach()
+            y.grad_fn.register_prehook(self._backward)  # type: ignore[union-attr]
         wait_until(end)
         return y
+
+    def _backward(self, grads: tuple[Tensor, ...]) -> None:
+        """Called before the gradient of y goes on to x. What it costs itself is part of the time it takes."""
+        _, input_grad, weight_grad = self.seconds
+        end = _now() + input_grad
+        weight = self._parameters["weight"]
+        assert weight is not None
+        now = defer(weight, functools.partial(_summed_after, weight_grad, grads[0]))
+        if now is not None:
+            end += weight_grad
+            add_grad(weight, now)
+        wait_until(end)
 
     def extra_repr(self) -> str:
         forward, input_grad, weight_grad = self.seconds
