@@ -6,6 +6,7 @@ hands the result on. No decision is taken and nothing is looked up by name while
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,8 +85,10 @@ class Program:
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
         else:
             assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
-            alone = work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute
-            take, compute = None, lambda _: alone(microbatch)
+            alone = partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
+            if not self.recorded:
+                return alone
+            take, compute = None, lambda _: alone()
         if self.recorded:
             compute = self._timed(device, compute)
         elif kind in BACKWARDS and take is not None:

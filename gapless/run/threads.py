@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gapless.errors import TransportError
+from gapless.run.cores import Cores
 from gapless.schedule.action import Schedule
 from gapless.schedule.verify import Channel, messages
 
@@ -103,6 +104,7 @@ class Team:
         self._closed = False
         self._holders: set[object] = set()
         self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
+        self._cores = Cores() if intra_op_threads == 1 else None  # threads of their own would go where they are put
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -128,6 +130,8 @@ class Team:
         latch = _Latch(len(self._inboxes))
         counted = [latch.counted(task) for task in tasks]
         self._under_way = latch, counted, stop
+        if self._cores is not None:
+            self._cores.begin()
         try:
             self._hand_out(counted)
             latch.wait()
@@ -135,6 +139,8 @@ class Team:
             self.settle()
             raise
         self._under_way = None
+        if self._cores is not None:
+            self._cores.end(self._threads)
 
     def settle(self) -> None:
         """End what is still under way: a run that Ctrl-C has left, or a second Ctrl-C while it was stopped."""

@@ -206,23 +206,22 @@ class Calls:
         if self._cold:  # torch compiles a backward when it first runs
             with random.alone([]):
                 start = time.perf_counter()
-                self._backward(records, edges, grads)
+                self._backward_with_care(records, edges, grads)
                 self._cold_seconds += time.perf_counter() - start
-        else:
-            self._backward(records, edges, grads)
-
-    def _backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        if autocast_is_on() or self._mode.alone or (self._split and not grads[0].is_cpu):
-            with (
-                without_autocast(),
-                random.alone([]) if self._mode.alone else _NOTHING,
-                recording(records, edges, grads[0].device) if self._split else _NOTHING,
-            ):
-                _backward(edges, grads)
+        elif autocast_is_on() or self._mode.alone or (self._split and not grads[0].is_cpu):
+            self._backward_with_care(records, edges, grads)
         elif self._split:
             with recording_here(records):
                 _backward(edges, grads)
         else:
+            _backward(edges, grads)
+
+    def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+        with (
+            without_autocast(),
+            random.alone([]) if self._mode.alone else _NOTHING,
+            recording(records, edges, grads[0].device) if self._split else _NOTHING,
+        ):
             _backward(edges, grads)
 
     def forget(self) -> None:

@@ -47,31 +47,36 @@ class Records(list[Any]):
         """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
         if not self:
             return
+        if autocast_is_on():
+            with without_autocast():
+                self.accumulate()
+            return
         graded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # torch.no_grad costs ten times as much, in every W
         try:
-            if autocast_is_on():
-                with without_autocast():
-                    self._accumulate()
+            if len(self) == 1:
+                parameter, function, kept, grad, _ = self.pop()
+                value = function(kept, grad)
+                value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
+                add_grad(parameter, value, shared=function is _call)
             else:
-                self._accumulate()
+                self._accumulate_all()
         finally:
             _set_grad_enabled(graded)
 
-    def _accumulate(self) -> None:
+    def _accumulate_all(self) -> None:
         items = self
         left: dict[int, int] = {}  # how many contributions a parameter still gets
-        if len(items) > 1:
-            for item in items:
-                key = id(item[0])
-                left[key] = left.get(key, 0) + 1
-            items.reverse()
+        for item in items:
+            key = id(item[0])
+            left[key] = left.get(key, 0) + 1
+        items.reverse()
         sums: dict[int, _Sum] = {}
         while items:
             parameter, function, kept, grad, summed_low = items.pop()
             value = function(kept, grad)
             key = id(parameter)
-            more = left[key] = left.get(key, 1) - 1
+            more = left[key] = left[key] - 1
             if more == 0 and key not in sums:
                 value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
                 add_grad(parameter, value, shared=function is _call)
