@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "stage": {"errors", "stage"},
     "model": {"errors", "stage", "model"},
     "plan": _CORE | {"plan"},
-    "run": _CORE | {"run"},
+    "run": _CORE | {"run", "_version"},
     "pipeline": _FACADE,
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
@@ -39,7 +39,17 @@ MAY_IMPORT = {
     "__init__": {"_version"},
 }
 WITHOUT_TORCH = ("errors", "schedule", "view")
-COMMANDS_WITHOUT_TORCH = ("schedules", "show", "simulate", "compare", "verify", "options", "__init__")
+COMMANDS_WITHOUT_TORCH = (
+    "schedules",
+    "show",
+    "simulate",
+    "compare",
+    "verify",
+    "plan",
+    "plan_report",
+    "options",
+    "__init__",
+)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}
 
 

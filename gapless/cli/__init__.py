@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": "what a schedule costs in time and memory",
     "compare": "all schedules, ranked for these costs and this memory",
     "verify": "check a schedule in a file, and prove that it can't hang",
+    "plan": "how to cut a model, with which schedule, whether it fits and how long a step takes",
     "bench": "measure: schedules against their bound, and gapless against its peers",
 }
 

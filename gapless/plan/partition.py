@@ -1,9 +1,19 @@
-"""Which layers make which stage: exact, by the cost of the slowest stage, then by how evenly the rest is spread."""
+"""Which layers make which stage: exact, by the slowest stage or hop, then by how evenly the rest is spread.
+
+A device never waits for what it sends, so a hop is no part of a stage's time: it is a stage of its own, on the link,
+and only the slowest of all counts. Times are those of one microbatch.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 from gapless.errors import PartitionError
+from gapless.plan.chain import Chain, solve
+from gapless.plan.sharing import held_by_stage, solve_shared
+from gapless.schedule.costs import Number
+from gapless.schedule.placement import Placement, line
+
+PerLayer = Sequence[Number] | Sequence[Sequence[Number]]
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -12,31 +22,75 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     >>> balanced([1] * 16, 4)
     (4, 4, 4, 4)
     """
-    n = len(costs)
-    check_enough_layers(n, num_stages)
-    sums = [0.0, *accumulate(costs)]
-    bound = _least_maximum(costs, num_stages)
-    # best[j]: least sum of squares of the first j layers in the stages so far, each within the bound.
-    infinity = float("inf")
-    best = [0.0] + [infinity] * n
-    cuts: list[list[int]] = []
-    for stage in range(1, num_stages + 1):
-        new, cut = [infinity] * (n + 1), [0] * (n + 1)
-        for end in range(stage, n - (num_stages - stage) + 1):
-            for start in range(end - 1, stage - 2, -1):
-                cost = sums[end] - sums[start]
-                if cost > bound * (1 + 1e-12):
-                    break
-                value = best[start] + cost * cost
-                if value < new[end]:
-                    new[end], cut[end] = value, start
-        best = new
-        cuts.append(cut)
-    counts, end = [], n
-    for cut in reversed(cuts):
-        counts.append(end - cut[end])
-        end = cut[end]
-    return tuple(reversed(counts))
+    return partition(costs, line(num_stages))
+
+
+def partition(
+    times: PerLayer,
+    placement: Placement,
+    *,
+    speeds: Sequence[Number] | None = None,
+    hops: PerLayer | None = None,
+    memory: PerLayer | None = None,
+    limits: Number | Sequence[Number] | None = None,
+    most_tries: int = 2000,
+) -> tuple[int, ...]:
+    """Layers per stage: the slowest stage or hop is as quick as possible, and the sum of the squares of the stages'
+    times is then the least. A list has one number per layer, or one such list per stage.
+
+    speeds  of the devices: a layer takes its time divided by the speed of its device
+    hops    the time that what a layer returns is on its way to the next device
+    memory  what a layer holds on its device, and `limits` what the devices have, or each of them; stages that share a
+            device share its memory, and more than `most_tries` tries to share it well are given up
+    """
+    S = placement.num_stages
+    rows = _rows(times, S)
+    check_enough_layers(len(rows[0]), S)
+    homes = [placement.device(stage, 0) for stage in range(S)]
+    chain = Chain(
+        _sums(_at_speed(rows, homes, speeds)),
+        _crossings(hops, homes),
+        [None] * S,
+    )
+    if memory is None or limits is None:
+        cuts = solve(chain)
+        assert cuts is not None
+        return cuts.counts
+    held = _sums(_rows(memory, S))
+    each = [limits] * placement.num_devices if isinstance(limits, Number) else list(limits)
+    cuts = solve_shared(chain, held, placement, each, most_tries)
+    if cuts is None:
+        raise PartitionError(_why_nothing_fits(held, placement, each))
+    return cuts.counts
+
+
+def least_variance(costs: Sequence[Number], num_stages: int) -> tuple[int, ...]:
+    """By the variance alone: what is sometimes used, and may leave a slower stage than there has to be."""
+    check_enough_layers(len(costs), num_stages)
+    cuts = solve(Chain(_sums([costs] * num_stages), [None] * num_stages, [None] * num_stages), bounded=False)
+    assert cuts is not None
+    return cuts.counts
+
+
+def gpipe(costs: Sequence[Number], num_stages: int) -> tuple[int, ...]:
+    """GPipe's own: a layer goes to stage min(floor(qS), S-1), q its inclusive share of all. Stages may stay empty.
+
+    >>> gpipe([1] * 16, 4)
+    (3, 4, 4, 5)
+    """
+    check_enough_layers(len(costs), num_stages)
+    total = sum(costs)
+    counts = [0] * num_stages
+    for before in accumulate(costs):
+        counts[min(int(before * num_stages / total), num_stages - 1) if total else num_stages - 1] += 1
+    return tuple(counts)
+
+
+def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """By counting layers: the first stages get what does not divide."""
+    check_enough_layers(num_layers, num_stages)
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
 
 
 def check_enough_layers(num_layers: int, num_stages: int) -> None:
@@ -47,24 +101,59 @@ def check_enough_layers(num_layers: int, num_stages: int) -> None:
         )
 
 
-def _least_maximum(costs: Sequence[float], num_stages: int) -> float:
-    """The least bound under which `num_stages` stages hold all layers: searched among the sums that occur."""
-    low, high = max(costs), sum(costs)
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if _stages_needed(costs, middle) <= num_stages:
-            high = middle
-        else:
-            low = middle
-    return low if _stages_needed(costs, low) <= num_stages else high
+def _rows(values: PerLayer, num_stages: int) -> list[Sequence[Number]]:
+    if values and isinstance(values[0], Sequence):
+        return list(values)  # type: ignore[arg-type]
+    return [values] * num_stages  # type: ignore[list-item]
 
 
-def _stages_needed(costs: Sequence[float], bound: float) -> int:
-    count, held = 1, 0.0
-    for cost in costs:
-        if held + cost > bound:
-            count, held = count + 1, 0.0
-        held += cost
-    return count
+def _sums(rows: Sequence[Sequence[Number]]) -> list[Sequence[Number]]:
+    """Each row summed up to every position; rows that are the same object stay so."""
+    made: dict[int, Sequence[Number]] = {id(row): [0, *accumulate(row)] for row in rows}
+    return [made[id(row)] for row in rows]
+
+
+def _at_speed(
+    rows: Sequence[Sequence[Number]], homes: Sequence[int], speeds: Sequence[Number] | None
+) -> Sequence[Sequence[Number]]:
+    if speeds is None or set(speeds) == {1}:
+        return rows
+    made: dict[tuple[int, Number], Sequence[Number]] = {}
+    for row, home in zip(rows, homes, strict=True):
+        if (id(row), speeds[home]) not in made:
+            made[id(row), speeds[home]] = [time / speeds[home] for time in row]
+    return [made[id(row), speeds[home]] for row, home in zip(rows, homes, strict=True)]
+
+
+def _crossings(hops: PerLayer | None, homes: Sequence[int]) -> list[Sequence[Number] | None]:
+    """The hop behind each stage by where it ends; none between two stages of one device."""
+    found: list[Sequence[Number] | None] = [None] * len(homes)
+    if hops is not None:
+        for stage, row in enumerate(_rows(hops, len(homes))[:-1]):
+            if homes[stage] != homes[stage + 1]:
+                found[stage] = [0, *row]
+    return found
+
+
+def _why_nothing_fits(held: Sequence[Sequence[Number]], placement: Placement, limits: Sequence[Number]) -> str:
+    """The layer that is too large, or what the fullest device holds when memory alone decides."""
+    S, n = placement.num_stages, len(held[0]) - 1
+    most = float(max(limits))
+    sizes = [min(sums[layer + 1] - sums[layer] for sums in held) for layer in range(n)]
+    largest = max(range(n), key=sizes.__getitem__)
+    if sizes[largest] > most:
+        return (
+            f"layer {largest} alone holds {float(sizes[largest]):g}, but the largest limit of a device is {most:g}: "
+            "cut it into smaller layers, or use smaller microbatches"
+        )
+    homes = [placement.device(stage, 0) for stage in range(S)]
+    shares = [[size / max(limits[home], 1e-9) for size in sums] for sums, home in zip(held, homes, strict=True)]
+    even = solve(Chain(shares, [None] * S, [None] * S))
+    assert even is not None
+    by_stage = held_by_stage(held, even)
+    needs = [sum(by_stage[s] for s in stages) for stages in placement.stages]
+    device = max(range(len(needs)), key=lambda d: needs[d] - limits[d])
+    return (
+        f"no partition of {n} layers into {S} stages fits the limits: spread by memory alone, device {device} still "
+        f"holds {float(needs[device]):g} of its {float(limits[device]):g}"
+    )

@@ -1,0 +1,186 @@
+"""`gapless plan`: how to cut a model, with which schedule, whether it fits and how long a step takes."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gapless.cli import options
+from gapless.cli.plan_report import best_of_each_kind, report
+from gapless.errors import ConfigError
+from gapless.plan import units
+from gapless.plan.footprint import SLACK
+from gapless.plan.machine import Device
+from gapless.plan.plan import Plan
+from gapless.plan.profile import Profile
+from gapless.plan.profile_file import read_profile
+from gapless.plan.search import Found, Progress, search
+from gapless.view import text
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    parser = options.parser(commands, "plan", purpose, "gapless plan profile.json --devices 8 --memory 24GiB")
+    parser.add_argument(
+        "profile", metavar="PROFILE", help="a JSON file with the costs of the layers (docs/planning.md)"
+    )
+    sizes = parser.add_argument_group("devices and sizes")
+    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="N", help="devices there are (default 4)")
+    sizes.add_argument("--memory", metavar="SIZE", help="of each device, as 24GiB; a list 24GiB,16GiB is per device")
+    sizes.add_argument("--speeds", metavar="X,X", help="of the devices, where they differ; 1 is as profiled")
+    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: the profile's)")
+    sizes.add_argument("--microbatches", "-M", type=int, metavar="M", help="only so many (default: several are tried)")
+    searched = parser.add_argument_group("search")
+    searched.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all with a flush, and auto)")
+    searched.add_argument("--shard-optimizer", action="store_true", help="replicas share out the optimizer's state")
+    searched.add_argument(
+        "--slack",
+        type=float,
+        default=SLACK,
+        metavar="X",
+        help=f"memory an allocator loses, as a share (default {SLACK})",
+    )
+    searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
+    searched.add_argument("--top", type=int, default=10, metavar="N", help="plans in the table (default 10)")
+    options.add_outputs(parser)
+    parser.add_argument("--write", metavar="FILE", help="write the best plan, as a Pipeline takes it")
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    profile = read_profile(arguments.profile)
+    found = search(
+        profile,
+        _devices(arguments),
+        minibatch=arguments.minibatch,
+        microbatches=arguments.microbatches,
+        recipes=tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None,
+        shard_optimizer=arguments.shard_optimizer,
+        slack=arguments.slack,
+        time_limit=arguments.time_limit,
+        progress=_show_progress if sys.stderr.isatty() else None,
+    )
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    _write(arguments, profile, found)
+    if arguments.json:
+        options.print_json(as_json(profile, found))
+    else:
+        print(report(profile, found, arguments.top))
+        print(f"\n{text.grid(found.best.timeline, options.width(), options.on_terminal())}")
+        print(f"\n{text.key(found.best.schedule, options.on_terminal())}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("devices", "minibatch", "microbatches", "top"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+    for name in ("slack", "time_limit"):
+        value = getattr(arguments, name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it is a number of at least 0")
+
+
+def _devices(arguments: argparse.Namespace) -> list[Device]:
+    count = arguments.devices
+    if count > 4096:
+        raise ConfigError(f"--devices is {count}, but a plan is made for at most 4096")
+    memories = _listed("--memory", arguments.memory, count, _memory)
+    speeds = _listed("--speeds", arguments.speeds, count, _speed)
+    return [Device(memory, 1.0 if speed is None else speed) for memory, speed in zip(memories, speeds, strict=True)]
+
+
+def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any]:
+    if given is None:
+        return [None] * count
+    values = [_read(option, word, read) for word in given.split(",")]
+    if len(values) not in (1, count):
+        raise ConfigError(f"{option} lists {len(values)} devices, but there are {count}")
+    return values * count if len(values) == 1 else values
+
+
+def _read(option: str, word: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(word)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
+
+
+def _memory(word: str) -> int:
+    size = units.read_bytes(word)
+    if size < 2**20:
+        raise ConfigError(f"is {word[:40]!r}, which is {size} bytes: is the unit right, as in 24GiB?")
+    return size
+
+
+def _speed(word: str) -> float:
+    try:
+        speed = float(word)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"is {word[:40]!r}, but a speed is a number above 0")
+    return speed
+
+
+def _show_progress(progress: Progress) -> None:
+    best = f"best {units.show_seconds(progress.best.step_seconds)}" if progress.best else "nothing fits yet"
+    print(f"\r\x1b[K{progress.done}/{progress.total} choices, {best}", end="", file=sys.stderr, flush=True)
+
+
+def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> None:
+    kinds = best_of_each_kind(found.plans, 3)
+    limit = room_for_activations(found.best)
+    if arguments.html:
+        from gapless.view import page, summary
+
+        shown = summary.text(report(profile, found, arguments.top))
+        title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
+        made = page.render([plan.timeline for plan in kinds], title, limit)
+        section = f'<details class="guide" open><summary>The plan</summary><pre>{shown}</pre></details>'
+        Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
+        print(f"wrote {arguments.html}", file=sys.stderr)
+    arguments.html = None
+    options.write_pictures(arguments, [plan.timeline for plan in kinds], limit)
+    if arguments.write:
+        found.best.write(arguments.write)
+        print(f"wrote {arguments.write}", file=sys.stderr)
+
+
+def room_for_activations(plan: Plan) -> int | None:
+    """The limit as a curve of activations meets it: what all else leaves on the device with the least room."""
+    rooms = [
+        limit - (held.total - held.activations)
+        for held, limit in zip(plan.memory, plan.limits, strict=True)
+        if limit is not None
+    ]
+    return min(rooms, default=None)
+
+
+def as_json(profile: Profile, found: Found) -> dict[str, Any]:
+    return {
+        "profile": profile.name,
+        "explanation": found.explanation,
+        "complete": found.complete,
+        "best": found.best.to_json(),
+        "plans": [
+            {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}
+            for plan in found.plans
+        ],
+        "rejected": [
+            {
+                "recipe": choice.recipe,
+                "devices": choice.mesh.num_devices,
+                "replicas": choice.mesh.replicas,
+                "stages_per_device": choice.stages_per_device,
+                "microbatches": choice.microbatches,
+                "samples": choice.samples,
+                "reason": reason,
+            }
+            for choice, reason in found.rejected
+        ],
+    }

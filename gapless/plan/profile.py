@@ -1,0 +1,126 @@
+"""What the layers of a model cost on one device, and what it takes to get from one device to the next.
+
+Measured once, or written by hand for hardware one does not have. Times are seconds and sizes are bytes, of one
+microbatch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time as measured: the median, and how far from it half of the measurements lie."""
+
+    median: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, for one microbatch.
+
+    forward, input_grad, weight_grad   the time of F, I and W; I and W take as long as F unless given
+    backward              the time of a whole B; an I and a W together unless given
+    recompute             the time of R; that of F unless given
+    update                the time of the optimizer step
+    overhead              the part of each of these times that a smaller microbatch does not make smaller
+    parameters, gradients, optimizer_state   bytes; gradients as many as parameters, optimizer_state twice as many
+                          (Adam) unless given
+    activation            bytes that F leaves behind until I or B
+    kept_for_weight_grad  the part of them that stays until W; all of them unless given
+    boundary              bytes of what it returns, which is what crosses where a stage ends here
+    workspace             bytes it takes while it runs, on top of all that is kept
+    """
+
+    name: str
+    forward: Seconds
+    input_grad: Seconds
+    weight_grad: Seconds
+    recompute: Seconds
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activation: int
+    kept_for_weight_grad: int
+    boundary: int
+    backward: Seconds | None = None
+    update: Seconds = Seconds(0.0)
+    overhead: float = 0.0
+    workspace: int = 0
+
+    @property
+    def whole_backward(self) -> float:
+        return self.input_grad.median + self.weight_grad.median if self.backward is None else self.backward.median
+
+    def scaled(self, ratio: float) -> "Layer":
+        """The layer for a microbatch of `ratio` times the samples."""
+
+        def longer(time: Seconds) -> Seconds:
+            fixed = min(self.overhead, time.median)
+            return Seconds(fixed + (time.median - fixed) * ratio, time.spread * ratio)
+
+        return replace(
+            self,
+            forward=longer(self.forward),
+            input_grad=longer(self.input_grad),
+            weight_grad=longer(self.weight_grad),
+            recompute=longer(self.recompute),
+            backward=None if self.backward is None else longer(self.backward),
+            activation=math.ceil(self.activation * ratio),
+            kept_for_weight_grad=math.ceil(self.kept_for_weight_grad * ratio),
+            boundary=math.ceil(self.boundary * ratio),
+            workspace=math.ceil(self.workspace * ratio),
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A level of the machine: groups of `devices` consecutive devices (None: all) reach each other at this cost.
+
+    bandwidth  bytes per second each way; None for a link without a limit
+    """
+
+    name: str
+    devices: int | None = None
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+    def seconds(self, size: float) -> float:
+        """How long `size` bytes are in the link, latency aside."""
+        return size / self.bandwidth if self.bandwidth is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers in order, and the links from the innermost level out.
+
+    samples    in the microbatch that was measured
+    input      bytes of the model's input for such a microbatch
+    minibatch  samples in all, where the profile says so
+    reserved   bytes of each device that are taken by others: the driver, the libraries, other programs
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    links: tuple[Link, ...] = ()
+    samples: int = 1
+    input: int = 0
+    minibatch: int | None = None
+    reserved: int = 0
+    device: str = ""
+
+    def scaled(self, samples: int) -> "Profile":
+        """The same model with microbatches of another size: what is not overhead grows with it."""
+        if samples == self.samples:
+            return self
+        ratio = samples / self.samples
+        layers = tuple(layer.scaled(ratio) for layer in self.layers)
+        return replace(self, layers=layers, samples=samples, input=math.ceil(self.input * ratio))
+
+    def link(self, one: int, other: int) -> Link:
+        """What connects two devices: the innermost level that has both, or the outermost there is."""
+        for link in self.links:
+            if link.devices is None or one // link.devices == other // link.devices:
+                return link
+        return self.links[-1] if self.links else Link("free")

@@ -1,0 +1,175 @@
+"""`gapless plan`: the ranking, the reasons, the memory, and one sentence for what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gapless.plan.plan import Plan
+from tests.cli.conftest import Command
+
+BLOCK = {
+    "name": "block",
+    "repeat": 6,
+    "forward": "1 ms",
+    "parameters": "4 MiB",
+    "activation": "8 MiB",
+    "boundary": "1 MiB",
+}
+PROFILE: dict[str, Any] = {
+    "profile": "six blocks",
+    "minibatch": 8,
+    "layers": [BLOCK],
+    "links": [{"name": "wire", "latency": "20 us", "bandwidth": "10 GB/s"}],
+}
+QUICK = "--schedules 1f1b,zb-h1"
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(PROFILE))
+    return str(file)
+
+
+def test_the_report(gapless: Command, profile: str) -> None:
+    code, out, err = gapless(f"plan {profile} --devices 3 --memory 100MiB {QUICK}")
+    assert (code, err) == (0, "")
+    blocks = out.split("\n\n")
+    assert blocks[0] == "six blocks: 6 layers, 24 MiB of parameters, minibatch of 8"
+    ranking = blocks[1].splitlines()
+    assert ranking[0].split() == [
+        "schedule",
+        "devices",
+        "stages",
+        "microbatches",
+        "remat",
+        "step",
+        "samples/s",
+        "waits",
+        "memory",
+    ]
+    assert ranking[1].startswith("*  zb-h1 ")
+    assert ranking[2].startswith("   1f1b ")
+    assert blocks[2].replace("\n", " ").startswith("zb-h1 on 3 devices, 8 microbatches of 1 is predicted to take")
+    assert blocks[3] == "layers per stage: 2,2,2"
+    assert blocks[4].startswith("where the step of ")
+    parts = ["compute", "recompute", "load imbalance", "bubble", "communication", "weight update"]
+    assert [line.split("  ")[1] for line in blocks[4].splitlines()[1:]] == parts
+    memory = blocks[5].splitlines()
+    assert memory[0] == "memory per device, of 100 MiB:"
+    assert memory[1].startswith("   0  PPPGGGOOOOOOO")
+    assert memory[1].endswith("%")
+    assert memory[-1] == "  P parameters  G gradients  O optimizer state  A activations  b buffers  s slack"
+    grid = out.splitlines()
+    assert grid[-3].startswith("2 ")
+    assert grid[-1].startswith("F forward")
+
+
+def test_json_has_the_plan_and_every_choice(gapless: Command, profile: str) -> None:
+    found = json.loads(gapless(f"plan {profile} --devices 2 --memory 110MiB {QUICK} --json").out)
+    assert found["profile"] == "six blocks"
+    best = Plan.from_json(found["best"])
+    assert best.step_seconds == found["plans"][0]["step_seconds"]
+    steps = [plan["step_seconds"] for plan in found["plans"]]
+    assert steps == sorted(steps)
+    assert all(sum(plan["partition"]) == 6 for plan in found["plans"])
+    assert all(rejected["reason"] for rejected in found["rejected"])
+    assert sum(found["best"]["breakdown"].values()) == pytest.approx(steps[0])
+    assert found["complete"] is True
+
+
+def test_files_are_written(gapless: Command, profile: str, tmp_path: Path) -> None:
+    page, plan, picture = (tmp_path / name for name in ("plan.html", "plan.json", "plan.svg"))
+    code, out, err = gapless(f"plan {profile} -K 2 {QUICK} --html {page} --write {plan} --svg {picture} --top 1")
+    assert (code, err) == (0, f"wrote {page}\nwrote {picture}\nwrote {plan}\n")
+    text = page.read_text()
+    assert text.count("<main>") == 1
+    assert "<summary>The plan</summary><pre>six blocks: 6 layers" in text
+    assert Plan.read(plan).title in out.replace("\n", " ")
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_name_can_t_break_the_page(gapless: Command, tmp_path: Path) -> None:
+    file, page = tmp_path / "profile.json", tmp_path / "page.html"
+    file.write_text(json.dumps({**PROFILE, "profile": "</pre><script>alert(1)</script>"}))
+    assert gapless(f"plan {file} -K 1 --html {page}").code == 0
+    assert "<script>alert(1)" not in page.read_text()
+
+
+def test_devices_may_differ(gapless: Command, profile: str) -> None:
+    line = f"plan {profile} --devices 2 --speeds 2,1 --memory 1GiB,512MiB --schedules 1f1b -M 8 --json"
+    found = json.loads(gapless(line).out)
+    assert found["best"]["partition"] == [4, 2]
+    assert found["best"]["limits"] == [2**30, 2**29]
+
+
+def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:
+    assert "the search was cut short by the time limit" in gapless(f"plan {profile} --time-limit 0").out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--devices 0", "--devices is 0, but it must be at least 1"),
+        ("--devices 99999", "--devices is 99999, but a plan is made for at most 4096"),
+        ("--minibatch -1", "--minibatch is -1, but it must be at least 1"),
+        ("--memory 24", "--memory is '24', which is 24 bytes: is the unit right, as in 24GiB?"),
+        ("--memory lots", "--memory is 'lots', but it is a number of bytes such as '24 MiB'"),
+        ("--memory 1GiB,2GiB", "--memory lists 2 devices, but there are 4"),
+        ("--speeds 1,0,1,1", "--speeds is '0', but a speed is a number above 0"),
+        ("--slack nan", "--slack is nan, but it is a number of at least 0"),
+        ("--schedules zbv", "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ("--schedules 2bw", "2bw can't be planned with, since it has no flush; use 1f1b, gpipe,"),
+        ("--microbatches 9", "9 microbatches can't be made of a minibatch of 8 samples"),
+        ("--memory 10MiB", "layer 0 (block.0) alone needs 16 MiB for its parameters (4 MiB), gradients and optimizer"),
+        ("--memory 20MiB --schedules 1f1b", "nothing fits 20 MiB per device; the nearest is 1f1b on 4 devices"),
+        ("--devices x", "argument --devices/-K: invalid int value: 'x'; `gapless plan --help` shows how"),
+        ("--devces 4", "'--devces' is not understood; did you mean --devices?"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(gapless: Command, profile: str, line: str, message: str) -> None:
+    code, out, err = gapless(f"plan {profile} {line}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"gapless: {message}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the profile is not valid JSON"),
+        ('{"layers": [{"forward": NaN}]}', "layer 0: forward is nan, but it is a time such as '1.5 ms'"),
+        ('{"layers": []}', "the profile has no layers"),
+    ],
+)
+def test_a_bad_profile_is_one_sentence_with_its_file(
+    gapless: Command, tmp_path: Path, content: str, message: str
+) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    code, out, err = gapless(f"plan {file}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"gapless: {file}: {message}")
+    assert len(err.splitlines()) == 1
+    assert gapless("plan nowhere.json").err == "gapless: nowhere.json is not a file that can be read\n"
+
+
+def test_the_help_shows_an_example(gapless: Command) -> None:
+    code, out, _ = gapless("plan --help")
+    assert code == 0
+    assert "example: gapless plan profile.json --devices 8 --memory 24GiB" in out
+
+
+def test_planning_loads_no_torch(profile: str) -> None:
+    program = (
+        "import sys; from gapless.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'ortools', 'rich'} & set(sys.modules); "
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    words = ["plan", profile, "--devices", "2", "--schedules", "1f1b", "--html", f"{profile}.html"]
+    run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

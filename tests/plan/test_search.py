@@ -1,0 +1,233 @@
+"""The search: what it finds fits, is the quickest of what was tried, and is told with its reasons."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gapless.errors import ConfigError, PlanError
+from gapless.plan.choices import meshes, microbatches
+from gapless.plan.footprint import footprints
+from gapless.plan.machine import Device, Mesh
+from gapless.plan.partition import equal_counts
+from gapless.plan.plan import Plan
+from gapless.plan.profile import Link, Profile
+from gapless.plan.search import Found, Progress, search
+from gapless.plan.stages import make_stages
+from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
+from gapless.schedule.verify import verify
+from tests.plan import profiles
+
+MIB = 2**20
+FEW = ("1f1b", "zb-h1", "interleaved", "zb-v")
+UNEVEN = replace(
+    profiles.profile(
+        [
+            profiles.layer(0.5e-3, 8 * MIB, MIB, MIB, "embedding"),
+            *(profiles.layer(3e-3, 2 * MIB, 4 * MIB, MIB, f"block {number}") for number in range(10)),
+            profiles.layer(7e-3, 8 * MIB, 12 * MIB, 4, "head"),
+        ],
+        [Link("link", None, 2e-5, 1e10)],
+    ),
+    input=1000,
+)
+
+
+def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UNEVEN, **more: object) -> Found:
+    options = {"minibatch": 16, "recipes": FEW, **more}
+    return search(profile, devices, memory=None if memory is None else int(memory * MIB), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [None, 140, 90, 75])
+def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> None:
+    found = plan_of(memory)
+    steps = [plan.step_seconds for plan in found.plans]
+    assert steps == sorted(steps)
+    for plan in found.plans:
+        verify(plan.schedule, plan.microbatches, len(plan.partition)).raise_if_wrong()
+        assert sum(plan.partition) == 12
+        assert plan.minibatch == 16
+        assert plan.breakdown.total == pytest.approx(plan.step_seconds)
+        scaled = UNEVEN.scaled(plan.samples)
+        stages = make_stages(scaled, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
+        assert plan.memory == footprints(scaled, stages, plan.schedule)
+        assert {stage for stage, _ in plan.schedule.recomputed} == {
+            stage for stage, kind in enumerate(plan.remat) if kind == "stage"
+        }
+        if memory is not None:
+            assert max(held.total for held in plan.memory) <= memory * MIB
+    if memory == 75:
+        assert any("stage" in plan.remat for plan in found.plans)
+
+
+def test_the_answer_does_not_depend_on_chance() -> None:
+    one, two = (plan_of(100, devices=2) for _ in range(2))
+    assert one == two
+
+
+def test_the_best_is_never_slower_than_counting_layers() -> None:
+    chance = random.Random(5)
+    for _ in range(4):
+        profile = profiles.some(chance, 9, [Link("link", None, 0.1, 1e9)])
+        for recipe in ("1f1b", "zb-v"):
+            best = search(profile, 2, minibatch=6, microbatches=6, recipes=[recipe]).best
+            if best.num_devices == 1:
+                continue
+            schedule = make_schedule(recipe, devices=2, microbatches=6)
+            counts = equal_counts(9, schedule.num_stages)
+            stages = make_stages(profile, counts, schedule.placement, Mesh(1, 2), [1.0, 1.0])
+            assert best.step_seconds <= float(simulate(schedule, stages.costs).makespan) * (1 + 1e-9)
+
+
+def test_two_stages_of_one_device_are_balanced_together() -> None:
+    # A heavy head shares its device with the first stage of a vee: only the simulation sees that.
+    layers = [profiles.layer(1e-3, 0, 0, 0) for _ in range(15)] + [profiles.layer(9e-3, 0, 0, 0)]
+    best = search(profiles.profile(layers), 2, minibatch=8, microbatches=8, recipes=["zb-v"]).plans
+    plan = next(plan for plan in best if plan.num_devices == 2)
+    assert plan.partition[0] == 3
+    assert plan.breakdown.imbalance == pytest.approx(0)
+
+
+def test_auto_is_tried_where_the_others_do_best() -> None:
+    found = search(profiles.even(8), 2, minibatch=8, memory=200 * MIB)
+    assert any(plan.recipe == "auto" for plan in found.plans)
+    quickest = min(plan.step_seconds for plan in found.plans if plan.recipe != "auto")
+    assert found.best.step_seconds <= quickest * (1 + 1e-9)
+
+
+def test_slow_devices_get_fewer_layers_and_small_ones_too() -> None:
+    devices = [Device(), Device(speed=0.5), Device()]
+    best = search(profiles.even(10), devices, minibatch=12, microbatches=12, recipes=["1f1b"]).best
+    assert best.partition == (4, 2, 4)
+    small = [Device(400 * MIB), Device(18 * MIB)]
+    best = search(profiles.even(10), small, minibatch=8, microbatches=8, recipes=["1f1b"]).best
+    assert best.partition[1] <= 3
+
+
+def test_a_large_model_uses_replicas_only_where_it_fits() -> None:
+    profile = profiles.even(8, [Link("link", None, 0.0, 1e12)], seconds=3e-3, parameters=MIB, activation=MIB)
+    assert search(profile, 4, minibatch=16, recipes=FEW).best.mesh.replicas == 4
+    # A whole copy holds 8 x 4 MiB and more.
+    tight = search(profile, 4, minibatch=16, recipes=FEW, memory=22 * MIB).best
+    assert tight.mesh.replicas < 4
+
+
+def test_the_explanation_is_two_sentences() -> None:
+    found = plan_of(100)
+    first, second = found.explanation.split(". Its fullest device")
+    assert first.startswith(found.best.title)
+    assert "the next kind, " in first
+    assert f"holds {found.best.memory[0].total / MIB:.4g} MiB" in second or "of 100 MiB" in second
+    assert second.endswith("rejected.")
+
+
+def test_each_rejected_choice_has_its_reason() -> None:
+    found = plan_of(75)
+    assert found.rejected
+    for choice, reason in found.rejected:
+        assert str(choice).startswith(choice.recipe)
+        assert "MiB" in reason or reason.startswith(("too large even with microbatches of", "with every device"))
+
+
+def test_what_can_t_fit_says_what_would() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(33)
+    said = str(caught.value)
+    assert said.startswith("nothing fits 33 MiB per device; the nearest is ")
+    enough = float(said.rsplit("about ", 1)[1].split(" MiB")[0])
+    assert plan_of(enough * 1.01).plans
+    assert "parameters" in said
+
+
+def test_a_layer_larger_than_a_device_is_said_first() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(20)
+    assert str(caught.value) == (
+        "layer 0 (embedding) alone needs 32 MiB for its parameters (8 MiB), gradients and optimizer state, but the "
+        "largest device has 20 MiB: cut it into smaller layers, or use devices of at least 32 MiB"
+    )
+
+
+def test_more_devices_than_layers_leave_some_idle() -> None:
+    found = search(profiles.even(3), [Device(10**9), Device(10**9), Device(10**9), Device(10**9 + 1)], minibatch=4)
+    assert found.best.num_devices == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"devices": 0}, "devices is 0, but a plan needs at least 1"),
+        ({"minibatch": 0}, "minibatch is 0, but a plan needs at least 1"),
+        ({"microbatches": 99}, "99 microbatches can't be made of a minibatch of 16 samples"),
+        ({"recipes": ["zbv"]}, "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ({"recipes": ["pipedream"]}, "pipedream can't be planned with, since it has no flush; use 1f1b, "),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more: dict[str, object], message: str) -> None:
+    with pytest.raises(Exception, match=f"^{message.replace('?', '[?]')}"):
+        plan_of(**more)  # type: ignore[arg-type]
+
+
+def test_a_time_limit_ends_the_search_with_what_there_is() -> None:
+    found = plan_of(time_limit=0)
+    assert not found.complete
+    assert len(found.plans) == 1
+    assert all(reason == "not tried: the time limit of 0 s was over" for _, reason in found.rejected)
+
+
+def test_links_that_do_not_reach_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the links of the profile reach 2 devices, but there are 4: add the link"):
+        plan_of(profile=replace(UNEVEN, links=(Link("inside", 2),)))
+
+
+def test_schedules_that_would_take_too_long_are_left_out() -> None:
+    with pytest.raises(PlanError, match="it has about 3,145,728 actions, and more than 2,000,000 take too long"):
+        search(profiles.even(4), 2, minibatch=2**19, microbatches=2**19, recipes=["1f1b"])
+
+
+def test_progress_is_told() -> None:
+    seen: list[Progress] = []
+    plan_of(progress=seen.append)
+    assert seen[0] == Progress(0, seen[0].total, None)
+    assert seen[-1].best is not None
+
+
+def test_a_plan_is_written_and_read_back_as_it_was(tmp_path: Path) -> None:
+    for plan in plan_of(90, recipes=["1f1b", "zb-v"]).plans[:4]:
+        plan.write(tmp_path / "plan.json")
+        again = Plan.read(tmp_path / "plan.json")
+        assert again == plan
+        assert again.schedule.name == plan.recipe
+        assert again.timeline.makespan == plan.timeline.makespan
+        assert again.options.keys() == {"schedule", "partition", "microbatches", "remat", "costs"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "that is no plan: it has no 'recipe'"),
+        ("[", "Expecting value"),
+        ("3", "that is no plan: "),
+    ],
+)
+def test_a_file_that_is_no_plan_is_said(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Plan.read(tmp_path / "plan.json")
+
+
+def test_a_plan_whose_parts_do_not_belong_together_is_refused() -> None:
+    plan = next(plan for plan in plan_of().plans if plan.num_devices == 4)
+    with pytest.raises(ConfigError, match="but the plan has a partition of 1, "):
+        replace(plan, partition=(12,))
+
+
+def test_meshes_and_microbatches() -> None:
+    assert meshes(4, even=True, levels=1) == [Mesh(1, 4), Mesh(2, 2), Mesh(4, 1)]
+    assert Mesh(2, 2, inside=True) in meshes(4, even=True, levels=2)
+    assert meshes(4, even=False, levels=1) == [Mesh(1, 4)]
+    assert microbatches(Mesh(1, 4), 64) == [(32, 2), (16, 4), (8, 8), (4, 16)]
+    assert microbatches(Mesh(3, 4), 64) == []
+    assert microbatches(Mesh(2, 4), 64, 5) == [(5, 7)]
