@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gapless.model.plain import plain_step as plain_step
     from gapless.pipeline import Pipeline as Pipeline
     from gapless.pipeline import Result as Result
+    from gapless.plan.planner import make_plan as make_plan
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
     from gapless.schedule.recipes import make_schedule as make_schedule
@@ -29,6 +30,7 @@ _HOMES = {
     "Result": "gapless.pipeline",
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
+    "make_plan": "gapless.plan.planner",
     "make_schedule": "gapless.schedule.recipes",
     "plain_step": "gapless.model.plain",
     "seed_of": "gapless.stage.seeds",
@@ -44,6 +46,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
+    "make_plan",
     "make_schedule",
     "plain_step",
     "seed_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
@@ -14,10 +15,16 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.stage.compiled import is_compiled
+from gapless.stage.compiled import CompiledCalls, is_compiled
+from gapless.zoo.gpt import gpt, next_token_loss
 from tests.pipelines import assert_same, assert_same_gradients, schedule_named
 
 SEED = 5
+
+
+def on_a_gpu(test: Any) -> Any:
+    skipped = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+    return pytest.mark.gpu(skipped(pytest.mark.timeout(300)(test)))
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +147,115 @@ def test_a_part_that_is_compiled_inside_a_layer_is_exact() -> None:
 
     model = blocks(0.2)
     assert_exact(layers(copy.deepcopy(model)), layers(model), schedule="zb-h1", devices=2)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["without draws", "with dropout"])
+def test_what_torch_compiles_anew_for_is_learnt_anew(p: float) -> None:
+    """A call that compiled unseen would put back torch's generators while another device draws from them."""
+    block = Block(p=p)
+    layer: Any = torch.compile(block, backend="aot_eager")
+    calls, x, device = CompiledCalls(layer), torch.randn(2, 6), torch.device("cpu")
+
+    def cold() -> bool:
+        return calls(x, SEED, device, lambda: layer(x))[1]
+
+    assert [cold(), cold()] == [True, False]
+    block.linear.bias.requires_grad_(False)
+    assert [cold(), cold()] == [True, False]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [cold(), cold()] == [True, False]
+    with torch.autocast("cpu", torch.float16):
+        assert [cold(), cold()] == [True, False]
+    block.eval()
+    assert [cold(), cold()] == [True, False]
+    block.train()
+    assert not cold()
+
+
+def test_a_layer_frozen_between_steps_stays_exact() -> None:
+    model = blocks(0.3)
+    layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(model)]
+    reference: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
+    with gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss, seed=SEED) as pipe:
+        for step in range(3):
+            for each in (layers, reference):
+                each[step].requires_grad_(False)
+            x, y = torch.randn(8, 6), torch.randn(8, 6)
+            pipe.step(x, y)
+            gapless.plain_step(reference, x, y, loss=F.mse_loss, microbatches=4, seed=SEED, step=step)
+            assert_same_gradients(layers, reference, f"step {step}")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_a_compiled_gpt_on_a_gpu_is_exact_where_torch_is_deterministic(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor adds up the gradient of an embedding by atomic operations, in any order, unless torch forbids it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.manual_seed(0)
+    model = gpt(vocab=61, width=64, depth=2, heads=4, context=32, dropout=0.1).cuda()
+    reference = copy.deepcopy(model)
+    plain = [torch.compile(layer) for layer in reference]
+    ids = torch.randint(61, (16, 32), device="cuda")
+    options: dict[str, Any] = {"microbatches": 4, "loss": next_token_loss}
+    threads = torch.get_num_threads()  # what is compiled for another number of them is compiled anew
+    torch.use_deterministic_algorithms(True)
+    try:
+        with (
+            gapless.Pipeline(model, devices=["cuda:0"] * 2, compile=True, intra_op_threads=threads, **options) as pipe,
+            torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext(),
+        ):
+            for step in range(3):
+                ours = pipe.step(ids, ids)
+                theirs = gapless.plain_step(plain, ids, ids, step=step, **options)
+                assert_same(ours.losses, tuple(theirs.losses), f"step {step}")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_gradients([*model], [*reference], "three steps")
+
+
+@on_a_gpu
+def test_a_compiled_stage_without_parameters_draws_from_the_generator_of_its_gpu() -> None:
+    """It was taken for one on the CPU, and drew whatever the GPU's generator had next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)).cuda()
+    reference = copy.deepcopy(model)
+    compiled = {"backend": "aot_eager"}
+    plain: list[Any] = [torch.compile(layer, **compiled) for layer in reference]  # type: ignore[call-overload]
+    options: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss}
+    x, y = torch.randn(8, 6, device="cuda"), torch.randn(8, 6, device="cuda")
+    with gapless.Pipeline(
+        model, devices=["cuda:0"] * 3, partition=[1, 1, 1], compile=compiled, seed=SEED, **options
+    ) as pipe:
+        for step in range(2):
+            pipe.step(x, y)
+            gapless.plain_step(plain, x, y, seed=SEED, step=step, **options)
+    assert_same_gradients([*model], [*reference], "two steps")
+
+
+def test_a_compiled_loss_is_compiled_while_nobody_draws() -> None:
+    model = blocks(0.3)
+    reference = copy.deepcopy(model)
+    loss: Any = torch.compile(F.mse_loss, backend="aot_eager")
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=loss, seed=SEED) as pipe:
+        pipe.step(x, y)
+        assert pipe.compile_seconds > 0
+    gapless.plain_step(reference, x, y, loss=loss, microbatches=4, seed=SEED)
+    assert_same_gradients([*model], [*reference], "one step")
+
+
+def test_a_compiled_loss_that_draws_is_refused() -> None:
+    def noisy(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(F.dropout(outputs), target)
+
+    loss: Any = torch.compile(noisy, backend="aot_eager")
+    with (
+        gapless.Pipeline(blocks(), devices=2, microbatches=4, loss=loss) as pipe,
+        pytest.raises(ConfigError, match="a compiled loss draws random numbers"),
+    ):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
 
 
 def test_batch_norm_that_cannot_be_seen_is_not_deferred() -> None:

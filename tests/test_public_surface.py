@@ -17,6 +17,7 @@ PUBLIC = [
     "Schedule",
     "Timeline",
     "__version__",
+    "make_plan",
     "make_schedule",
     "plain_step",
     "seed_of",

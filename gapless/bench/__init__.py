@@ -13,4 +13,6 @@ BENCHMARKS = {
     "scale": "generate, verify and simulate ever larger schedules",
     "prediction": "a simulated makespan against the measured one",
     "timeline": "what it costs to record a timeline",
+    "plan": "a plan's step, memory, cuts and choice against what is measured",
+    "compile": "a GPT with compiled layers against the eager one",
 }

@@ -6,13 +6,15 @@ makespan of its actions is then all overhead, ours or the peer's.
     bound        makespan of the actions as they are run, simulated with these costs
     efficiency   bound / time
     useful       work of a device / time: what is left after bubble and overhead
+
+Our devices are threads of this process, or processes as the peer's are (`torchrun`).
 """
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.bench.contest import Contest, loss
 from gapless.bench.peer import Peer
@@ -22,6 +24,9 @@ from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.view import text
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PEERS = ("1f1b", "interleaved", "zb-v")  # what torch has of these
 
@@ -35,40 +40,52 @@ def run(
     rounds: int,
     size: int,
     peer: bool,
+    torchrun: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000, size=size)
     with contextlib.ExitStack() as stack:
-        pipes = {name: stack.enter_context(pipeline(contest, name)) for name in schedules}
-        contestants: dict[str, Contestant] = {f"gapless {name}": step(contest, pipe) for name, pipe in pipes.items()}
-        torch_ = None
+        contestants: dict[str, Contestant] = {}
+        ran: dict[str, Schedule] = {}
+        refused: dict[str, str] = {}
+        if torchrun:
+            progress("starting gapless on ranks")
+            ours = stack.enter_context(Peer(contest, schedules, "gapless"))
+            ran |= {f"gapless {name}": schedule for name, schedule in ours.schedules.items()}
+            contestants |= {f"gapless {name}": _their_step(ours, name) for name in ours.schedules}
+        else:
+            for name in schedules:
+                pipe = stack.enter_context(pipeline(contest, name))
+                ran[f"gapless {name}"] = pipe.schedule
+                contestants[f"gapless {name}"] = step(contest, pipe)
         if peer:
             progress("starting torch.distributed.pipelining")
             torch_ = stack.enter_context(Peer(contest, PEERS))
+            ran |= {f"torch {name}": schedule for name, schedule in torch_.schedules.items()}
             contestants |= {f"torch {name}": _their_step(torch_, name) for name in torch_.schedules}
+            refused = torch_.refused
         seconds = take_turns(contestants, rounds, progress)
-    ran = {f"gapless {name}": pipe.schedule for name, pipe in pipes.items()}
-    if torch_ is not None:
-        ran |= {f"torch {name}": schedule for name, schedule in torch_.schedules.items()}
     return {
         "benchmark": "emulated",
         "devices": devices,
         "microbatches": microbatches,
         "milliseconds": milliseconds,
         "size": size,
+        "torchrun": torchrun,
         "rows": [_row(name, contest, ran[name], seconds[name]) for name in contestants],
-        "refused": torch_.refused if torch_ is not None else {},
+        "refused": refused,
         **_best(seconds),
     }
 
 
-def pipeline(contest: Contest, schedule: str, *, timeline: bool = False) -> Pipeline:
+def pipeline(contest: Contest, schedule: str, *, mesh: "DeviceMesh | None" = None, timeline: bool = False) -> Pipeline:
     """One layer of the contest per stage."""
     made = make_schedule(schedule, devices=contest.devices, microbatches=contest.microbatches, costs=contest.costs)
     stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
     return Pipeline(
         nn.Sequential(*stages),
-        devices=["cpu"] * contest.devices,
+        devices=["cpu"] * contest.devices if mesh is None else None,
+        mesh=mesh,
         microbatches=contest.microbatches,
         loss=loss,
         schedule=schedule,
@@ -79,8 +96,12 @@ def pipeline(contest: Contest, schedule: str, *, timeline: bool = False) -> Pipe
     )
 
 
+def batch(contest: Contest) -> tuple[Tensor, Tensor]:
+    return contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
+
+
 def step(contest: Contest, pipe: Pipeline, times: int = 1) -> Contestant:
-    inputs, target = contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
+    inputs, target = batch(contest)
     return timed(lambda: pipe.step(inputs, target), times)
 
 
@@ -140,7 +161,8 @@ def report(found: dict[str, Any]) -> str:
     rounds = len(found["rows"][0]["rounds"])
     lines = [
         (
-            f"{found['devices']} emulated devices, {found['microbatches']} microbatches, "
+            f"{found['devices']} emulated devices{', a process each' if found['torchrun'] else ''}, "
+            f"{found['microbatches']} microbatches{_size(found['size'])}, "
             f"{found['milliseconds']:g} ms for each F, I and W of a device; medians of {rounds}"
         ),
         "",
@@ -153,6 +175,10 @@ def report(found: dict[str, Any]) -> str:
             f"{found['best']} is faster than torch's best ({found['best_of_torch']}) by {found['faster']:.2f}x",
         ]
     return "\n".join(lines)
+
+
+def _size(floats: int) -> str:
+    return f" of {4 * floats / 1e6:.2g} MB" if floats >= 1000 else ""
 
 
 def _note(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The other side of `torch_peer`: start it, ask it for steps, and leave no process behind, whatever happens."""
+"""The other end of `ranks`: start them, ask them for steps, and leave no process behind, whatever happens."""
 
 import contextlib
 import json
@@ -10,24 +10,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gapless.bench.contest import Contest
 from gapless.errors import TransportError
 from gapless.schedule.action import Schedule
 from gapless.schedule.recipes import make_schedule
 
+_SIDES = {"torch": ("torch.distributed.pipelining", "; try --no-peer"), "gapless": ("gapless on ranks", "")}
+
 
 class Peer:
-    """torch.distributed.pipelining in processes of its own, one per device, for as long as the context lasts.
+    """A contestant in processes of its own, one per device, for as long as the context lasts.
 
     schedules   those that it runs, by name, as it runs them
     refused     why it does not run the others
     """
 
-    def __init__(self, contest: Contest, names: Sequence[str]) -> None:
+    def __init__(self, contest: Contest, names: Sequence[str], side: Literal["torch", "gapless"] = "torch") -> None:
         self._contest = contest
         self._names = list(names)
+        self._side = side
+        self._who, self._way_out = _SIDES[side]
         self.schedules: dict[str, Schedule] = {}
         self.refused: dict[str, str] = {}
 
@@ -35,7 +39,7 @@ class Peer:
         self._errors = tempfile.TemporaryFile()
         self._said = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gapless.bench.torch_peer", self._contest.to_json(self._names)],
+            [sys.executable, "-m", "gapless.bench.ranks", self._side, self._contest.to_json(self._names)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -69,18 +73,16 @@ class Peer:
         out, deadline = self._process.stdout.fileno(), time.monotonic() + within
         while b"\n" not in self._said:
             if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TransportError(
-                    f"torch.distributed.pipelining did not answer within {within:.0f} s; try --no-peer"
-                )
+                raise TransportError(f"{self._who} did not answer within {within:.0f} s{self._way_out}")
             part = os.read(out, 65536)
             if not part:
-                raise TransportError(f"torch.distributed.pipelining has ended: {self._last_words()}; try --no-peer")
+                raise TransportError(f"{self._who} has ended: {self._last_words()}{self._way_out}")
             self._said += part
         line, _, self._said = self._said.partition(b"\n")
         answer = json.loads(line)
         if "failed" in answer:
             reason = (answer["failed"].strip().splitlines() or [""])[0]
-            raise TransportError(f"torch.distributed.pipelining failed: {reason}; try --no-peer")
+            raise TransportError(f"{self._who} failed: {reason}{self._way_out}")
         return answer
 
     def _last_words(self) -> str:

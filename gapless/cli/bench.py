@@ -20,6 +20,8 @@ _EXAMPLES = {
     "scale": "gapless bench scale --largest 256",
     "prediction": "gapless bench prediction --html prediction.html",
     "timeline": "gapless bench timeline",
+    "plan": "gapless bench plan --parts prediction",
+    "compile": "gapless bench compile --width 2048 --length 1024 --samples 8 --bf16",
 }
 
 
@@ -66,6 +68,7 @@ def _emulated(parser: argparse.ArgumentParser) -> None:
     _milliseconds(parser, 5)
     _count(parser, "rounds", 5, "rounds, of which the median counts")
     _count(parser, "size", 1, "floats that a sample carries from stage to stage")
+    parser.add_argument("--torchrun", action="store_true", help="a process for each device, over Gloo, as torchrun has")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="without torch.distributed.pipelining")
 
 
@@ -128,6 +131,39 @@ def _timeline(parser: argparse.ArgumentParser) -> None:
     _count(parser, "rounds", 15, "rounds, of which the median counts")
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--parts",
+        type=lambda given: tuple(filter(None, given.split(","))),
+        default=("prediction", "cuts", "choice"),
+        metavar="NAME,NAME",
+        help="prediction, cuts and choice (default all three)",
+    )
+    _count(parser, "rounds", 7, "rounds, of which the median counts")
+    parser.add_argument("--seconds", type=_seconds, default=4.0, metavar="S", help="to measure a model (default 4)")
+    parser.add_argument(
+        "--fit", action="store_true", help="only: what fits on an NVIDIA GPU, by prediction and in fact"
+    )
+    parser.add_argument("--quick", action="store_true", help="one small model of each part, to see that it runs")
+
+
+def _compile(parser: argparse.ArgumentParser) -> None:
+    _sizes(parser, devices=2, microbatches=4)
+    for name, default, what in (
+        ("depth", 8, "blocks of the GPT"),
+        ("width", 256, "its width, a multiple of 4, and of 128 from 512 on"),
+        ("vocab", 256, "its vocabulary"),
+        ("samples", 4, "sequences in a microbatch"),
+        ("length", 128, "tokens in a sequence"),
+        ("steps", 2, "steps in a round"),
+        ("rounds", 5, "rounds, of which the median counts"),
+    ):
+        _count(parser, name, default, what)
+    parser.add_argument("--dropout", type=_share, default=0.0, metavar="P", help="dropout of the blocks (default 0)")
+    parser.add_argument("--bf16", action="store_true", help="under autocast to bfloat16")
+    parser.add_argument("--backend", default="inductor", metavar="NAME", help="of torch.compile (default inductor)")
+
+
 _OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "emulated": _emulated,
     "overhead": _overhead,
@@ -136,6 +172,8 @@ _OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "scale": _scale,
     "prediction": _prediction,
     "timeline": _timeline,
+    "plan": _plan,
+    "compile": _compile,
 }
 
 
@@ -170,6 +208,26 @@ def _at_least_one(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 1_000_000 or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1,000,000")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 600:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds between 0 and 600")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -72,6 +72,22 @@ def _allocate(tensor: Tensor, device: torch.device) -> None:
     swap_tensors(tensor, real)
 
 
+def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:
+    """Back to the meta device, under the same objects: of these layers nothing is needed here but what those that are
+    kept share with them. What others hold on to stays as it is.
+    """
+    needed = {id(tensor) for layer in kept if isinstance(layer, nn.Module) for _, tensor in _tensors(layer)}
+    for layer in layers:
+        for _, tensor in _tensors(layer) if isinstance(layer, nn.Module) else ():
+            if id(tensor) not in needed and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
+                empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, tensor.requires_grad)
+                empty.__dict__.update(tensor.__dict__)
+                with contextlib.suppress(RuntimeError):
+                    swap_tensors(tensor, empty)
+
+
 def _reset(owners: Mapping[nn.Module, str]) -> None:
     without = []
     for module, name in owners.items():

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +20,23 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, ScheduleError
 from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
-from gapless.model.materialise import Init, materialise
-from gapless.model.tied import tie
+from gapless.model.materialise import Init, materialise, release
+from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
+    asked_for,
     at_least_one,
     check_data,
     check_options,
+    check_plan,
     check_uncounted,
     fitting_schedule,
     layers_per_stage,
     one_of,
     stages_per_device_of,
-    torch_devices,
+    world_of,
 )
-from gapless.run.executor import Program, execute, measured
-from gapless.run.gradients import clip_grad_norm
-from gapless.run.streams import make_lane
+from gapless.plan.plan import Plan
+from gapless.run.executor import Program, execute
 from gapless.run.threads import Team, close_with
 from gapless.schedule import lower
 from gapless.schedule.action import Kind, Schedule
@@ -48,6 +50,9 @@ from gapless.stage.compiled import compiled
 from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -77,8 +82,12 @@ class Pipeline:
     """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
-    devices            how many, or a list of torch devices (one may be there several times)
-    schedule           a name from `gapless schedules`, or a Schedule
+    devices            how many, or a list of torch devices (one may be there several times): one process, a thread for
+                       each
+    mesh               instead of devices, one process for each, under torchrun: a torch DeviceMesh with a dimension pp,
+                       and dp and tp if wanted; every rank makes the same calls
+    schedule           a name from `gapless schedules`, a Schedule, or a Plan, which brings microbatches, partition,
+                       remat and costs
     microbatches       into how many parts a minibatch is cut
     loss               loss(outputs, target), a scalar; without it the model's own: its `.loss`, `["loss"]` or scalar
     stages_per_device  by default what the schedule needs
@@ -91,6 +100,7 @@ class Pipeline:
     batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
                        "error"
     tied               parameters that several stages use: "exact" adds gradients as plain training does, "summed" once
+                       per step, which is the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
                        a mapping from names to tensors, or a .safetensors file
     compile            True, or options of torch.compile: every layer is compiled
@@ -99,16 +109,19 @@ class Pipeline:
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
     timeline           measure every step
+    timeout            seconds that a rank waits for another before it gives up
     """
 
+    @told_to_all
     def __init__(
         self,
         model: nn.Module | Sequence[Callable[..., Any]],
         *,
-        devices: int | Sequence[torch.device | str],
-        microbatches: int,
+        devices: int | Sequence[torch.device | str] | None = None,
+        mesh: "DeviceMesh | None" = None,
+        microbatches: int | None = None,
         loss: Loss | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | Plan = "1f1b",
         stages_per_device: int | None = None,
         partition: Sequence[int] | None = None,
         costs: Costs | None = None,
@@ -118,7 +131,7 @@ class Pipeline:
         remat: Remat | Sequence[Remat] = "none",
         loss_weight: mb.LossWeight = None,
         batchnorm: BatchNorm = "microbatch",
-        tied: Tied = "exact",
+        tied: Tied | None = None,
         compile: bool | Mapping[str, Any] = False,
         init: Init | None = None,
         layers: Sequence[Layer] | None = None,
@@ -127,15 +140,23 @@ class Pipeline:
         target_dims: Any = None,
         intra_op_threads: int | None = None,
         timeline: bool = False,
+        timeout: float = 600.0,
     ) -> None:
-        self.devices = torch_devices(devices)
+        self._world = world_of(devices, mesh, timeout)
+        self.devices = self._world.devices
+        self._team = self._make_team(intra_op_threads)
+        self._close = close_with(self, self._team, self._world)
         check_options(schedule, loss, loss_weight)
+        if isinstance(schedule, Plan):
+            check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
+            microbatches, partition, remat = schedule.microbatches, schedule.partition, schedule.remat
+            costs, stages_per_device = schedule.costs, schedule.stages_per_device
         self._asked = schedule
         self._stages_per_device = stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
         self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
         self.microbatches = at_least_one("microbatches", microbatches)
         self._loss, self._loss_weight = loss or own_loss, loss_weight
-        self._tied = one_of("tied", tied, ("exact", "summed"))
+        self._tied: Tied = one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed"))
         self._batch_dims, self._target_dims = batch_dims, target_dims
         self._timeline = timeline
         self.seed = seed
@@ -145,28 +166,25 @@ class Pipeline:
         self._batchnorm: BatchNorm = batchnorm
         self._compile, self._init = compile, init
         self.schedule = self._schedule_for(self.microbatches)
-        self._lanes = [make_lane(device) for device in self.devices]
-        self._stages: list[Stage] = []
+        self._stages: list[Stage] = []  # those of this process
+        self._nothing = nn.Parameter(torch.empty(0))
         self._ties: list[Tie] = []
         self.partition: tuple[int, ...] = ()
         self._model: Layers | Captured
         if layers is not None or is_sequence(model):
             self._model = Layers(model, layers)
             self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
-            self._stages = self._make_stages()
+            self._world.agree(self._facts())
+            self._make_stages()
         else:
             assert isinstance(model, nn.Module)
             check_data(model, "a model that is traced needs data first, or its layers= with init=")
             self._model = Captured(model, self._stage_devices)
             check_uncounted(partition)
+            self._world.agree(self._facts())
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._programs: dict[tuple[int, bool, bool], Program] = {}
-        if intra_op_threads is None:
-            intra_op_threads = max(1, torch.get_num_threads() // len(self.devices))
-        threads = at_least_one("intra_op_threads", intra_op_threads)
-        self._team = Team([f"gapless device {k}" for k in range(len(self.devices))], threads)
-        self._close = close_with(self, self._team)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -176,28 +194,34 @@ class Pipeline:
         `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
+        if scaler is not None:
+            self._world.check_scaler()
         if not torch.is_grad_enabled():
             raise ConfigError("step computes gradients, which are switched off here: leave no_grad, or use evaluate")
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
-        weights = mb.weights(self._loss_weight, counts, targets if target is not None else parts)
-        with self._team.held():
+        numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
+        with self._team.held(), self._world.call():
             parts = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
+            weights = self._weights(numbers)
             batch = program.batch
             batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
             batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
             try:
+                self._world.begin()
                 for shared in self._ties:
                     shared.begin()
                 self._run(program)
-                for shared in self._ties:
-                    shared.end()
+                self._world.end(self._ties)
                 for stage in self._stages:
                     stage.finish()
-                losses = tuple(batch.losses)
-                merged = mb.merge(batch.outputs, counts) if outputs else None
-                timeline = measured(program, "measured") if self._timeline else None
+                losses, weights = self._world.losses(program.schedule, batch.losses, weights)
+                merged = mb.merge(batch.outputs, counts) if outputs and self._has_last else None
+                timeline = self._world.measured(program) if self._timeline else None
+            except BaseException:
+                self._world.give_up()
+                raise
             finally:
                 program.clear()
             self.steps += 1
@@ -206,7 +230,7 @@ class Pipeline:
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
         parts, targets, counts = self._split(inputs, target)
-        with self._team.held():
+        with self._team.held(), self._world.call():
             modes = [(module, module.training) for module in self._model.module.modules()]
             self._model.module.eval()
             try:
@@ -218,20 +242,22 @@ class Pipeline:
                 try:
                     self._run(program)
                     losses = tuple(batch.losses) if target is not None else ()
-                    if self._loss is own_loss:
+                    if self._loss is own_loss and self._has_last:
                         losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
-                    merged = mb.merge(batch.outputs, counts) if outputs else None
+                    numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
+                    losses, weights = self._world.losses(program.schedule, losses, self._weights(numbers))
+                    merged = mb.merge(batch.outputs, counts) if outputs and self._has_last else None
                 finally:
                     program.clear()
+                    self._world.release()
             finally:
                 for module, training in modes:
                     module.training = training
-        weights = mb.weights(self._loss_weight, counts, targets if target is not None else parts) if losses else ()
-        return Result(losses, tuple(weights), merged)
+        return Result(losses, weights if losses else (), merged)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
-        return clip_grad_norm(list(self.parameters()), max_norm, norm_type)
+        return self._world.clip(list(self._model.module.parameters()), max_norm, norm_type)
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -240,17 +266,23 @@ class Pipeline:
         return self._model.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return self._model.module.parameters()
+        """Those of this process; under a mesh an empty one on a rank that has none, since optimizers want some."""
+        mine = [parameter for _, parameter in self.named_parameters()]
+        yield from mine or ([self._nothing] if self._world.here != range(len(self.devices)) else [])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._model.module.named_parameters()
+        """Those of this process, under the model's names."""
+        return ((name, each) for name, each in self._model.module.named_parameters() if self._world.holds(each))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The model's own: it knows nothing of stages."""
-        return self._model.module.state_dict()
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
+        `whole` what is held there.
+        """
+        return self._world.state(self._model.module, whole)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        return self._model.module.load_state_dict(state, strict)
+        """Under a mesh every rank takes what it needs, from a whole state or its own."""
+        return self._world.load(self._model.module, state, strict)
 
     def train(self, mode: bool = True) -> "Pipeline":
         self._model.module.train(mode)
@@ -268,6 +300,11 @@ class Pipeline:
         return sum(stage.compile_seconds for stage in self._stages)
 
     # -- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        """Under a mesh, SIGTERM has come to some rank: the next call will end the process, on every rank."""
+        return self._world.stopping
 
     def close(self) -> None:
         """End the threads. The model and its gradients stay."""
@@ -290,11 +327,14 @@ class Pipeline:
         sizes = f"{len(self.devices)} devices, {self.schedule.num_stages} stages, {self.microbatches} microbatches"
         lines = [f"Pipeline: {name}, {sizes}, predicted bubble {bubble:.1f}%"]
         first = 0
-        for stage, (count, work) in enumerate(zip(self.partition, self._stages, strict=True)):
+        stages = dict(zip(self._stages_here, self._stages, strict=bool(self._stages)))
+        for stage, count in enumerate(self.partition):
             device = self.schedule.placement.device(stage, 0)
             size = sum(self._model.costs()[first : first + count]) - count
-            remat = f", remat {work.remat}" if work.remat != "none" else ""
-            remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
+            remat = ""
+            if (work := stages.get(stage)) is not None:
+                remat = f", remat {work.remat}" if work.remat != "none" else ""
+                remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
             lines.append(
                 f"  stage {stage} on device {device} ({self.devices[device]}): layers {first} to {first + count - 1}, "
                 f"{size:,} parameters{remat}"
@@ -304,13 +344,47 @@ class Pipeline:
 
     # -- how it is done ---------------------------------------------------------------------------------------------
 
+    def _make_team(self, threads: int | None) -> Team:
+        if threads is None:
+            threads = max(1, torch.get_num_threads() // len(self._world.here))
+        names = [f"gapless device {device}" for device in self._world.here]
+        return Team(names, at_least_one("intra_op_threads", threads))
+
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks must have been asked for alike."""
+        return {
+            "microbatches": self.microbatches,
+            "schedule": self.schedule.name or "one without a name",
+            "stages": self.schedule.num_stages,
+            "partition": list(self.partition),
+            "seed": self.seed,
+            "remat": self._remat(self.schedule.num_stages),
+            "loss": named(self._loss),
+            "loss_weight": named(self._loss_weight),
+            "batchnorm": self._batchnorm,
+            "tied": self._tied,
+            "costs": repr(self._costs),
+            "memory_limit": repr(self._memory_limit),
+            "objective": self._objective,
+            "compile": repr(self._compile),
+            "timeline": self._timeline,
+            "batch_dims": repr(self._batch_dims),
+            "target_dims": repr(self._target_dims),
+            "row of device": {str(k): line for k, line in enumerate(self.schedule.csv().splitlines())},
+            "model": described(self._model.module),
+        }
+
     def _split(self, inputs: Any, target: Any) -> tuple[list[Any], list[Any], list[int]]:
+        """Inputs and targets of the microbatches, and their sizes; a rank that has no use for some has None there."""
         size = mb.batch_size(inputs, self._batch_dims)
-        parts = mb.split(inputs, self.microbatches, self._batch_dims)
-        targets = (
-            mb.split(target, len(parts), self._target_dims, size=size) if target is not None else [None] * len(parts)
-        )
-        return parts, targets, mb.sizes(size, len(parts))
+        weighed = callable(self._loss_weight)
+        here = self._has_first or size == 0 or isinstance(self._model, Captured) or (weighed and target is None)
+        count = min(size, self.microbatches)
+        parts = mb.split(inputs, self.microbatches, self._batch_dims) if here else [None] * count
+        targets = [None] * count
+        if target is not None and (self._has_last or weighed):
+            targets = mb.split(target, count, self._target_dims, size=size)
+        return parts, targets, mb.sizes(size, count)
 
     def _prepared(self, parts: list[Any]) -> list[Any]:
         """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
@@ -320,17 +394,32 @@ class Pipeline:
         prepared = [self._model.prepare(part) for part in parts]
         if self._model.num_traces != known:
             self._model.settle()
-            if self._stages:
-                self._ties = tie(self._model.module, self._stages, self._stage_devices, self._tied)
-            else:
+            if not self._stages:
                 self.partition = (1,) * self.schedule.num_stages
-                self._stages = self._make_stages()
+                self._make_stages()
+            else:
+                self._adopt()
         return prepared
 
     @property
     def _stage_devices(self) -> list[torch.device]:
         placement = self.schedule.placement
         return [self.devices[placement.device(stage, 0)] for stage in range(self.schedule.num_stages)]
+
+    @cached_property
+    def _stages_here(self) -> list[int]:
+        placement = self.schedule.placement
+        return [stage for stage in range(self.schedule.num_stages) if placement.device(stage, 0) in self._world.here]
+
+    @property
+    def _has_first(self) -> bool:
+        """Whether inputs are used in this process."""
+        return 0 in self._stages_here
+
+    @property
+    def _has_last(self) -> bool:
+        """Whether outputs and losses are made in this process."""
+        return self.schedule.num_stages - 1 in self._stages_here
 
     @property
     def _last_device(self) -> torch.device:
@@ -339,7 +428,8 @@ class Pipeline:
     def _run(self, program: Program) -> None:
         count = program.schedule.num_microbatches
         program.batch.outputs, program.batch.losses = [None] * count, [None] * count
-        execute(program, self._team)
+        with self._world.running(program, self._costs):
+            execute(program, self._team)
 
     def _program(self, microbatches: int, *, inference: bool, recorded: bool) -> Program:
         key = (microbatches, inference, recorded)
@@ -347,19 +437,29 @@ class Pipeline:
             schedule = self.schedule if microbatches == self.microbatches else self._schedule_for(microbatches)
             if inference:
                 schedule = lower.forward_only(schedule)
-            self._programs[key] = Program(schedule, self._stages, self._lanes, self._loss, recorded=recorded)
+            self._programs[key] = Program(
+                schedule,
+                dict(zip(self._stages_here, self._stages, strict=True)),
+                self._world.lanes,
+                self._loss,
+                self._world.channels(schedule),
+                here=self._world.here,
+                recorded=recorded,
+                after=self._world.after(schedule),
+            )
         return self._programs[key]
 
     def _schedule_for(self, microbatches: int) -> Schedule:
         """The schedule as it is run: made or taken, checked, and lowered."""
         devices = len(self.devices)
-        if isinstance(self._asked, Schedule):
-            schedule = fitting_schedule(self._asked, devices, microbatches)
+        asked = asked_for(self._asked, microbatches)
+        if isinstance(asked, Schedule):
+            schedule = fitting_schedule(asked, devices, microbatches)
         else:
-            if not find_recipe(self._asked).synchronous:
-                raise ScheduleError(f"{self._asked} updates weights on its way; a Pipeline runs schedules that do not")
+            if not find_recipe(asked).synchronous:
+                raise ScheduleError(f"{asked} updates weights on its way; a Pipeline runs schedules that do not")
             schedule = make_schedule(
-                self._asked,
+                asked,
                 devices=devices,
                 microbatches=microbatches,
                 stages_per_device=self._stages_per_device,
@@ -384,12 +484,18 @@ class Pipeline:
                 remat[stage] = "stage"
         return remat
 
-    def _make_stages(self) -> list[Stage]:
-        stages, first = [], 0
+    def _make_stages(self) -> None:
+        stages: list[Stage] = []
+        elsewhere: list[Any] = []
+        first = 0
         remat = self._remat(self.schedule.num_stages)
         halves = {action.stage for row in self.schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         for stage, count in enumerate(self.partition):
             layers = self._model.layers[first : first + count]
+            if stage not in self._stages_here:
+                elsewhere += layers
+                first += count
+                continue
             device = self.devices[self.schedule.placement.device(stage, 0)]
             if self._init is not None:
                 materialise(self._model.module, layers, device, self._init)
@@ -409,12 +515,26 @@ class Pipeline:
                     loss=self._loss if last else None,
                     spread=stage == 0 and isinstance(self._model, Layers),
                     batchnorm=self._batchnorm,
+                    first_microbatch=self._world.first_microbatch(self.microbatches),
                 )
             )
             first += count
-        self._ties = tie(self._model.module, stages, self._stage_devices, self._tied)
+        self._stages = stages
+        if isinstance(self._model, Layers):  # a traced module may have to be traced again
+            release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
+        self._adopt()
         _warn_of_unsplit(stages)
-        return stages
+
+    def _adopt(self) -> None:
+        """Parameters that several stages share are tied."""
+        bounds = [0, *accumulate(self.partition)]
+        parts: list[list[Any]] = [self._model.layers[start:end] for start, end in pairwise(bounds)]
+        parts[-1] = [*parts[-1], self._loss]
+        stages = dict(zip(self._stages_here, self._stages, strict=True))
+        self._ties = self._world.adopt(self._model.module, stages, parts, self.schedule, self._tied)
+
+    def _weights(self, numbers: Sequence[float]) -> Sequence[float]:
+        return self._world.weights(numbers, self.microbatches, summed=self._loss_weight == "sum")
 
 
 def _warn_of_unsplit(stages: Sequence[Stage]) -> None:
@@ -436,5 +556,7 @@ def _apart(part: Any) -> Any:
     """Microbatches are views of one tensor and share its version counter: a layer that changes its input in place
     would make torch believe that those of all other microbatches have changed.
     """
+    if part is None:
+        return None
     tensors, shape = mb.flatten(part)
     return mb.unflatten([tensor.data.requires_grad_(tensor.requires_grad) for tensor in tensors], shape)

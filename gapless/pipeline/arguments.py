@@ -1,7 +1,7 @@
 """What a user asks of a pipeline, checked: a fact, its numbers and the way out where it can't be done."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,18 +10,72 @@ from gapless.errors import ConfigError, PartitionError, ScheduleError
 from gapless.model.layers import Layers
 from gapless.model.materialise import on_meta
 from gapless.plan.partition import balanced, check_enough_layers
+from gapless.plan.plan import Plan
+from gapless.run.alone import Alone
 from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
 
+if TYPE_CHECKING:
+    from gapless.run.ranks import Ranks
+
 
 def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
-    if not isinstance(schedule, str | Schedule):
-        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name or a Schedule")
+    if not isinstance(schedule, str | Schedule | Plan):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule or a Plan")
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
     if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
         raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
+
+
+def check_plan(
+    plan: Plan,
+    world: "Alone | Ranks",
+    microbatches: int | None,
+    partition: Sequence[int] | None,
+    remat: str | Sequence[str],
+    costs: Costs | None,
+    stages_per_device: int | None,
+) -> None:
+    """It is for these devices, and nothing else was asked for than what it says."""
+    replicas = 1 if isinstance(world, Alone) else len(world.seat.dp_ranks)
+    if (plan.mesh.replicas, plan.num_devices) != (replicas, len(world.devices)):
+        raise ConfigError(
+            f"the plan is for {_pipelines(plan.mesh.replicas, plan.num_devices)}, but there "
+            f"{'is' if replicas == 1 else 'are'} {_pipelines(replicas, len(world.devices))}: make one for these"
+        )
+    others = {
+        "microbatches": microbatches not in (None, plan.microbatches) and (microbatches, plan.microbatches),
+        "partition": partition is not None
+        and tuple(partition) != plan.partition
+        and (list(partition), list(plan.partition)),
+        "remat": remat != "none" and _each(remat, len(plan.remat)) != plan.remat and (remat, list(plan.remat)),
+        "stages_per_device": stages_per_device not in (None, plan.stages_per_device)
+        and (stages_per_device, plan.stages_per_device),
+    }
+    faults = [f"{name} is {pair[0]!r}, but the plan has {pair[1]!r}" for name, pair in others.items() if pair]
+    if costs is not None and costs != plan.costs:
+        faults.append("costs are not those of the plan")
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: leave out what the plan says, or make another")
+
+
+def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    return (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
+
+
+def _pipelines(replicas: int, devices: int) -> str:
+    pipelines = "1 pipeline" if replicas == 1 else f"{replicas} pipelines"
+    return f"{pipelines} of {devices} device{'s' if devices > 1 else ''}"
+
+
+def asked_for(asked: str | Schedule | Plan, microbatches: int) -> str | Schedule:
+    """What to make a schedule from: a plan for another number of microbatches is its recipe."""
+    if isinstance(asked, Plan):
+        return asked.schedule if microbatches == asked.microbatches else asked.recipe
+    return asked
 
 
 def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
@@ -44,6 +98,18 @@ def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
     return value
 
 
+def world_of(devices: int | Sequence[torch.device | str] | None, mesh: Any, timeout: float) -> "Alone | Ranks":
+    """One process with a thread per device, or one of many processes."""
+    if (devices is None) == (mesh is None):
+        given = "neither is given" if mesh is None else "both are given"
+        raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
+    if devices is not None:
+        return Alone(torch_devices(devices))
+    from gapless.run.ranks import Ranks  # here alone: torch.distributed need not be there
+
+    return Ranks(mesh, timeout)
+
+
 def torch_devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:
     if isinstance(devices, int):
         count = at_least_one("devices", devices)
@@ -64,14 +130,16 @@ def torch_devices(devices: int | Sequence[torch.device | str]) -> list[torch.dev
     return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in made]
 
 
-def at_least_one(word: str, value: int) -> int:
+def at_least_one(word: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{word}= is missing: give a whole number of at least 1")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{word} is {value!r}, but it must be a whole number of at least 1")
     return value
 
 
 def stages_per_device_of(
-    schedule: str | Schedule, asked: int | None, partition: Sequence[int] | None, num_devices: int
+    schedule: str | Schedule | Plan, asked: int | None, partition: Sequence[int] | None, num_devices: int
 ) -> int | None:
     """As asked, or as many as the partition has, where the recipe leaves a choice."""
     if asked is not None or partition is None or not isinstance(schedule, str):

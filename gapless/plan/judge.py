@@ -53,7 +53,7 @@ class Judge:
             copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.stages)))
             memory = [
                 [
-                    size + (1 + self.drafts.slack) * times * layer.activation
+                    size + (1 + self.drafts.slack) * times * (layer.activation - layer.overlap)
                     for size, layer in zip(fixed, layers, strict=True)
                 ]
                 for times in copies

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gapless.errors import ConfigError, GaplessError
 from gapless.plan.footprint import Footprint
@@ -39,7 +39,7 @@ class Plan:
     recipe: str
     schedule: Schedule
     partition: tuple[int, ...]
-    remat: tuple[str, ...]
+    remat: tuple[Literal["none", "stage"], ...]
     samples: int
     mesh: Mesh
     costs: Costs
@@ -139,7 +139,7 @@ class Plan:
                 recipe=str(data["recipe"]),
                 schedule=Schedule.parse(json.dumps(data["schedule"])),
                 partition=tuple(map(int, data["partition"])),
-                remat=tuple(map(str, data["remat"])),
+                remat=tuple("stage" if word == "stage" else "none" for word in data["remat"]),
                 samples=int(data["samples"]),
                 mesh=Mesh(int(data["replicas"]), int(data["devices"]), bool(data["replicas_inside"])),
                 costs=Costs(**data["costs"]),

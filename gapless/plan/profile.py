@@ -30,6 +30,8 @@ class Layer:
     activation            bytes that F leaves behind until I or B
     kept_for_weight_grad  the part of them that stays until W; all of them unless given
     boundary              bytes of what it returns, which is what crosses where a stage ends here
+    overlap               the part of the activation that is not held where the layer before is in the same stage: what
+                          that one holds anyway, or an input that no backward needs
     workspace             bytes it takes while it runs, on top of all that is kept
     """
 
@@ -48,6 +50,7 @@ class Layer:
     update: Seconds = Seconds(0.0)
     overhead: float = 0.0
     workspace: int = 0
+    overlap: int = 0
 
     @property
     def whole_backward(self) -> float:
@@ -71,6 +74,7 @@ class Layer:
             kept_for_weight_grad=math.ceil(self.kept_for_weight_grad * ratio),
             boundary=math.ceil(self.boundary * ratio),
             workspace=math.ceil(self.workspace * ratio),
+            overlap=math.floor(self.overlap * ratio),
         )
 
 

@@ -30,7 +30,16 @@ _FAULTS_SHOWN = 3
 T = TypeVar("T")
 
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "backward", "update")
-_SIZES = ("parameters", "gradients", "optimizer_state", "activation", "kept_for_weight_grad", "boundary", "workspace")
+_SIZES = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "activation",
+    "kept_for_weight_grad",
+    "boundary",
+    "workspace",
+    "overlap",
+)
 _LAYER_KEYS = ("layer", "name", "repeat", *_TIMES, "overhead", *_SIZES)
 _LINK_KEYS = ("name", "devices", "latency", "bandwidth")
 _PROFILE_KEYS = ("profile", "device", "samples", "minibatch", "input", "reserved", "layers", "links")
@@ -166,6 +175,11 @@ class _Reader:
             self.faults.append(
                 f"{place}: kept_for_weight_grad is {kept} bytes, but it is a part of the activation's {activation}"
             )
+        overlap = self._bytes(place, row, "overlap", 0)
+        if overlap > activation:
+            self.faults.append(
+                f"{place}: overlap is {overlap} bytes, but it is a part of the activation's {activation}"
+            )
         return Layer(
             name=name,
             forward=forward,
@@ -182,6 +196,7 @@ class _Reader:
             update=self._time(place, row, "update", Seconds(0.0)),
             overhead=self._number(place, row, "overhead", lambda value: units.read(value, units.SECONDS), 0.0),
             workspace=self._bytes(place, row, "workspace", 0),
+            overlap=overlap,
         )
 
     def _links(self, rows: list[Any]) -> Iterable[Link]:

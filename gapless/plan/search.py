@@ -71,6 +71,7 @@ def search(
     minibatch: int | None = None,
     microbatches: int | None = None,
     recipes: Sequence[str] | None = None,
+    replicas: bool = True,
     shard_optimizer: bool = False,
     slack: float = SLACK,
     time_limit: float | None = None,
@@ -82,6 +83,7 @@ def search(
     minibatch        samples in a step; by default the profile's, or 4 of its microbatches per device
     microbatches     only this many; by default several numbers are tried
     recipes          only these; by default all, and `auto` where they do best
+    replicas         several pipelines side by side are tried too; otherwise one of all devices
     shard_optimizer  the optimizer's state is shared out among replicas
     slack            what the allocator loses, as a share of what comes and goes
     time_limit       in seconds; what was found until then is the answer
@@ -99,7 +101,7 @@ def search(
     _check_layers(profile, there)
     judge = Judge(Drafts(profile, there, shard_optimizer=shard_optimizer, slack=slack))
     run = _Search(judge, minibatch, microbatches, recipes, len(profile.layers), time_limit, progress)
-    even = len(set(there)) == 1
+    even = replicas and len(set(there)) == 1
     meshes = options.meshes(len(there), even=even, levels=len(profile.links))
     run.try_all(meshes)
     if not run.found and not run.missed:

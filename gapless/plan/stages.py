@@ -41,8 +41,13 @@ def make_stages(
     def time(of: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(map(of, own)) / speeds[home] for own, home in zip(layers, homes, strict=True))
 
-    def size(of: Callable[[Layer], int]) -> tuple[int, ...]:
+    def size_of(of: Callable[[Layer], int]) -> tuple[int, ...]:
         return tuple(sum(map(of, own)) for own in layers)
+
+    def kept(of: Callable[[Layer], int]) -> tuple[int, ...]:
+        """Layers of one stage hold what passes between them once."""
+        shared = [sum(layer.overlap for layer in own[1:]) for own in layers]
+        return tuple(max(0, size - less) for size, less in zip(size_of(of), shared, strict=True))
 
     boundary = (profile.input, *(own[-1].boundary for own in layers[:-1]))
     costs = Costs(
@@ -52,8 +57,8 @@ def make_stages(
         recompute=time(lambda layer: layer.recompute.median),
         update=time(lambda layer: layer.update.median),
         backward=time(lambda layer: layer.whole_backward),
-        activation=size(lambda layer: layer.activation),
-        kept_for_weight_grad=size(lambda layer: layer.kept_for_weight_grad),
+        activation=kept(lambda layer: layer.activation),
+        kept_for_weight_grad=kept(lambda layer: layer.kept_for_weight_grad),
         boundary=boundary,
     )
     return Stages(layers, placement, _with_links(costs, profile, homes, mesh, boundary), boundary)

@@ -7,6 +7,7 @@ import torch
 
 from gapless.stage.autocast import AutocastState, autocast_is_on
 
+_CPU = torch.device("cpu")
 _AS_A_THREAD_STARTS = contextlib.nullcontext()
 
 
@@ -16,7 +17,8 @@ class CallerState:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._device = torch.get_default_device()
+        # A default device is a mode. Without any there is no need to look for it, which takes as long as a small layer.
+        self._device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
         self._autocast = AutocastState() if autocast_is_on() else None
 
     def entered(self) -> contextlib.AbstractContextManager[None]:

@@ -4,9 +4,10 @@ Each call takes what it needs (from the batch, from a stage on the same device, 
 hands the result on. No decision is taken and nothing is looked up by name while a step runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from gapless.run.caller import CallerState
 from gapless.run.streams import CpuLane, Lane, Parcel, fenced
-from gapless.run.threads import Channels, StoppedError, Team
+from gapless.run.threads import Team
+from gapless.run.transport import StoppedError, Transport
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.timeline import Timeline
@@ -38,31 +40,41 @@ class Batch:
 
 
 class Program:
-    """One schedule bound to stages and lanes: per device the calls, and the action each belongs to."""
+    """One schedule bound to stages and lanes: per device the calls, and the action each belongs to.
+
+    `here` are the devices that this process runs, `stages` those on them by their numbers. `after` has what is to be
+    called when an action has ended.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
-        stages: Sequence[Stage],
+        stages: Mapping[int, Stage],
         lanes: Sequence[Lane],
         loss: Callable[[Any, Any], Tensor] | None,
+        channels: Transport,
         *,
+        here: Sequence[int],
         recorded: bool,
+        after: Mapping[Action, Callable[[Batch], None]] | None = None,
     ) -> None:
         self.schedule = schedule
         self.stages, self.lanes, self.loss = stages, lanes, loss
         self.batch = Batch()
-        self.channels = Channels(schedule)
+        self.channels, self.here = channels, here
         self.inference = schedule.kinds == {Kind.FORWARD}
         self.marks: list[list[Any]] = [[] for _ in schedule.rows]
         self.recorded = recorded
         # Where all devices are threads of one CPU, what is made is where it is needed.
         self._one_memory = all(isinstance(lane, CpuLane) for lane in lanes)
+        self.reached = [0] * schedule.num_devices  # the position of the action each device has begun last
         self.stopping: list[bool] = []  # not empty: every device is to stop before its next action
         self._local: dict[tuple[str, int, int], Any] = {}  # handed from a stage to another one of the same device
         # A backward that runs whole needs no deferral, even where the same stage splits others.
         self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
-        self.calls = [self._bind(device) for device in range(schedule.num_devices)]
+        self._after = after or {}
+        self._following = {device: dict(pairwise(schedule.rows[device])) for device in here}
+        self.calls = {device: self._bind(device) for device in here}
 
     def _bind(self, device: int) -> list[Call]:
         there: set[Action] = set()
@@ -71,7 +83,11 @@ class Program:
                 home = self.schedule.placement.device(need.stage, need.microbatch)
                 assert home != device or need in there, f"{action} before {need} on device {device}"
             there.update(completes(action))
-        return [self._call(device, action) for action in self.schedule.rows[device]]
+        calls = [self._call(device, action) for action in self.schedule.rows[device]]
+        for position, action in enumerate(self.schedule.rows[device]):
+            if action in self._after:
+                calls[position] = self._followed(calls[position], self._after[action])
+        return calls
 
     def _call(self, device: int, action: Action) -> Call:
         stage, kind, microbatch = action
@@ -95,9 +111,16 @@ class Program:
             return lambda: half(microbatch, take(), put)  # the same without a call between
         return (lambda: compute(None)) if take is None else (lambda: compute(take()))
 
+    def _followed(self, call: Call, then: Callable[[Batch], None]) -> Call:
+        def run() -> None:
+            call()
+            then(self.batch)
+
+        return run
+
     def _forward(self, stage: int, microbatch: int, put: Callable[[Any], None] | None) -> Callable[[Any], Any]:
         work, batch = self.stages[stage], self.batch
-        last = stage == len(self.stages) - 1
+        last = stage == self.schedule.num_stages - 1
         if self.inference:
             return self._infer_last(work, microbatch) if put is None else lambda inputs: put(work.infer(inputs))
         defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
@@ -123,7 +146,7 @@ class Program:
 
     def _infer_last(self, work: Stage, microbatch: int) -> Callable[[Any], None]:
         batch, loss = self.batch, self.loss
-        lane = self.lanes[self.schedule.placement.device(len(self.stages) - 1, microbatch)]
+        lane = self.lanes[self.schedule.placement.device(self.schedule.num_stages - 1, microbatch)]
 
         def infer(inputs: Any) -> None:
             outputs = work.infer(inputs)
@@ -143,7 +166,7 @@ class Program:
         other = stage + step
         if other < 0:
             return lambda: lane.unpack(Parcel(batch.inputs[microbatch]))
-        if other == len(self.stages):
+        if other == self.schedule.num_stages:
             return None
         source = self.schedule.placement.device(other, microbatch)
         name = "activation" if kind is Kind.FORWARD else "gradient"
@@ -156,15 +179,27 @@ class Program:
     def _putter(self, device: int, action: Action, step: int) -> Callable[[Any], None] | None:
         stage, kind, microbatch = action
         other = stage + step
-        if not 0 <= other < len(self.stages):
+        if not 0 <= other < self.schedule.num_stages:
             return None
         target = self.schedule.placement.device(other, microbatch)
         name = "activation" if kind is Kind.FORWARD else "gradient"
         if target == device:
             local, key = self._local, (name, stage, microbatch)
             return lambda result: local.__setitem__(key, result)
-        send, pack = self.channels.sender((device, target, name)), self.lanes[device].pack
+        send = self.channels.sender((device, target, name), idle=self._waits_after(device, action))
+        pack = self.lanes[device].pack
         return send if self._one_memory else lambda result: send(pack(result))
+
+    def _waits_after(self, device: int, action: Action) -> bool:
+        """Whether what this device does next needs something from another one."""
+        following = self._following[device].get(action)
+        if following is None:
+            return True
+        stage, kind, microbatch = following
+        other = stage - 1 if kind is Kind.FORWARD else stage + 1 if kind in BACKWARDS else -1
+        if not 0 <= other < self.schedule.num_stages:
+            return False
+        return self.schedule.placement.device(other, microbatch) != device
 
     def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         now, marks = self.lanes[device].now, self.marks[device]
@@ -193,37 +228,40 @@ class Program:
         self.stopping.clear()
         self.channels.clear()
         self._local.clear()
-        for stage in self.stages:
+        for stage in self.stages.values():
             stage.drop()
 
 
 def execute(program: Program, team: Team) -> None:
     """Run the program's batch on its devices. The first failure stops all and is raised here, with its place noted."""
     team.settle()
-    program.forget()
+    if team.left is not None:  # Ctrl-C came a second time, while what the first had left was cleared up
+        team.left()
+    team.left = program.forget
     state = CallerState()
     failures: list[BaseException] = []
     profiled = torch.autograd.profiler._is_profiler_enabled
 
     def task(device: int) -> Call:
         lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+        reached = program.reached
         if profiled:
             calls = [
                 _named(call, str(action)) for call, action in zip(calls, program.schedule.rows[device], strict=True)
             ]
 
         def run() -> None:
-            position = 0
+            reached[device] = 0
             try:
                 with lane.entered(), state.entered():
-                    for position, call in enumerate(calls):  # noqa: B007
+                    for reached[device], call in enumerate(calls):
                         if stopping:
                             raise StoppedError
                         call()
             except StoppedError:
                 pass
             except BaseException as error:
-                error.add_note(_place(program, device, position))
+                error.add_note(_place(program, device))
                 failures.append(error)
                 program.stop()
 
@@ -233,16 +271,19 @@ def execute(program: Program, team: Team) -> None:
         with fenced(program.lanes):
             for lane in program.lanes if program.recorded else ():
                 lane.begin()
-            team.run([task(device) for device in range(len(program.lanes))], program.stop)
+            team.run([task(device) for device in program.here], program.stop)
     except BaseException:
         program.forget()
+        team.left = None
         raise
     if failures:
         program.forget()
+        team.left = None
         try:
             raise failures[0]
         finally:
             failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
+    team.left = None
 
 
 def _named(call: Call, name: str) -> Call:
@@ -255,8 +296,8 @@ def _named(call: Call, name: str) -> Call:
     return run
 
 
-def _place(program: Program, device: int, position: int) -> str:
-    action = program.schedule.rows[device][position]
+def _place(program: Program, device: int) -> str:
+    action = program.schedule.rows[device][program.reached[device]]
     where = program.lanes[device].device
     return f"gapless: raised on device {device} ({where}), stage {action.stage}, action {action}"
 

@@ -34,6 +34,7 @@ class CpuLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.origin = 0.0
+        self.began = 0.0  # the host's time of the origin
 
     def pack(self, tree: Any) -> Parcel:
         """Hand a result of this lane to another one."""
@@ -54,7 +55,7 @@ class CpuLane:
         return time.perf_counter()
 
     def begin(self) -> None:
-        self.origin = self.now()
+        self.origin = self.began = self.now()
 
     def seconds(self, mark: float) -> float:
         return mark - self.origin
@@ -68,6 +69,7 @@ class CudaLane:
         self.stream = torch.cuda.Stream(device)
         self.copies = torch.cuda.Stream(device)
         self.origin = torch.cuda.Event(enable_timing=True)
+        self.began = 0.0
 
     def pack(self, tree: Any) -> Parcel:
         event = torch.cuda.Event()
@@ -113,7 +115,8 @@ class CudaLane:
         return event
 
     def begin(self) -> None:
-        self.origin = self.now()
+        self.stream.synchronize()
+        self.origin, self.began = self.now(), time.perf_counter()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         """Waits for the mark: only asked for when the step is over."""

@@ -8,19 +8,15 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gapless.errors import TransportError
 from gapless.run.cores import Cores
+from gapless.run.transport import StoppedError
 from gapless.schedule.action import Schedule
 from gapless.schedule.verify import Channel, messages
-
-
-class StoppedError(Exception):
-    """Another device failed, so this one need not go on. Never reaches the user."""
-
 
 _STOP = object()
 
@@ -36,7 +32,7 @@ class Channels:
             for channel, consumers in consumed.items()
         }
 
-    def sender(self, channel: Channel) -> Callable[[Any], None]:
+    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         return self._queues[channel].put
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
@@ -104,6 +100,7 @@ class Team:
         self._closed = False
         self._holders: set[object] = set()
         self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
+        self.left: Callable[[], None] | None = None  # clears up after a run that was not cleared up after
         self._cores = Cores() if intra_op_threads == 1 else None  # threads of their own would go where they are put
 
     @contextlib.contextmanager
@@ -178,9 +175,18 @@ class Team:
         self._threads = []
 
 
-def close_with(owner: object, team: Team) -> Callable[[], Any]:
-    """End the threads when `owner` is closed or collected, or the interpreter ends."""
-    return weakref.finalize(owner, team.close)
+class Closing(Protocol):
+    def close(self) -> None: ...
+
+
+def close_with(owner: object, *parts: Closing) -> Callable[[], Any]:
+    """End the parts, one after another, when `owner` is closed or collected, or the interpreter ends."""
+    return weakref.finalize(owner, _close, parts)
+
+
+def _close(parts: Iterable[Closing]) -> None:
+    for part in parts:
+        part.close()
 
 
 def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:

@@ -25,6 +25,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _has_any_global_hook
 
+from gapless.errors import ConfigError
+
 from . import draws as random
 from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
@@ -75,19 +77,21 @@ class Calls:
         loss: Callable[[Any, Any], Tensor] | None,
         spread: bool,
         batchnorm: BatchNorm = "microbatch",
+        first_microbatch: int = 0,
     ) -> None:
         self._layers: list[tuple[Any, Way]] = [(layer, _way(layer, split)) for layer in layers]
         self._loss = loss
         self._loss_way = Way.OUTSIDE if loss is None else _way(loss, split)
         self._spread = spread
         self._split = split
-        self._first_layer = first_layer
+        self._first_layer, self._first_microbatch = first_layer, first_microbatch
         self._draws = Draws(seed)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self._mode = Mode(self._draws, self.statistics)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
+        self._compiled_loss = CompiledCalls(loss) if is_compiled(loss) else None
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
         outside = loss is None and not spread
@@ -153,7 +157,8 @@ class Calls:
     @property
     def compile_seconds(self) -> float:
         """What the calls lasted in which layers were compiled."""
-        return self._cold_seconds + sum(calls.seconds for calls in self._compiled.values())
+        calls = [*self._compiled.values(), *([self._compiled_loss] if self._compiled_loss is not None else [])]
+        return self._cold_seconds + sum(each.seconds for each in calls)
 
     def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
@@ -162,7 +167,7 @@ class Calls:
         draws = self._draws
         if step != draws.step:
             self.forget()
-        draws.step, draws.microbatch = step, microbatch
+        draws.step, draws.microbatch = step, self._first_microbatch + microbatch
         draws.restart()
         self._mode.begin(records if self._split else None, self._device().type)
         return random.alone([torch.device("cpu"), self._device()]) if self._mode.alone else _NOTHING
@@ -198,8 +203,19 @@ class Calls:
     def loss(self, outputs: Any, target: Any) -> Any:
         """Calls the loss."""
         assert self._loss is not None
+        if self._compiled_loss is not None:
+            return self._loss_compiled(self._compiled_loss, outputs, target)
         with self._mode if self._inside(self._loss, self._loss_way) else _NOTHING:
             return self._loss(outputs, target)
+
+    def _loss_compiled(self, calls: CompiledCalls, outputs: Any, target: Any) -> Any:
+        assert self._loss is not None
+        loss = self._loss
+        result, cold = calls((outputs, target), 0, self._device(), lambda: loss(outputs, target))
+        if calls.draws:
+            raise ConfigError("a compiled loss draws random numbers, which can't be seeded: leave it uncompiled.")
+        self._cold = self._cold or cold
+        return result
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs autograd, outside of autocast; what is deferred goes to `records`."""

@@ -172,11 +172,13 @@ class Cell:
 
     def _backward_tied(self, work: Work, edges: list[GradientEdge], starts: list[Tensor]) -> None:
         """Gradients of shared parameters go on from what later stages have added up."""
-        seeds = [seed for each in self._ties if (seed := each.seed(work.microbatch)) is not None]
+        seeds = [seed for each in self._ties if (seed := each.seed(self._stage, work.microbatch)) is not None]
         edges, starts = [*edges, *(edge for edge, _ in seeds)], [*starts, *(grad for _, grad in seeds)]
         if edges:
             with running(self._stage, work.microbatch, edges, starts[0].device):
                 self._calls.backward(work.records, edges, starts)
+        for each in self._ties:
+            each.passed(self._stage, work.microbatch)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""

@@ -2,8 +2,8 @@
 
 Their weight gradients cannot wait, so they come with the input gradients. What they draw comes from torch's default
 generators, which all threads share; and while torch compiles it saves and restores these. So the first call for each
-kind of input, the one that compiles, is made alone, with seeded generators, and tells whether numbers were drawn. If
-so, all calls for this kind are made that way; if not, they are free.
+kind of input, the one that compiles, is made alone, with seeded generators, and tells from which of them numbers were
+drawn. If there are such, all calls for this kind are made alone with these seeded; if not, they are free.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 
 from . import microbatch as mb
 from .autocast import autocast_is_on
-from .draws import alone, default_generator
+from .draws import default_generator, seeded
 
 
 def is_compiled(layer: Any) -> bool:
@@ -37,33 +37,74 @@ class CompiledCalls:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._draws: dict[Any, bool] = {}  # by kind of input
+        self._drawn: dict[Any, list[torch.Generator]] = {}  # by kind of input: what its calls draw from
         self.seconds = 0.0  # of the calls that compiled
 
     def __call__(self, inputs: Any, seed: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, bool]:
         """The result, and whether this call may have compiled."""
         kind = self._kind(inputs)
-        draws = self._draws.get(kind)
-        if draws is False:
+        drawn = self._drawn.get(kind)
+        if drawn is None:
+            return self._first(kind, seed, [device, *(tensor.device for tensor in mb.flatten(inputs)[0])], call), True
+        if not drawn:
             return call(), False
-        devices = dict.fromkeys([torch.device("cpu"), device])
-        with alone(list(devices)):
+        with seeded(drawn, seed):
+            return call(), False
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call has drawn."""
+        return any(self._drawn.values())
+
+    def _first(self, kind: Any, seed: int, devices: Sequence[torch.device], call: Callable[[], Any]) -> Any:
+        """The call that compiles, and tells which generators move."""
+        generators = [default_generator(each) for each in dict.fromkeys([torch.device("cpu"), *devices])]
+        with seeded(generators, seed):
             start = time.perf_counter()
-            generators = [default_generator(each).manual_seed(seed) for each in devices]
             before = [generator.get_state() for generator in generators]
             result = call()
-            moved = [not torch.equal(a, b.get_state()) for a, b in zip(before, generators, strict=True)]
-        if draws is None:
-            self._draws[kind] = any(moved)
+            after = [generator.get_state() for generator in generators]
             self.seconds += time.perf_counter() - start
-        return result, draws is None
+        self._drawn[kind] = [
+            generator for generator, a, b in zip(generators, before, after, strict=True) if not torch.equal(a, b)
+        ]
+        return result
 
     def _kind(self, inputs: Any) -> Any:
         """What torch may compile anew for."""
-        tensors, _ = mb.flatten(inputs)
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-        modules = self._layer.modules() if isinstance(self._layer, nn.Module) else ()
-        return shapes, torch.is_grad_enabled(), autocast_is_on(), tuple(module.training for module in modules)
+        tensors = [inputs] if type(inputs) is Tensor else mb.flatten(inputs)[0]
+        shapes = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors])
+        return shapes, _settings(), _modes(self._layer)
+
+
+def _settings() -> tuple[Any, ...]:
+    """The settings of torch that compiled code depends on."""
+    return (
+        torch.is_grad_enabled(),
+        _casts() if autocast_is_on() else None,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+def _casts() -> tuple[torch.dtype | None, ...]:
+    """What autocast casts to."""
+    kinds = ("cpu", "cuda")
+    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
+
+
+def _modes(layer: Any) -> tuple[bool, ...]:
+    """Which modules of the layer train, and which parameters need a gradient. Asked at every call: it must be quick."""
+    modules = [layer] if isinstance(layer, nn.Module) else []
+    modes = []
+    for module in modules:  # grows on the way
+        modes.append(module.training)
+        if module._parameters:
+            modes += [parameter is not None and parameter.requires_grad for parameter in module._parameters.values()]
+        if module._modules:
+            modules += [part for part in module._modules.values() if part is not None]
+    return tuple(modes)
 
 
 def compiled(layers: Sequence[Callable[..., Any]], options: bool | Mapping[str, Any]) -> list[Callable[..., Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +86,22 @@ def alone(devices: list[torch.device]) -> Iterator[None]:
             yield
         finally:
             for generator, state in before:
+                generator.set_state(state)
+
+
+@contextlib.contextmanager
+def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """While it holds, these, which are torch's default ones, draw from `seed`, and nobody else draws from default
+    generators; they are put back afterwards.
+    """
+    with _lock:
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
 
 

@@ -137,15 +137,18 @@ def weights(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[An
     A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other
     means; "sum" is for losses that are sums already.
     """
+    counted = numbers(loss_weight, counts, targets)
     if loss_weight == "sum":
-        return [1.0] * len(counts)
-    numbers = (
-        [float(count) for count in counts]
-        if loss_weight is None
-        else [float(loss_weight(target)) for target in targets]
-    )
-    total = sum(numbers)
-    return [number / total if total else 0.0 for number in numbers]
+        return counted
+    total = sum(counted)
+    return [number / total if total else 0.0 for number in counted]
+
+
+def numbers(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:
+    """What each microbatch counts, before its share of the whole is taken: 1 where losses are sums."""
+    if loss_weight is None:
+        return [float(count) for count in counts]
+    return [1.0 if loss_weight == "sum" else float(loss_weight(target)) for target in targets]
 
 
 def _dims(tensors: list[Tensor], shape: Shape | None, tree: Any, batch_dims: Any) -> list[int | None]:

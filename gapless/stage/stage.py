@@ -36,11 +36,11 @@ Remat = Literal["none", "stage", "layer"]
 class Stage:
     """A run of consecutive layers on one device.
 
-    `first_layer` is the number of its first layer in the model (seeds count from it). `split` says that the two halves
-    of the backward will be called. `loss` belongs to the last stage: `loss(outputs, target)` must be a scalar. With
-    `spread` (the first stage) a tuple of inputs is the positional arguments of the first layer and a dict its keyword
-    arguments; elsewhere, as in `nn.Sequential`, what a layer returns is the one argument of the next. With
-    `batchnorm="deferred"`, `finish` ends a minibatch.
+    `first_layer` is the number of its first layer in the model, `first_microbatch` that of its microbatch 0 among all
+    replicas: seeds count from both. `split` says that the two halves of the backward will be called. `loss` belongs to
+    the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first stage) a tuple of inputs is the
+    positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in `nn.Sequential`, what a
+    layer returns is the one argument of the next. With `batchnorm="deferred"`, `finish` ends a minibatch.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Stage:
         loss: Callable[[Any, Any], Tensor] | None = None,
         spread: bool = False,
         batchnorm: BatchNorm = "microbatch",
+        first_microbatch: int = 0,
     ) -> None:
         self.layers = list(layers)
         self.remat = remat
@@ -61,7 +62,14 @@ class Stage:
         self.loss = loss
         self._spread = spread
         self._calls = Calls(
-            self.layers, first_layer, seed=seed, split=split, loss=loss, spread=spread, batchnorm=batchnorm
+            self.layers,
+            first_layer,
+            seed=seed,
+            split=split,
+            loss=loss,
+            spread=spread,
+            batchnorm=batchnorm,
+            first_microbatch=first_microbatch,
         )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         *self._first_cells, self._last_cell = self._cells

@@ -8,6 +8,9 @@ stage before it, which goes on adding where that one stopped, and the first one 
 
 So only one stage writes `.grad`, in microbatch order, and a sum waits no longer than from one backward to the next.
 With `summed` each stage adds up its own over all microbatches, and the sums meet at the end of the step.
+
+Where the stages are in several processes, each has its copy of the parameter. What one hands to another goes through
+`Away`, and at the end of the step the first stage's process, the home, hands its gradient to all others.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -37,14 +40,33 @@ _running = _Running()
 _tasks: dict[int, tuple[int, int]] = {}  # by graph task: on an accelerator the backward runs in autograd's own threads
 
 
+class Away(Protocol):
+    """The stages of other processes, for one shared parameter."""
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is in this process."""
+
+    def hand(self, stage: int, microbatch: int, grad: Tensor | None) -> None:
+        """Give a sum to a stage elsewhere, or word that there is none. Does not wait."""
+
+    def take(self, stage: int, microbatch: int) -> Tensor | None:
+        """What a stage elsewhere has handed over."""
+
+
 class Tie:
     """One shared parameter, the stages that use it, and what is under way between them."""
 
-    def __init__(self, name: str, parameter: Parameter, stages: Sequence[int], tied: Tied) -> None:
+    def __init__(
+        self, name: str, parameter: Parameter, stages: Sequence[int], tied: Tied, away: Away | None = None
+    ) -> None:
         self.name = name
         self.parameter = parameter
-        self._home = min(stages)
+        self.stages = sorted(stages)
+        self.is_home = away is None or away.is_here(self.stages[0])
+        self._home = self.stages[0]
         self._summed = tied == "summed"
+        self._away = away
+        self._handed: set[tuple[int, int]] = set()
         self._carried: dict[int, tuple[Tensor, Any]] = {}  # and on an accelerator the event after which it is there
         self._sums: dict[int, Tensor] = {}
         self._node: Any = None
@@ -53,6 +75,7 @@ class Tie:
     def begin(self) -> None:
         """A step starts: nothing is under way, and gradients that arrive in other stages are caught."""
         self._carried.clear()
+        self._handed.clear()
         self._sums.clear()
         parameter = self.parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -69,18 +92,43 @@ class Tie:
         if self._handle is not None:
             self._handle.remove()
             self._node = self._handle = None
+        if self._summed and not self.is_home:
+            for stage in self.stages[:0:-1]:
+                if self._is_here(stage):
+                    self._hand(self._home, stage, self._sums.get(stage))
+        elif self._summed:
+            self._meet()
+        self._sums.clear()
+        self._carried.clear()
+
+    def _meet(self) -> None:
         with torch.no_grad():
-            for stage in sorted(self._sums, reverse=True):
-                total = self._sums[stage]
+            for stage in self.stages[:0:-1]:
+                total = self._sums.get(stage) if self._is_here(stage) else self._take(stage, stage)
+                if total is None:
+                    continue
                 if self.parameter.grad is None:
                     self.parameter.grad = total
                 else:
                     self.parameter.grad.add_(total)
-        self._sums.clear()
-        self._carried.clear()
 
-    def seed(self, microbatch: int) -> tuple[GradientEdge, Tensor] | None:
+    def _is_here(self, stage: int) -> bool:
+        return self._away is None or self._away.is_here(stage)
+
+    def _hand(self, stage: int, number: int, grad: Tensor | None) -> None:
+        assert self._away is not None
+        self._away.hand(stage, number, grad)
+
+    def _take(self, stage: int, number: int) -> Tensor | None:
+        assert self._away is not None
+        return self._away.take(stage, number)
+
+    def seed(self, stage: int, microbatch: int) -> tuple[GradientEdge, Tensor] | None:
         """What later stages have added up for this microbatch: the sum goes on from there."""
+        later = next((each for each in self.stages if each > stage), None)
+        if not self._summed and later is not None and not self._is_here(later):
+            carried_here = self._take(later, microbatch)
+            return None if carried_here is None else (get_gradient_edge(self.parameter), carried_here)
         if microbatch not in self._carried:
             return None
         carried, event = self._carried.pop(microbatch)
@@ -96,7 +144,11 @@ class Tie:
         if place is None or place[0] == self._home or grad is None:
             return None
         stage, microbatch = place
-        if not self._summed:
+        earlier = max(each for each in self.stages if each < stage)
+        if not self._summed and not self._is_here(earlier):
+            self._handed.add(place)
+            self._hand(earlier, microbatch, grad)
+        elif not self._summed:
             event = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
             self._carried[microbatch] = (grad, event)
         elif stage in self._sums:
@@ -104,6 +156,14 @@ class Tie:
         else:
             self._sums[stage] = torch.empty_like(self.parameter).copy_(grad)
         return (None,)
+
+    def passed(self, stage: int, microbatch: int) -> None:
+        """A backward is over: whoever waits elsewhere for its sum must not wait for ever."""
+        if self._summed or self._away is None or stage == self._home or (stage, microbatch) in self._handed:
+            return
+        earlier = max(each for each in self.stages if each < stage)
+        if not self._is_here(earlier):
+            self._hand(earlier, microbatch, None)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,15 @@ def test_timeline_runs_with_and_without_recording(capsys: pytest.CaptureFixture[
     assert "per step" in report
 
 
+def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--depth", "1", "--width", "8", "--vocab", "5", "--samples", "1", "--length", "4", "-M", "2"]
+    words = ["--dropout", "0.1", "--backend", "aot_eager", "--steps", "1", "--rounds", "1"]
+    found, report = bench(capsys, "compile", *sizes, *words)
+    assert found["ratio"] > 0
+    assert found["compile_seconds"] > 0
+    assert "faster by" in report
+
+
 def test_the_help_lists_every_benchmark_and_loads_no_torch() -> None:
     program = (
         "import sys; from gapless.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"

@@ -1,10 +1,11 @@
-"""torch.distributed.pipelining as a contestant: this program is started by `Peer` and ends with it.
+"""One process per device: a program that `Peer` starts, and that ends with it.
 
     gapless bench --- commands ---> this program --- pipes ---> rank 0, rank 1, ... (forked; Gloo on loopback)
                   <--- seconds ----              <--- spans ---
 
 A rank that has nothing to do blocks in a pipe, so it takes no time from the other contestants. All spans come from one
-monotonic clock; a step lasts from the first start of a rank to the last end.
+monotonic clock; a step lasts from the first start of a rank to the last end. What the ranks run is a matter of
+`torch_side` and `gapless_side`.
 """
 
 import json
@@ -18,75 +19,26 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 
-from gapless.bench.contest import Contest, from_json, loss
-
-_CLASSES = {
-    "gpipe": (pipelining.ScheduleGPipe, 1),
-    "1f1b": (pipelining.Schedule1F1B, 1),
-    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
-    "zb-v": (pipelining.ScheduleZBVZeroBubble, 2),
-}
-_COMPUTE = ("F", "B", "I", "W")
+from gapless.bench.contest import Contest, from_json
 
 
-class _NeedsGrad(nn.Module):
-    """The first stage of a model whose inputs require a gradient: torch hands it views, which keep none."""
+class Side(Protocol):
+    """What a contestant's module has."""
 
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x.detach().requires_grad_())
-        return y
+    def prepare(self, contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+        """The order of the actions of that schedule, if it is not as in the recipe, and a call that runs one step on
+        this rank. Raises ValueError or AssertionError for sizes that it does not take, on every rank.
+        """
 
 
-def _stages_of(rank: int, devices: int, name: str) -> list[int]:
-    """Line, loop, or there and back again."""
-    if _CLASSES[name][1] == 1:
-        return [rank]
-    return [rank, 2 * devices - 1 - rank] if name == "zb-v" else [rank, devices + rank]
-
-
-def _schedule(contest: Contest, name: str, rank: int) -> tuple[Any, Callable[[], object]]:
-    """torch's schedule of that name, and a call that runs one step of it on this rank."""
-    made, stages_per_device = _CLASSES[name]
-    num_stages = stages_per_device * contest.devices
-    numbers = _stages_of(rank, contest.devices, name)
-    stages = []
-    for number in numbers:
-        layers = contest.stage(stages_per_device, separate=name == "zb-v")
-        if number == 0 and contest.inputs_need_grad:
-            layers = _NeedsGrad(layers)
-        stages.append(PipelineStage(layers, number, num_stages, torch.device("cpu")))
-    stage = stages if stages_per_device > 1 else stages[0]
-    schedule: Any = made(stage, contest.microbatches, loss_fn=loss)
-    inputs = (contest.inputs(),) if 0 in numbers else ()
-    target = contest.target() if num_stages - 1 in numbers else None
-    return schedule, lambda: schedule.step(*inputs, target=target, return_outputs=False)
-
-
-def _order(schedule: Any) -> str | None:
-    """The actions as torch runs them, as text; None for the schedules that are a loop in its source."""
-    rows = getattr(schedule, "pipeline_order_with_comms", None)
-    if rows is None:
-        return None
-    tokens = {
-        rank: [str(action) for action in rows[rank] if action.computation_type.value in _COMPUTE] for rank in rows
-    }
-    return "\n".join(f"{rank}: {' '.join(tokens[rank])}" for rank in sorted(tokens))
-
-
-def _work(rank: int, contest: Contest, names: Sequence[str], folder: str, lead: Connection) -> None:
+def _work(rank: int, side: Side, contest: Contest, names: Sequence[str], folder: str, lead: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -99,11 +51,10 @@ def _work(rank: int, contest: Contest, names: Sequence[str], folder: str, lead: 
     orders, refused = {}, {}
     for name in names:
         try:
-            schedule, steps[name] = _schedule(contest, name, rank)
-        except (ValueError, AssertionError) as error:  # sizes it does not take: the same on every rank
+            orders[name], steps[name] = side.prepare(contest, name, rank)
+        except (ValueError, AssertionError) as error:
             refused[name] = str(error)
             continue
-        orders[name] = _order(schedule)
         steps[name]()  # the first step asks the stages for their shapes
     lead.send({"orders": orders, "refused": refused})
     while True:
@@ -116,13 +67,19 @@ def _work(rank: int, contest: Contest, names: Sequence[str], folder: str, lead: 
 
 
 def _rank(
-    rank: int, contest: Contest, names: Sequence[str], folder: str, lead: Connection, others: Sequence[Connection]
+    rank: int,
+    side: Side,
+    contest: Contest,
+    names: Sequence[str],
+    folder: str,
+    lead: Connection,
+    others: Sequence[Connection],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:  # inherited: while they are open here, nobody sees that the program has gone
         other.close()
     try:
-        _work(rank, contest, names, folder, lead)
+        _work(rank, side, contest, names, folder, lead)
     except (EOFError, BrokenPipeError):
         pass
     except BaseException as error:
@@ -166,7 +123,8 @@ def _loopback() -> str | None:
 
 
 def main() -> None:
-    contest, names = from_json(sys.argv[1])
+    side: Any = import_module(f"gapless.bench.{sys.argv[1]}_side")
+    contest, names = from_json(sys.argv[2])
     if loopback := _loopback():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     out = os.fdopen(os.dup(1), "w")
@@ -184,7 +142,7 @@ def main() -> None:
                 mine, theirs = context.Pipe()
                 ends.append(mine)
                 process = context.Process(
-                    target=_rank, args=(rank, contest, names, folder, theirs, tuple(ends)), daemon=True
+                    target=_rank, args=(rank, side, contest, names, folder, theirs, tuple(ends)), daemon=True
                 )
                 process.start()
                 theirs.close()

@@ -1,0 +1,111 @@
+"""Bytes that are held, and the most that were: of the storages themselves, so that views and shared tensors count once.
+
+A dispatch mode sees every tensor that is made and notes when its storage dies. That works on the CPU and for tensors
+without data; a GPU's own allocator also knows what kernels take for themselves.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Meter(Protocol):
+    def on(self) -> AbstractContextManager[object]:
+        """Around all that is to be counted."""
+
+    def live(self) -> int:
+        """Bytes held now."""
+
+    def peak(self) -> int:
+        """The most since the last call of this."""
+
+
+def meter_for(device: torch.device, *, fake: bool = False) -> Meter:
+    return GpuMeter(device) if device.type == "cuda" and not fake else StorageMeter()
+
+
+class StorageMeter:
+    """Counts what is made while it is on."""
+
+    def __init__(self) -> None:
+        self._mode = _Watching()
+
+    def on(self) -> AbstractContextManager[object]:
+        return self._mode
+
+    def live(self) -> int:
+        return self._mode.live
+
+    def peak(self) -> int:
+        most, self._mode.most = self._mode.most, self._mode.live
+        return most
+
+
+class GpuMeter:
+    """Asks the allocator. What one block is rounded up to counts as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def on(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def live(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        most = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return most
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.most = 0
+        self._known: set[int] = set()
+        self._lock = threading.RLock()  # what dies, dies in any thread, also while this one is here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made:
+            given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
+            for storage in _storages(made):
+                if id(storage) not in given:
+                    self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        number, size = id(storage), storage.nbytes()
+        with self._lock:
+            if number in self._known or not size:
+                return
+            self._known.add(number)
+            self.live += size
+            self.most = max(self.most, self.live)
+        weakref.finalize(storage, self._died, number, size)
+
+    def _died(self, number: int, size: int) -> None:
+        with self._lock:
+            self._known.discard(number)
+            self.live -= size
+
+
+def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once."""
+    found = {storage._cdata: storage.nbytes() for storage in _storages(tensors)}
+    return sum(found.values())

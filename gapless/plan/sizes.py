@@ -1,0 +1,164 @@
+"""What the layers hold: measured while each runs as a stage of its own, or found without running anything.
+
+    held
+      |        ______ F's own workspace
+      |   ____/      \\____ activation ______          ___ I's own
+      |  /                                  \\__/\\____/   \\___ kept for W ___ W
+      +---------------------------------------------------------------------- time
+
+Two neighbours in one stage hold less than both alone: what one hands the other is there once, or not at all.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gapless.plan.meter import Meter, bytes_of, meter_for
+from gapless.plan.task import Optimizer, Task, copied, ones_like_outputs
+from gapless.stage import microbatch as mb
+from gapless.stage.stage import Stage
+
+
+@dataclass
+class Sizes:
+    """Bytes of one layer for one microbatch, as in `profile.Layer`; `input` is what it takes."""
+
+    input: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activation: int = 0
+    kept_for_weight_grad: int = 0
+    boundary: int = 0
+    overlap: int = 0
+    workspace: int = 0
+
+
+def measured_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> list[Sizes]:
+    return _sizes(task, device, optimizer, lambda layer: copied(layer, device), task.inputs, task.target, fake=False)
+
+
+def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> list[Sizes]:
+    """By tensors that have a shape, a type and a device but no data: for models that do not fit."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(layer: Any) -> Any:
+        return _faked(layer, mode, device) if isinstance(layer, nn.Module) else layer
+
+    def faked(tree: Any) -> Any:
+        if tree is None:
+            return None
+        tensors, shape = mb.flatten(tree)
+        return mb.unflatten([_fake_tensor(tensor, mode, device) for tensor in tensors], shape)
+
+    inputs, target = faked(task.inputs), faked(task.target)
+    with mode:
+        return _sizes(task, device, optimizer, fake, inputs, target, fake=True)
+
+
+def _sizes(
+    task: Task,
+    device: torch.device,
+    optimizer: Optimizer | None,
+    make: Callable[[Any], Any],
+    inputs: Any,
+    target: Any,
+    *,
+    fake: bool,
+) -> list[Sizes]:
+    found: list[Sizes] = []
+    before: tuple[Any, Any] | None = None  # the layer before, and its inputs
+    for number, layer in enumerate(task.layers):
+        here = make(layer)
+        meter = meter_for(device, fake=fake)
+        stage = task.stage([here], number, split=True)
+        size, outputs = _of_stage(stage, meter, inputs, target)
+        if fake:  # such tensors are not deferred, so what W needs was not seen
+            size.kept_for_weight_grad = size.activation
+        parameters = list(here.parameters()) if isinstance(here, nn.Module) else []
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        size.parameters = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
+        size.gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        if optimizer is not None and trained:
+            size.optimizer_state = _state(optimizer(trained), trained)
+        if before is not None:
+            pair, _ = _of_stage(task.stage([before[0], here], number - 1, split=True), meter, before[1], target)
+            size.overlap = max(0, found[-1].activation + size.activation - pair.activation)
+        found.append(size)
+        before, inputs = (here, inputs), outputs
+    return found
+
+
+def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[Sizes, Any]:
+    """Its sizes, and what it returns for these inputs. The first run only tells the stage what it has to know."""
+    more = {} if stage.loss is None else {"target": target}
+    for _ in range(2):
+        outputs = stage.forward(0, _renewed(inputs), step=0, **more)
+        grads = ones_like_outputs(outputs) if stage.loss is None else None
+        stage.backward_input(0, grads)
+        stage.backward_weight(0)
+    if stage.loss is not None:
+        outputs = outputs[0]
+    size = Sizes(boundary=sum(tensor.numel() * tensor.element_size() for tensor in mb.flatten(outputs)[0]))
+    with meter.on():
+        start = meter.live()
+        given = _renewed(inputs)
+        size.input = meter.live() - start
+        meter.peak()
+        made = stage.forward(0, given, step=0, **more)
+        del given
+        forward = meter.peak()
+        del made
+        size.activation = meter.live() - start
+        size.workspace = forward - start - size.activation
+        held = meter.live()
+        meter.peak()
+        back = stage.backward_input(0, grads)
+        size.workspace = max(size.workspace, meter.peak() - held)
+        del back
+        held = meter.live()
+        size.kept_for_weight_grad = held - start
+        meter.peak()
+        stage.backward_weight(0)
+        size.workspace = max(size.workspace, meter.peak() - held)
+    stage.finish()
+    return size, outputs
+
+
+def _renewed(tree: Any) -> Any:
+    """Copies, which nobody else holds."""
+    tensors, shape = mb.flatten(tree)
+    return mb.unflatten([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors], shape)
+
+
+def _state(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
+    """Bytes of what an optimizer keeps, after a step."""
+    with torch.no_grad():
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return bytes_of(kept)
+
+
+def _faked(layer: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """The same module with fake tensors: nothing is copied that has data."""
+    memo: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        tensor = _fake_tensor(parameter.detach(), mode, device)
+        memo[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = _fake_tensor(buffer, mode, device)
+    return copy.deepcopy(layer, memo)
+
+
+def _fake_tensor(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    with mode:
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,110 @@
+"""Ranks that disagree would wait for each other for ever, or train something that nobody asked for: they are refused
+before they exchange a tensor.
+
+    first rank    facts -> store                                   all have met, or somebody objects
+    other ranks   store -> compare with their own -> objection?    the same words on every rank
+
+Facts are plain: numbers, strings, and lists and mappings of these, as JSON.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gapless.errors import ConfigError, TransportError
+
+_OFTEN = 0.005  # seconds between two looks, at first
+_SELDOM = 0.1
+_SHOWN = 80  # characters of a value
+_MOST_SHOWN = 5
+
+
+class Agreement:
+    """The ranks of a mesh, and a part of the store that is theirs alone."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], me: int, timeout: float) -> None:
+        self._store, self._ranks, self._me, self._timeout = store, ranks, me, timeout
+        self._times = 0
+        self.refused = False
+
+    def reach(self, facts: Mapping[str, Any], check: Callable[[], None]) -> None:
+        """Returns when all ranks have given the same facts. `check` raises where one of them will never come."""
+        try:
+            self._reach(facts, check)
+        except RuntimeError as error:
+            raise TransportError(
+                "the store through which the ranks meet is gone, and with it the process that held it, rank 0 or "
+                f"torchrun's agent: {str(error).splitlines()[0]}"
+            ) from None
+
+    def _reach(self, facts: Mapping[str, Any], check: Callable[[], None]) -> None:
+        self._times += 1
+        first = min(self._ranks)
+        here = f"{self._times}/"
+        deadline = time.monotonic() + self._timeout
+        if self._me == first:
+            self._store.set(here + "facts", json.dumps(facts))
+        else:
+            self._wait(lambda: self._there(here + "facts"), here, deadline, check)
+            theirs = json.loads(self._store.get(here + "facts"))
+            found = list(differences(theirs, json.loads(json.dumps(facts))))
+            if found and self._store.add(here + "objections", 1) == 1:
+                self._store.set(here + "objection", _words(found, first, self._me))
+        self._store.set(f"{here}met/{self._me}", "")
+        count = self._store.add(here + "met", 1)
+        if count < len(self._ranks):
+            self._wait(lambda: self._store.add(here + "met", 0) == len(self._ranks), here, deadline, check)
+        self._refuse(here)
+
+    def _wait(self, over: Callable[[], bool], here: str, deadline: float, check: Callable[[], None]) -> None:
+        pause = _OFTEN
+        while not over():
+            self._refuse(here)
+            check()
+            if time.monotonic() > deadline:
+                missing = [rank for rank in self._ranks if not self._there(f"{here}met/{rank}") and rank != self._me]
+                raise TransportError(
+                    f"rank {self._me} has waited {self._timeout:g} s for rank {', '.join(map(str, missing))} to make "
+                    "the same pipeline: do all ranks get there, and is timeout= long enough?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _SELDOM)
+
+    def _refuse(self, here: str) -> None:
+        if self._there(here + "objections"):
+            while not self._there(here + "objection"):
+                time.sleep(_OFTEN)
+            self.refused = True
+            raise ConfigError(self._store.get(here + "objection").decode())
+
+    def _there(self, key: str) -> bool:
+        found: bool = self._store.check([key])
+        return found
+
+
+def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Where two facts differ: the name of the place, and both values."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys((*one, *other)):
+            place = f"{name} {key}".strip()
+            if key in one and key in other:
+                yield from differences(one[key], other[key], place)
+            else:
+                here, there = (_shown(facts[key]) if key in facts else "missing" for facts in (one, other))
+                yield place, here, there
+    elif one != other:
+        yield name, _shown(one), _shown(other)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _words(found: Sequence[tuple[str, str, str]], first: int, me: int) -> str:
+    each = "; ".join(
+        f"{name} is {one} on rank {first} and {other} on rank {me}" for name, one, other in found[:_MOST_SHOWN]
+    )
+    more = f"; and {len(found) - _MOST_SHOWN} more differences" if len(found) > _MOST_SHOWN else ""
+    return f"the ranks disagree: {each}{more}; all ranks make the same calls, with the same arguments"

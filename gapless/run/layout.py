@@ -1,0 +1,239 @@
+"""Everything of a tree of tensors but its numbers: structure, constants, dtypes, shapes, strides, and which tensors
+want a gradient. It is described in JSON, from which another process makes its own; nothing is pickled.
+"""
+
+import dataclasses
+import math
+import sys
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gapless.errors import ConfigError
+from gapless.stage import microbatch as mb
+
+ALIGNMENT = 64
+_SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor is in a message, and how it is laid out there and at its end."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    offset: int  # in elements, from the beginning of the data
+    sent_shape: tuple[int, ...]
+    sent_stride: tuple[int, ...]
+
+    def target(self, storage: Any, start: int) -> Tensor:
+        """The place of the tensor in a buffer whose data begin at byte `start`."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        made.set_(storage, start // made.itemsize + self.offset, self.sent_shape, self.sent_stride)
+        return made
+
+    def read(self, storage: Any, start: int) -> Tensor:
+        """The tensor as it was, as a view if it is dense there."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        at = start // made.itemsize + self.offset
+        if self.sent_stride == self.stride:
+            made.set_(storage, at, self.shape, self.stride)
+        else:
+            made.set_(storage, at, self.sent_shape, self.sent_stride)
+            made = torch.empty_strided(
+                self.sent_shape, self.stride, dtype=self.dtype, device=made.device, pin_memory=made.is_pinned()
+            ).copy_(made)
+            made = made.as_strided(self.shape, self.stride) if self.sent_shape != self.shape else made
+        return made.requires_grad_() if self.requires_grad else made
+
+
+class Layout:
+    """How one kind of tree is written. `described` is what the other end makes its own from."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self._form: str = described["form"]
+        self._places: list[int] = described["places"]
+        self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
+        self._spec = _spec_from(described) if self._form == "tree" else None
+        self.slots: list[Slot] = []
+        end = 0
+        for dtype, shape, stride, requires_grad in described["tensors"]:
+            slot = _slot(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end)
+            self.slots.append(slot)
+            end += padded(math.prod(slot.sent_shape) * slot.dtype.itemsize)
+        self.size = end
+        self.is_all_views = all(slot.sent_stride == slot.stride for slot in self.slots)
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        if self._form == "tensor":
+            return tensors[0]
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        if self._form == "list":
+            return leaves
+        return pytree.tree_unflatten(leaves, self._spec)  # type: ignore[arg-type]
+
+
+def key_of(tree: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a tree, and what its layout depends on."""
+    if type(tree) is Tensor:
+        return [tree], (tree.dtype, tree.shape, tree.stride(), tree.requires_grad)
+    if type(tree) is list and len(tree) == 1 and type(tree[0]) is Tensor:
+        only = tree[0]
+        return tree, (list, only.dtype, only.shape, only.stride(), only.requires_grad)
+    if _is_flat(tree):
+        tensors = [item for item in tree if item is not None]
+        return tensors, ("list", *(None if item is None else key_of(item)[1] for item in tree))
+    tensors, shape = mb.flatten(tree)
+    leaves, spec = (shape.leaves, shape.spec) if shape is not None else ([], None)
+    constants = tuple((type(leaf), repr(leaf)) for leaf in leaves)
+    return tensors, (spec, constants, *((t.dtype, t.shape, t.stride(), t.requires_grad) for t in tensors))
+
+
+def _is_flat(tree: Any) -> bool:
+    """Gradients: a list of tensors, some of which may be missing."""
+    return type(tree) is list and all(item is None or type(item) is Tensor for item in tree)
+
+
+def describe(tree: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"form": "tensor", "places": [0], "leaves": [None]}
+    if type(tree) is Tensor:
+        tensors = [tree]
+    elif _is_flat(tree):
+        tensors = [item for item in tree if item is not None]
+        places = [place for place, item in enumerate(tree) if item is not None]
+        described = {"form": "list", "places": places, "leaves": [None] * len(tree)}
+    else:
+        tensors, shape = mb.flatten(tree)
+        if shape is None:  # a subclass of tensor
+            _stride(tree)
+            raise ConfigError(f"a {type(tree).__name__} can't cross between processes: make it a plain tensor first")
+        described = {
+            "form": "tree",
+            "places": shape.tensors,
+            "leaves": [_constant(leaf) for leaf in shape.leaves],
+            "named": sorted(_named_tuples(shape.spec)),
+            "spec": _spec_to(shape.spec),
+        }
+    described["tensors"] = [
+        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(_stride(tensor)), tensor.requires_grad]
+        for tensor in tensors
+    ]
+    return described
+
+
+def _stride(tensor: Tensor) -> tuple[int, ...]:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+        way_out = "make it a plain one first"
+        if kind == "DTensor":
+            way_out = "let the layer return its local part, with use_local_output=True or to_local()"
+        raise ConfigError(f"a tensor that is a {kind} can't cross between processes: {way_out}")
+    return tensor.stride()
+
+
+def _slot(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, start: int) -> Slot:
+    sent = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+    offset, contiguous = start // dtype.itemsize, _contiguous(sent)
+    span, dense = _span(sent, stride)
+    count = math.prod(sent)
+    if dense or count == 0:
+        return Slot(dtype, shape, stride, requires_grad, offset, sent, stride)
+    if span is None or span > _SPARSEST * count:  # elements share memory, or too little of it is used
+        return Slot(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape))
+    return Slot(dtype, shape, stride, requires_grad, offset, sent, contiguous)
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, bool]:
+    """How many elements of memory it lies in (None if some share a place), and whether all of them are its own."""
+    dims = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1)
+    filled, end = 1, 1
+    for step, size in dims:
+        if step < end:
+            return None, False
+        end += step * (size - 1)
+        filled *= size
+    return end, end == filled
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _constant(leaf: Any) -> Any:
+    if leaf is None or type(leaf) in (bool, int, float, str):
+        return leaf
+    if isinstance(leaf, torch.dtype):
+        return {"dtype": str(leaf).removeprefix("torch.")}
+    if isinstance(leaf, torch.device):
+        return {"device": str(leaf)}
+    raise ConfigError(
+        f"a {type(leaf).__name__} can't cross between processes: what one stage hands to the next may hold tensors, "
+        "numbers, strings and None; make anything else in the stage that needs it"
+    )
+
+
+def _constant_from(described: Any) -> Any:
+    if not isinstance(described, dict):
+        return described
+    return _dtype(described["dtype"]) if "dtype" in described else torch.device(described["device"])
+
+
+def _spec_to(spec: pytree.TreeSpec) -> str:
+    for name in _named_tuples(spec):
+        _register(name)
+    try:
+        return pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError) as error:
+        raise ConfigError(
+            f"what one stage hands to the next can't be described to another process ({error}): hand on a dict, a "
+            "tuple or a list"
+        ) from None
+
+
+def _spec_from(described: dict[str, Any]) -> pytree.TreeSpec:
+    for name in described["named"]:
+        _register(name)
+    return pytree.treespec_loads(described["spec"])
+
+
+def _named_tuples(spec: pytree.TreeSpec) -> set[str]:
+    """Those in the structure, as module:name; every process has the class itself."""
+    if spec.is_leaf():
+        return set()
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs  # as older versions of torch say
+    found = {name for child in children for name in _named_tuples(child)}
+    kind = spec.context if spec.type is namedtuple else None
+    return found | {f"{kind.__module__}:{kind.__qualname__}"} if kind is not None else found
+
+
+def _register(name: str) -> None:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise ConfigError(f"the named tuple {name} is not there in every process: define it at the top of a module")
+    if found not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        pytree._register_namedtuple(found, serialized_type_name=name)

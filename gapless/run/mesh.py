@@ -1,0 +1,147 @@
+"""Where this process stands in a torch DeviceMesh, and the groups of gapless's own along its dimensions.
+
+    pp   one device of the pipeline per rank: stages, activations, gradients
+    dp   replicas of the pipeline, each with its share of the minibatch
+    tp   the ranks that together are one device; their layers are DTensors and talk among themselves
+
+The user's process groups are left alone: ours are made through the same store, carry nothing but ours, and end with
+`close`.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gapless._version import __version__
+from gapless.errors import ConfigError
+
+DIMENSIONS = ("pp", "dp", "tp")
+_NEVER = 365 * 24 * 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place: its device of the pipeline, its replica, and who else is in its row of each dimension."""
+
+    mesh: DeviceMesh
+    torch_device: torch.device
+    device: int
+    replica: int
+    pp_ranks: tuple[int, ...]
+    dp_ranks: tuple[int, ...]
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """All ranks of the mesh, neighbours in the pipeline next to each other."""
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(self.mesh.mesh.movedim(names.index("pp"), -1).flatten().tolist())
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.pp_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.dp_ranks)
+
+
+def take_seat(mesh: Any) -> Seat:
+    """Where this rank is in the mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh is a {type(mesh).__name__}, but it must be a torch DeviceMesh with a dimension 'pp'")
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in names if name not in DIMENSIONS]
+    if "pp" not in names or unknown:
+        raise ConfigError(
+            f"the mesh has the dimensions {', '.join(map(repr, names)) or 'without names'}: 'pp' must be there, 'dp' "
+            "and 'tp' may be; name them with mesh_dim_names= of init_device_mesh"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the mesh: only its ranks make the pipeline")
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise ConfigError(f"the mesh is of {mesh.device_type} devices, which are neither cpu nor cuda")
+    here = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return Seat(
+        mesh,
+        here,
+        mesh.get_local_rank("pp"),
+        mesh.get_local_rank("dp") if "dp" in names else 0,
+        _ranks(mesh, "pp"),
+        _ranks(mesh, "dp") if "dp" in names else (dist.get_rank(),),
+    )
+
+
+def facts_of(mesh: DeviceMesh) -> dict[str, Any]:
+    """What must be the same on all ranks, before anything else is."""
+    return {
+        "torch": torch.__version__,
+        "gapless": __version__,
+        "world size": dist.get_world_size(),
+        "mesh": {
+            "device type": mesh.device_type,
+            "dimensions": list(mesh.mesh_dim_names or ()),
+            "shape": list(mesh.shape),
+            "ranks": mesh.mesh.flatten().tolist(),
+        },
+    }
+
+
+def _ranks(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group(dimension)))
+
+
+@dataclass
+class Groups:
+    """Gloo groups along the dimensions, over one network device. None where a dimension has one rank."""
+
+    pp: Any
+    dp: Any
+
+    def close(self) -> None:
+        """Ends threads and connections; what is still under way is lost."""
+        self.pp = self.dp = None
+
+
+def make_groups(seat: Seat, network: Any) -> Groups:
+    """The same call on every rank of the mesh; each group has its own connections."""
+    pp = connected("pp", seat.pp_ranks, seat.device, network)
+    dp = connected("dp", seat.dp_ranks, seat.replica, network)
+    return Groups(pp, dp)
+
+
+def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = _NEVER) -> Any:
+    """A group of these ranks, in which this one has that number. Nothing in it runs out of time unless asked for: ranks
+    may compute for as long as they like, and one that is dead or silent is noticed by the watch.
+    """
+    if len(ranks) == 1:
+        return None
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [network]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 1
+    return gloo(part_of_store(name, ranks), number, len(ranks), options)
+
+
+def network_device() -> Any:
+    """The interface that torch's own Gloo groups would take."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return dist.ProcessGroupGloo.create_device(interface=names[0])
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def part_of_store(use: str, ranks: Sequence[int]) -> Any:
+    """A part of the store that no earlier pipeline has used: its ranks make theirs in the same order, so they count
+    alike.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    name = f"{use}/{'-'.join(map(str, ranks))}"
+    times = store.add(f"gapless/{name}/{dist.get_rank()}", 1)
+    return dist.distributed_c10d.PrefixStore(f"gapless/{name}/{times}", store)

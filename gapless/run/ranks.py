@@ -1,0 +1,373 @@
+"""One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gapless.errors import ConfigError, TransportError
+from gapless.model.tied import Uses, tie, uses_of
+from gapless.run import nccl
+from gapless.run.agreement import Agreement
+from gapless.run.clocks import offset
+from gapless.run.courier import Courier, break_off
+from gapless.run.distributed import Channels, Links
+from gapless.run.executor import Batch, Program
+from gapless.run.gradients import clip_everywhere
+from gapless.run.holders import Holders
+from gapless.run.memory import GpuMemory
+from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
+from gapless.run.pace import Pace, Row, planned_work
+from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
+from gapless.run.sharded import Sharded
+from gapless.run.streams import make_lane
+from gapless.run.transport import Transport
+from gapless.run.watch import Call, Watch, is_connection
+from gapless.run.whereabouts import Whereabouts
+from gapless.run.whole import gather, held, load
+from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.costs import Costs
+from gapless.schedule.timeline import Timeline
+from gapless.stage.stage import Stage
+from gapless.stage.tie import Tie, Tied
+
+_LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}
+
+
+class Ranks:
+    """This rank's device, and its connections to the others."""
+
+    def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
+        self.seat = take_seat(mesh)
+        self.devices = [self.seat.torch_device] * self.seat.num_devices
+        self.lanes = [make_lane(self.seat.torch_device)] * self.seat.num_devices
+        self.here: Sequence[int] = (self.seat.device,)
+        self.tied: Tied = "summed"
+        network, rank = network_device(), dist.get_rank()
+        store = part_of_store("agreement", sorted(self.seat.ring))
+        self._agreement = Agreement(store, self.seat.ring, rank, timeout)
+        self._agreement.reach(facts_of(mesh), lambda: None)
+        self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
+        self._groups = make_groups(self.seat, network)
+        self._sums = self._groups.dp  # of gradients
+        self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
+        self._links = self._make_links()
+        self._whereabouts = self._watch.whereabouts = Whereabouts(self._links, lambda: self._watch.inside)
+        self._watch.break_off = self._break_off
+        self._pace = Pace(self._rows())
+        self._planned: dict[int, float] = {}  # by the number of microbatches
+        self._users: dict[int, list[int]] = {}  # the stages that use a tensor, by its id; none until the model is cut
+        self._parts: Sequence[Sequence[Any]] = ()
+        self._homes: list[int] = []  # the device of each stage
+        self._holders: list[tuple[nn.Parameter, Holders]] = []
+        self._sharded = Sharded({})
+        self._buckets: dict[int, Buckets] = {}  # by stage; the last is of parameters that stages share
+        self._due: list[int] = []
+        self._ended: set[int] = set()
+        self._offset: float | None = None
+
+    def _make_links(self) -> Links:
+        seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
+        if seat.torch_device.type == "cpu":
+            return Links(self._courier, *here, self._watch.lost)
+        direct = nccl.is_used(seat.mesh)
+        if direct and self._groups.dp is not None:
+            self._sums = nccl.connected("dp", seat.dp_ranks, seat.replica)
+        memory = GpuMemory(seat.torch_device, direct=direct)
+        if not direct:
+            return Links(self._courier, *here, self._watch.lost, memory)
+        return Links(self._courier, *here, self._watch.lost, memory, nccl.ChannelGroups(seat.pp_ranks, seat.device))
+
+    # -- before the first step --------------------------------------------------------------------------------------
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Every rank was asked for the same, or all of them refuse."""
+        self._agreement.reach(facts, self._watch.check)
+
+    def refuse(self, error: BaseException) -> None:
+        """The pipeline could not be made on this rank, so nobody need wait for it."""
+        if not self._agreement.refused and not isinstance(error, TransportError):
+            self._watch.raised(error)
+
+    def first_microbatch(self, microbatches: int) -> int:
+        """Replica r has microbatches r M to r M + M - 1, with the random numbers of these."""
+        return self.seat.replica * microbatches
+
+    def adopt(
+        self,
+        module: nn.Module,
+        stages: Mapping[int, Stage],
+        parts: Sequence[Sequence[Any]],
+        schedule: Schedule,
+        tied: Tied,
+    ) -> list[Tie]:
+        """The model is cut, and these stages are here: shared parameters and replicas start with the same values.
+        `parts` are the layers of each stage, also of those elsewhere.
+        """
+        first = not self._users
+        uses = uses_of(parts)
+        self._parts = parts
+        self._users = {id(parameter): stages for parameter, stages in uses.items()}
+        self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
+        self._holders = []
+        ties = tie(module, stages, uses, [self.seat.torch_device] * schedule.num_stages, tied, self._away(uses))
+        for parameter, holders in self._holders:
+            holders.share_value(parameter)
+        self._sharded = Sharded(stages)
+        if self._groups.dp is not None:
+            shared = {each.parameter for each in ties}
+            self._buckets = {
+                number: Buckets(self._sums, [each for each in stage.parameters() if each not in shared])
+                for number, stage in sorted(stages.items(), reverse=True)
+            }
+            self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home])
+            if first:
+                layers = [part for stage in stages.values() for part in (*stage.layers, stage.loss)]
+                same_everywhere(self._groups.dp, _tensors(layers))
+        return ties
+
+    def _away(self, uses: Uses) -> Callable[[int, Sequence[int]], Holders | None]:
+        shared = [parameter for parameter, stages in uses.items() if len(stages) > 1]
+
+        def away(number: int, stages: Sequence[int]) -> Holders | None:
+            if len({self._homes[stage] for stage in stages}) == 1:
+                return None
+            holders = Holders(self._links, number, self._homes, stages, self.seat.torch_device)
+            self._holders.append((shared[number], holders))
+            return holders
+
+        return away
+
+    def channels(self, schedule: Schedule) -> Transport:
+        return Channels(schedule, self._links)
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def call(self) -> Call:
+        """Around everything that all ranks do together, such as a step."""
+        self._watch.check()
+        failure = self._courier.failure
+        if failure is not None and is_connection(failure):
+            raise self._watch.lost(self._whereabouts.words(), None, failure) from None
+        self._links.check()
+        return self._watch.call()
+
+    def made(self) -> None:
+        """The pipeline is complete."""
+        self._watch.inside = False
+
+    def running(self, program: Program, costs: Costs | None) -> AbstractContextManager[None]:
+        """Around the actions of a program: from here on others depend on this rank."""
+        self._watch.begun = True
+        if program.schedule.num_microbatches not in self._planned:
+            self._planned[program.schedule.num_microbatches] = planned_work(program.schedule, self.seat.device, costs)
+        return self._whereabouts.running(program)
+
+    def _rows(self) -> list[Row]:
+        devices = [f"rank {rank} (device {device})" for device, rank in enumerate(self.seat.pp_ranks)]
+        replicas = [f"rank {rank} (replica {replica})" for replica, rank in enumerate(self.seat.dp_ranks)]
+        groups = self._groups
+        return [Row(groups.pp, self.seat.device, devices), Row(groups.dp, self.seat.replica, replicas)]
+
+    @property
+    def stopping(self) -> bool:
+        return self._watch.leaving
+
+    def _failed(self, error: BaseException) -> None:
+        """The courier did, which may be another rank's doing."""
+        if not is_connection(error):
+            self._watch.raised(error)
+
+    def _break_off(self) -> None:
+        break_off(self._groups.pp)
+        break_off(self._groups.dp)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def weights(self, numbers: Sequence[float], room: int, *, summed: bool) -> Sequence[float]:
+        """The share of each microbatch in the minibatch of all replicas."""
+        if self._groups.dp is not None:
+            return Shares(self._groups.dp, self.seat.replica, numbers, room, summed=summed)
+        total = sum(numbers)
+        return [1.0 if summed else number / total if total else 0.0 for number in numbers]
+
+    def begin(self) -> None:
+        self._sharded.begin()
+        self._due, self._ended = [stage for stage in self._buckets if stage != _SHARED], set()
+        for buckets in self._buckets.values():
+            buckets.begin()
+
+    def after(self, schedule: Schedule) -> Mapping[Action, Callable[[Batch], None]]:
+        """The losses go to all ranks as soon as they are there, and the gradients of a stage to all replicas."""
+        if schedule.kinds == {Kind.FORWARD}:
+            return {}  # nobody knows yet whether there is a loss
+        row = schedule.rows[self.seat.device]
+        last: dict[int, Action] = {}
+        for action in row:
+            if action.kind in _LAST_GRADIENTS:
+                last[action.stage] = action
+        after: dict[Action, Callable[[Batch], None]] = {
+            action: partial(self._finished, stage) for stage, action in last.items()
+        }
+        forwards = [action for action in row if action.kind is Kind.FORWARD and action.stage == schedule.num_stages - 1]
+        if forwards:
+            after[forwards[-1]] = lambda batch: self._send(batch.losses)
+        return after
+
+    def _finished(self, stage: int, _: Batch) -> None:
+        """The last weight gradient of a stage is there. Sums start in one order on all replicas, whatever their
+        schedules.
+        """
+        self._sharded.finish(stage)
+        self._ended.add(stage)
+        while self._due and self._due[0] in self._ended:
+            buckets = self._buckets[self._due.pop(0)]
+            if self.seat.torch_device.type == "cpu":
+                self._courier.put((Buckets.start, buckets))
+            else:
+                buckets.start()  # posted to the stream that has made them
+
+    def end(self, ties: Sequence[Tie]) -> None:
+        """All gradients are the sums of all ranks."""
+        for each in ties:
+            each.end()
+        if self._buckets:
+            self._courier.flush()
+            self._buckets[_SHARED].start()
+        for buckets in self._buckets.values():
+            buckets.finish()
+        for parameter, holders in self._holders:
+            holders.share_grad(parameter)
+        where = self._whereabouts
+        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches])
+
+    def give_up(self) -> None:
+        """The step has failed."""
+        self._sharded.release()
+        for buckets in self._buckets.values():
+            buckets.give_up()
+
+    def losses(
+        self, schedule: Schedule, losses: Sequence[Tensor], weights: Sequence[float]
+    ) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+        """Those of all microbatches, of all replicas, on every rank, and their weights."""
+        owner = schedule.placement.device(schedule.num_stages - 1, 0)
+        if owner != self.seat.device:
+            together: list[Tensor] = self._links.incoming(owner, "loss").get()
+            losses = together[0].to(self.seat.torch_device).unbind() if together else ()
+        elif schedule.kinds == {Kind.FORWARD}:
+            self._send(losses)
+        if isinstance(weights, Shares) and losses:
+            rows = weights.everywhere()
+            losses = gathered(self._groups.dp, losses, [len(row) for row in rows], self.seat.torch_device)
+            weights = [weight for row in rows for weight in row]
+        return tuple(losses), tuple(weights)
+
+    def _send(self, losses: Sequence[Tensor]) -> None:
+        together = [torch.stack(list(losses))] if len(losses) else []
+        for device in range(self.seat.num_devices):
+            if device != self.seat.device:
+                self._links.outgoing(device, "loss").hand(together)
+
+    def release(self) -> None:
+        """An evaluation is over."""
+        self._sharded.release()
+
+    def check_scaler(self) -> None:
+        raise ConfigError(
+            "a GradScaler decides on each rank alone whether its gradients are finite, so ranks would skip different "
+            "steps: use bfloat16, which needs none, or devices= in one process"
+        )
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a stage of this rank uses it."""
+        if not self._users:
+            return True
+        stages = self._users.get(id(tensor))
+        return self.seat.device == 0 if stages is None else any(self._homes[s] == self.seat.device for s in stages)
+
+    def home(self, tensor: Tensor) -> int:
+        """The device that answers for it, if several hold it."""
+        stages = self._users.get(id(tensor))
+        return self._homes[stages[0]] if stages else 0
+
+    def _find_buffers(self) -> None:
+        """Modules may have made new ones."""
+        for stage, layers in enumerate(self._parts):
+            for buffer in _buffers(layers):
+                self._users.setdefault(id(buffer), [stage])
+
+    def state(self, module: nn.Module, whole: bool) -> dict[str, Any]:
+        self._find_buffers()
+        if not whole:
+            return held(module, self.holds)
+        with self.call():
+            return gather(module, self.home, self.seat.device, self._groups.pp)
+
+    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+        self._find_buffers()
+        return load(module, state, self.holds, strict)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+        mine = {each for each in parameters if self.holds(each)}
+        counted = {each for each in mine if self.home(each) == self.seat.device}
+        with self.call():
+            return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
+
+    # -- what was measured ------------------------------------------------------------------------------------------
+
+    def measured(self, program: Program) -> Timeline:
+        """Of all devices: every rank has it."""
+        if self._offset is None:
+            self._offset = offset(self._groups.pp, self.seat.device)
+        lane = self.lanes[0]
+        rows = program.schedule.rows
+        mine = torch.zeros(1 + 2 * max(map(len, rows)), dtype=torch.float64)
+        began = lane.began + self._offset
+        spans = [(lane.seconds(start), lane.seconds(end)) for start, end in program.marks[self.seat.device]]
+        mine[: 1 + 2 * len(spans)] = torch.tensor([began, *(began + mark for span in spans for mark in span)])
+        found = [torch.empty_like(mine) for _ in rows]
+        if self._groups.pp is None:
+            found = [mine]
+        else:
+            self._groups.pp.allgather([found], [mine]).wait()
+        origin = min(float(times[0]) for times in found)
+        marks = [
+            [mark - origin for mark in times[1 : 1 + 2 * len(row)].tolist()]
+            for times, row in zip(found, rows, strict=True)
+        ]
+        return Timeline(
+            program.schedule,
+            tuple(tuple(row[0::2]) for row in marks),
+            tuple(tuple(row[1::2]) for row in marks),
+            name="measured",
+        )
+
+    def close(self) -> None:
+        self._watch.say_goodbye()
+        self._links.close()
+        self._buckets, self._sums, self._pace = {}, None, Pace(())
+        self._groups.close()
+        self._watch.close()
+
+
+_SHARED = -1
+
+
+def _buffers(layers: Sequence[Any]) -> Iterator[Tensor]:
+    for layer in layers:
+        for module in layer.modules() if isinstance(layer, nn.Module) else ():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+
+
+def _tensors(layers: Sequence[Any]) -> list[Tensor]:
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return list({id(tensor): tensor for tensor in found}.values())

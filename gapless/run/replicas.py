@@ -1,0 +1,164 @@
+"""Data parallelism: replicas of the pipeline, each with its share of the minibatch.
+
+The weights of microbatches are shares of the whole minibatch, so gradients are added up and never averaged, whatever
+the replicas' sizes. Each stage's gradients are added as soon as its last one is there, while other stages still work:
+
+    stage 3   ... W3 [===== sum =====]
+    stage 2      ... W3 [===== sum =====]           one flat bucket after another, once per step
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.run.gradients import local
+
+_BUCKET_BYTES = 32 << 20
+
+
+class Shares(Sequence[float]):
+    """The weights of this replica's microbatches. They are asked for when the step starts, and waited for when they are
+    first needed.
+    """
+
+    def __init__(self, group: Any, replica: int, numbers: Sequence[float], room: int, *, summed: bool) -> None:
+        """`numbers` is what each microbatch counts; `room`, the same everywhere, is at least their number."""
+        self._replica, self._count, self._summed = replica, len(numbers), summed
+        mine = torch.tensor([len(numbers), *numbers, *([0.0] * (room - len(numbers)))], dtype=torch.float64)
+        self._rows = [torch.empty_like(mine) for _ in range(group.size())]
+        self._work = group.allgather([self._rows], [mine])
+        self._found: list[list[float]] = []
+        self.waited = 0.0  # seconds, for the other replicas
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, microbatch: Any) -> Any:
+        return self._all()[self._replica][microbatch]
+
+    def everywhere(self) -> list[list[float]]:
+        """Those of all replicas."""
+        return self._all()
+
+    def _all(self) -> list[list[float]]:
+        if not self._found:
+            began = time.monotonic()
+            self._work.wait()
+            self.waited = time.monotonic() - began
+            numbers = [row[1 : 1 + int(row[0])].tolist() for row in self._rows]
+            total = sum(number for row in numbers for number in row)
+            self._found = [
+                [1.0 if self._summed else number / total if total else 0.0 for number in row] for row in numbers
+            ]
+        return self._found
+
+
+def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """The losses of all replicas, one after another; `counts` says how many each has."""
+    mine = torch.stack(list(losses)).cpu()
+    padded = torch.cat([mine, mine.new_zeros(max(counts) - len(mine))])
+    rows = [torch.empty_like(padded) for _ in counts]
+    group.allgather([rows], [padded]).wait()
+    return tuple(loss for row, count in zip(rows, counts, strict=True) for loss in row[:count].to(device).unbind())
+
+
+class Buckets:
+    """The gradients of some parameters, to be added over the replicas once per step."""
+
+    def __init__(self, group: Any, parameters: Iterable[nn.Parameter]) -> None:
+        self._group = group
+        self._parts = list(_parts([each for each in parameters if each.requires_grad and not sharded_over(each, "dp")]))
+        self._before: list[list[Tensor | None]] = []
+        self._under_way: list[tuple[Tensor, Any]] = []
+
+    def begin(self) -> None:
+        """What was there before the step is summed already, and set aside."""
+        self._before = [[parameter.grad for parameter in part] for part in self._parts]
+        for part in self._parts:
+            for parameter in part:
+                parameter.grad = None
+
+    def start(self) -> None:
+        """The gradients are complete: the sums begin."""
+        for part in self._parts:
+            flat = local(part[0]).new_zeros(sum(local(parameter).numel() for parameter in part) + len(part))
+            with torch.no_grad():
+                for number, (parameter, place) in enumerate(_places(part, flat)):
+                    if parameter.grad is not None:
+                        place.copy_(local(parameter.grad))
+                        flat[number - len(part)] = 1  # somebody has one
+            self._under_way.append((flat, self._group.allreduce([flat])))
+
+    def finish(self) -> None:
+        """Waits for the sums, and adds what was set aside."""
+        for part, before, (flat, work) in zip(self._parts, self._before, self._under_way, strict=True):
+            work.wait()
+            if flat.is_cuda:  # made on the stream of the device
+                flat.record_stream(torch.cuda.current_stream(flat.device))
+            there = flat[-len(part) :].tolist()
+            with torch.no_grad():
+                for number, (parameter, place) in enumerate(_places(part, flat)):
+                    if there[number]:
+                        _set(parameter, place, before[number])
+                    else:
+                        parameter.grad = before[number]
+        self._before, self._under_way = [], []
+
+    def give_up(self) -> None:
+        """The step has failed: gradients are those from before it."""
+        for part, before in zip(self._parts, self._before, strict=False):
+            for parameter, grad in zip(part, before, strict=True):
+                parameter.grad = grad
+        self._before, self._under_way = [], []
+
+
+def _set(parameter: nn.Parameter, total: Tensor, before: Tensor | None) -> None:
+    if before is not None:
+        local(before).add_(total)
+        parameter.grad = before
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    local(parameter.grad).copy_(total)
+
+
+def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype, of about so many bytes together."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        part: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.dtype != dtype:
+                continue
+            if part and sum(each.nbytes for each in (*part, parameter)) > _BUCKET_BYTES:
+                yield part
+                part = []
+            part.append(parameter)
+        yield part
+
+
+def _places(part: Sequence[nn.Parameter], flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    start = 0
+    for parameter in part:
+        part_of_it = local(parameter)
+        end = start + part_of_it.numel()
+        yield parameter, flat[start:end].view(part_of_it.shape)
+        start = end
+
+
+def sharded_over(tensor: Tensor, dimension: str) -> bool:
+    """Whether every replica has a part of it, as FSDP makes them: that takes care of its gradients itself."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and dimension in (mesh.mesh_dim_names or ())
+
+
+def same_everywhere(group: Any, tensors: Iterable[Tensor]) -> None:
+    """Replicas start with the values of the first."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if not sharded_over(tensor, "dp"):
+                value = local(tensor).detach().cpu().contiguous()
+                group.broadcast([value.view(-1).view(torch.uint8) if value.numel() else value]).wait()
+                local(tensor).copy_(value)

@@ -1,0 +1,98 @@
+"""A connection from every rank to the next, in a ring, which carries nothing but words: signs of life, and news.
+
+    rank 0 --- rank 1 --- rank 2 --- rank 3 --- (rank 0)
+
+Nothing else ever closes such a connection, so one that is closed without a goodbye means that the process at its other
+end is dead, whatever this one is doing at that moment. News travel both ways round, so they pass a rank that sleeps.
+"""
+
+import contextlib
+import ctypes
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+_SIZE = 2048  # bytes of every message
+_TAG = 2
+_NEVER_SENT = 1
+_AHEAD = 8  # receives posted: a message leaves at once only if the other end has posted one
+_UNANSWERED = 3  # signs of life to one that says nothing: whatever else is said must find a receive that is posted
+_SOON = timedelta(milliseconds=1)
+_NEVER = timedelta(days=365)
+
+Words = dict[str, Any]
+
+
+class Neighbour:
+    """The rank at the other end of a connection, and the thread that listens to it."""
+
+    def __init__(
+        self, rank: int, group: Any, hear: Callable[["Neighbour", Words], None], lose: Callable[["Neighbour"], None]
+    ) -> None:
+        self.rank = rank
+        self.heard = time.monotonic()
+        self.last: Words = {}  # its last sign of life
+        self.left: str | None = None  # has said goodbye, and why
+        self._group, self._other = group, 1 - group.rank()
+        self._hear, self._lose = hear, lose
+        self._lock = threading.Lock()
+        self._sent: deque[tuple[Any, Any]] = deque(maxlen=2 * _AHEAD)  # must stay until they have left
+        self._unanswered = 0
+        self._thread = threading.Thread(target=self._listen, name=f"gapless hears rank {rank}", daemon=True)
+        self._thread.start()
+
+    def say(self, words: Words, *, beat: bool = False) -> None:
+        """Does not wait. There is no more than a few signs of life to one that does not answer."""
+        with self._lock, contextlib.suppress(RuntimeError):  # closed: whoever listens finds out
+            if self._group is None or (beat and self._unanswered >= _UNANSWERED):
+                return
+            self._unanswered += beat
+            message = torch.frombuffer(
+                bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_SIZE)[:_SIZE]), dtype=torch.uint8
+            )
+            self._sent.append((self._group.send([message], self._other, _TAG), message))
+
+    def _listen(self) -> None:
+        posted: deque[tuple[Any, Any]] = deque()
+        for _ in range(_AHEAD):
+            self._post(posted)
+        with contextlib.suppress(RuntimeError):
+            while posted:
+                work, buffer = posted.popleft()
+                work.wait(_NEVER)
+                self.heard, self._unanswered = time.monotonic(), 0
+                self._post(posted)
+                self._hear(self, json.loads(ctypes.string_at(buffer.data_ptr(), _SIZE)))
+        self._lose(self)
+
+    def _post(self, posted: deque[tuple[Any, Any]]) -> None:
+        """Where that can't be done any more, what has come already is still there to be heard."""
+        buffer = torch.empty(_SIZE, dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):
+            posted.append((self._group.recv([buffer], self._other, _TAG), buffer))
+
+    def close(self) -> None:
+        """A receive that runs out of time closes the connection, which ends the thread."""
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _NEVER_SENT).wait(_SOON)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._lock:
+            self._sent.clear()
+            self._group = None
+
+
+def pairs(ranks: Sequence[int], me: int) -> list[tuple[int, int]]:
+    """Those with the rank before and the rank after, in the order in which they are to be connected: even ones first,
+    then odd ones, and the last of an odd number last. If each began with the one before, all would wait in a circle.
+    """
+    here, count = ranks.index(me), len(ranks)
+    edges = {(here - 1) % count, here} if count > 2 else {0} if count == 2 else set()
+    order = sorted(edges, key=lambda edge: 2 if edge == count - 1 and count % 2 else edge % 2)
+    return [(ranks[edge], ranks[(edge + 1) % count]) for edge in order]

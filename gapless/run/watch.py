@@ -1,0 +1,335 @@
+"""Nobody waits for ever, and nobody leaves without a word: what goes wrong on one rank is known to all, with its place.
+
+    raised    an exception in a step     told round the ring; the other ranks raise a short error of their own
+    dead      a closed connection        noticed at once by both neighbours in the ring
+    silent    no sign of life            after `timeout`; a long computation is no silence, its process still beats
+    stuck     nobody computes            after `timeout`; ranks that make different calls wait for each other
+
+Whoever learns of it keeps the first news, passes them on, and breaks off its connections, so that whatever waits here
+raises. A thread that can't be reached within a grace period takes the process with it.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from gapless.errors import ConfigError, TransportError
+from gapless.run.ring import Neighbour, Words, pairs
+from gapless.run.terminating import Terminating
+
+LOG = logging.getLogger("gapless")
+_LONGEST_BEAT = 1.0
+_BEATS_PER_TIMEOUT = 8
+_GRACE = 10.0  # seconds to end a call in, after the news
+_NEWS_WITHIN = 2.0  # seconds after a connection was lost
+_ROUND_WITHIN = 5.0
+_MOST_TEXT = 300
+_CONNECTION = ("gloo", "pair closure", "Connection closed", "Connection reset", "NCCL")
+
+
+@dataclass(frozen=True)
+class News:
+    """What went wrong: how, on which rank (none if on no single one), and in words."""
+
+    kind: str  # raised, dead, silent, stuck, lost
+    rank: int | None
+    text: str
+
+
+class Whereabouts(Protocol):
+    """What this rank is doing; asked from any thread."""
+
+    def words(self) -> str:
+        """As a sentence: rank 2 waited for ..."""
+
+    def last(self) -> str:
+        """The last action, in short."""
+
+    def progress(self) -> object:
+        """Differs from the last one if anything was computed or received since; None while something is computed."""
+
+
+class Nowhere:
+    """Before the connections are there."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+
+    def words(self) -> str:
+        return f"rank {self._me} was making its pipeline"
+
+    def last(self) -> str:
+        return "making its pipeline"
+
+    def progress(self) -> object:
+        return None
+
+
+class Watch:
+    """One rank among `ranks`, which are in an order in which those that work together are neighbours."""
+
+    def __init__(self, ranks: Sequence[int], me: int, connect: Callable[..., Any], timeout: float) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout!r}, but it must be a number of seconds above 0")
+        self.me, self.timeout = me, timeout
+        self.calls = 0  # begun; every rank makes the same
+        self.inside = True  # a call; making the pipeline is the first
+        self.begun = False  # in this call, something that others wait for
+        self.news: News | None = None
+        self.whereabouts: Whereabouts = Nowhere(me)
+        self.break_off: Callable[[], None] = lambda: None
+        self.place = ""  # where this rank was when the news came
+        self._since = 0.0  # of the news
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._told = False  # the caller knows
+        self._ranks = ranks
+        self._asked_by: int | None = None  # whom SIGTERM came to
+        self._leave_before: int | None = None  # the call that no rank begins
+        self._round = threading.Event()
+        self._beat = min(_LONGEST_BEAT, timeout / _BEATS_PER_TIMEOUT)
+        self._awake = self._active = time.monotonic()
+        self._progress: object = None
+        self._closing = threading.Event()
+        self._terminating = Terminating.installed()
+        self._neighbours: list[Neighbour] = []
+        for pair in pairs(ranks, me):
+            other = pair[1 - pair.index(me)]
+            try:
+                group = connect("ring", pair, pair.index(me), timeout=timeout)
+            except RuntimeError as error:
+                raise TransportError(f"rank {me} can't reach rank {other} within {timeout:g} s: {error}") from None
+            self._neighbours.append(Neighbour(other, group, self._hear, self._lose))
+        self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
+        self._pulse.start()
+
+    # -- a call -----------------------------------------------------------------------------------------------------
+
+    def call(self) -> "Call":
+        return Call(self)
+
+    def check(self) -> None:
+        """Raises if an earlier call has failed, on any rank."""
+        if self.news is not None:
+            again = "; the connections between the ranks went with it: end all ranks, or close the pipeline and make "
+            again = f"{again}a new one on every rank" if self._told else ""
+            self._told = True
+            raise TransportError(f"{self.place}: {self.news.text}{again}")
+
+    def leave_if_asked(self) -> None:
+        """SIGTERM: the first rank picks the call that nobody begins, and goes on when everybody knows.
+
+        Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
+        """
+        if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
+            self._leave_before = self.calls + (len(self._ranks) > 1)
+            self._pass_round()
+        if self.leaving:
+            LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
+            raise SystemExit(0)
+
+    @property
+    def leaving(self) -> bool:
+        """No rank will begin another call."""
+        return self._leave_before is not None and self.calls >= self._leave_before
+
+    def _was_asked(self) -> bool:
+        if self._asked_by is None and self._terminating is not None and self._terminating.asked:
+            self._ask(self.me)
+        return self._asked_by is not None
+
+    # -- what is told -----------------------------------------------------------------------------------------------
+
+    def tell(self, news: News) -> None:
+        """Only the first news count. From any thread; whatever waits here raises."""
+        with self._lock:
+            if self.news is not None:
+                return
+            self.place = self.whereabouts.words()
+            self._since, self.news = time.monotonic(), news
+        for neighbour in self._neighbours:
+            neighbour.say({"news": asdict(news)})
+        self._known.set()
+        if news.kind != "raised":
+            LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
+            _dump_stacks()
+        self.break_off()
+
+    def raised(self, error: BaseException) -> None:
+        """An exception on this rank ends the step of all."""
+        notes = [note.removeprefix("gapless: raised ") for note in getattr(error, "__notes__", ()) if "gapless" in note]
+        where = notes[0] if notes else self.whereabouts.last()
+        text = f"{type(error).__name__}: {error}".strip(": ").splitlines() or [type(error).__name__]
+        shown = text[0][:_MOST_TEXT]
+        self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {shown} (its output has more)"))
+
+    def lost(self, words: str, rank: int | None, error: BaseException) -> TransportError:
+        """What is raised where something will not come. The news may be on their way."""
+        self._known.wait(_NEWS_WITHIN)
+        if self.news is None:
+            said = str(error).splitlines()
+            left = [each.left for each in self._neighbours if each.rank == rank and each.left is not None]
+            reason = f"rank {rank} has {left[0]}" if left else said[0] if said else type(error).__name__
+            self.tell(News("lost", rank, f"{words}, and it did not come: {reason}"))
+            assert self.news is not None
+        self._told = True
+        if words in self.news.text:
+            return TransportError(self.news.text)
+        return TransportError(f"{words}: {self.news.text}")
+
+    # -- what is heard ----------------------------------------------------------------------------------------------
+
+    def _hear(self, neighbour: Neighbour, words: Words) -> None:
+        if "idle" in words:
+            neighbour.last = words
+            self._active = max(self._active, time.monotonic() - words["idle"])
+        elif "news" in words:
+            self.tell(News(**words["news"]))
+        elif "asked" in words:
+            self._ask(words["asked"])
+        elif "leave" in words:
+            self._leave_before = words["leave"]
+            if self.me == self._ranks[0]:
+                self._round.set()
+            else:
+                self._next.say(words)
+        elif "bye" in words:
+            neighbour.left = words["bye"]
+
+    def _lose(self, neighbour: Neighbour) -> None:
+        if not self._closing.is_set() and neighbour.left is None:
+            text = f"rank {neighbour.rank} is dead: its connection to rank {self.me} was closed{self._last(neighbour)}"
+            self.tell(News("dead", neighbour.rank, text))
+
+    def _last(self, neighbour: Neighbour) -> str:
+        ago = time.monotonic() - neighbour.heard
+        last = neighbour.last.get("at", "making its pipeline")
+        return f"; when last heard from, {ago:.1f} s ago, it was {last}"
+
+    def _ask(self, rank: int) -> None:
+        if self._asked_by is None:
+            self._asked_by = rank
+            for neighbour in self._neighbours:
+                neighbour.say({"asked": rank})
+
+    @property
+    def _next(self) -> Neighbour:
+        after = self._ranks[(self._ranks.index(self.me) + 1) % len(self._ranks)]
+        return next(neighbour for neighbour in self._neighbours if neighbour.rank == after)
+
+    def _pass_round(self) -> None:
+        if self._neighbours:
+            self._next.say({"leave": self._leave_before})
+            self._round.wait(_ROUND_WITHIN)
+
+    # -- signs of life ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._closing.wait(self._beat):
+            now = time.monotonic()
+            slept, self._awake = now - self._awake > 2 * self._beat + 1, now
+            if slept:  # this process itself: first it hears what was said in the meantime
+                self._active = now
+                for neighbour in self._neighbours:
+                    neighbour.heard = now
+                continue
+            progress = self.whereabouts.progress()
+            if progress is None or progress != self._progress:
+                self._active = now
+            self._progress = progress
+            self._was_asked()
+            for neighbour in self._neighbours:
+                neighbour.say({"idle": now - self._active, "at": self.whereabouts.last()}, beat=True)
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        for neighbour in self._neighbours:
+            if neighbour.left is None and now - neighbour.heard > self.timeout:
+                text = f"rank {neighbour.rank} is silent: rank {self.me} has heard nothing for {self.timeout:g} s"
+                self.tell(News("silent", neighbour.rank, text + self._last(neighbour)))
+        if self.inside and now - self._active > self.timeout:
+            text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
+            self.tell(News("stuck", None, text))
+        if self.news is not None and self.inside and now - self._since > _GRACE:
+            _end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def say_goodbye(self) -> None:
+        """From now on nobody wonders where this rank is."""
+        error = getattr(sys, "last_value", None)
+        ended = f" after {type(error).__name__}: {error}"[:_MOST_TEXT] if error is not None else ""
+        for neighbour in self._neighbours:
+            neighbour.say({"bye": f"closed its pipeline{ended}"})
+
+    def close(self) -> None:
+        self._closing.set()
+        if threading.current_thread() is not self._pulse:
+            self._pulse.join()
+        for neighbour in self._neighbours:
+            neighbour.close()
+        if self._terminating is not None:
+            self._terminating.leave()
+
+
+class Call:
+    """Around everything that all ranks do together. What is raised inside is told, or explained by what others told."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> "Call":
+        watch = self._watch
+        watch.check()
+        watch.leave_if_asked()
+        watch.calls += 1
+        watch.begun, watch.inside = False, True
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        watch = self._watch
+        try:
+            if error is None:
+                watch.check()
+                return
+            if isinstance(error, TransportError) and watch.news is not None:
+                return
+            if is_connection(error):
+                raise watch.lost(watch.place or watch.whereabouts.words(), None, error) from None
+            if watch.begun:
+                watch.raised(error)
+                watch._told = True
+        finally:
+            watch.inside = False
+
+
+def is_connection(error: BaseException) -> bool:
+    """Whether another rank is the cause, as far as torch's words tell."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION)
+
+
+def _dump_stacks() -> None:
+    file: Any = sys.stderr
+    try:
+        file.flush()
+        file.fileno()
+    except (AttributeError, OSError, ValueError):
+        file = 2
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.dump_traceback(file=file)
+
+
+def _end_process(words: str) -> None:
+    LOG.critical("gapless: %s", words)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)

@@ -1,0 +1,62 @@
+"""What this rank is doing, in words that its own errors and other ranks' can use. Read from any thread, at any time."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from gapless.run.distributed import Links
+from gapless.run.executor import Program
+from gapless.schedule.action import Action
+
+
+class Whereabouts:
+    """`inside` tells whether a call is under way, such as a step; parts of it are outside of any action."""
+
+    def __init__(self, links: Links, inside: Callable[[], bool]) -> None:
+        self._links, self._inside = links, inside
+        self._program: Program | None = None
+        self._running = False
+        self.microbatches = 0  # of the last run
+        self.seconds = 0.0
+        self.waited = 0.0  # for other ranks
+
+    @contextlib.contextmanager
+    def running(self, program: Program) -> Iterator[None]:
+        """The actions of a program."""
+        self._links.since = self._links.waiting = None
+        self._program, self._running = program, True
+        self.microbatches = program.schedule.num_microbatches
+        waited, began = self._links.waited, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = False
+            self.seconds = time.monotonic() - began
+            self.waited = self._links.waited - waited + getattr(program.batch.weights, "waited", 0.0)
+
+    def words(self) -> str:
+        me = f"rank {self._links.rank} (device {self._links.device})"
+        waits = self._links.wanted()
+        return f"{me} waited {waits}" if waits else f"{me} was {self.last()}"
+
+    def last(self) -> str:
+        action = self._action()
+        if action is None:
+            return "making its pipeline" if self._inside() else "before its first step"
+        place = f"stage {action.stage}, action {action}"
+        if self._running:
+            return f"at {place}"
+        return f"{'ending a step' if self._inside() else 'between two calls'}, after {place}"
+
+    def progress(self) -> object:
+        """None while an action computes; otherwise it changes whenever something has happened."""
+        since = self._links.since
+        return None if self._running and since is None else (since, self._running, self._action(), self._inside())
+
+    def _action(self) -> Action | None:
+        program = self._program
+        if program is None:
+            return None
+        device = self._links.device
+        row = program.schedule.rows[device]
+        return row[program.reached[device]] if row else None

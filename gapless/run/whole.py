@@ -1,0 +1,84 @@
+"""The state of a model that is in parts: whole on every rank, and from there back to the parts.
+
+Every rank has all names and shapes, with data for the layers of its own stages; so nothing needs to be agreed on, and
+the tensors go one by one from the rank that holds them to all others. A DTensor is made whole first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Home = Callable[[Tensor], int]
+
+
+def gather(module: nn.Module, home: Home, device: int, group: Any) -> dict[str, Any]:
+    """The state dict of the whole model, on the CPU; `home` is the device that a tensor is taken from."""
+    made: dict[int, Tensor] = {}
+    known = module.state_dict(keep_vars=True)
+    state = _described_by(known, {})
+    for name, value in known.items():
+        if isinstance(value, Tensor) and id(value) not in made:  # shared ones once, under all their names
+            made[id(value)] = _sent(value, home(value), device, group)
+        state[name] = made[id(value)] if isinstance(value, Tensor) else value
+    return state
+
+
+def _sent(value: Tensor, home: int, device: int, group: Any) -> Tensor:
+    whole = torch.empty(0, dtype=value.dtype)
+    if home == device:
+        whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().contiguous()
+    else:
+        whole = torch.empty(value.shape, dtype=value.dtype)
+    if group is not None and whole.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank = home
+        group.broadcast([whole.view(-1).view(torch.uint8)], options).wait()
+    return whole.clone() if whole.data_ptr() == value.data_ptr() else whole
+
+
+def held(module: nn.Module, holds: Callable[[Tensor], bool]) -> dict[str, Any]:
+    """What of the model's state is here."""
+    known = module.state_dict(keep_vars=True)
+    found = {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in known.items()
+        if not isinstance(value, Tensor) or holds(value)
+    }
+    return _described_by(known, found)
+
+
+def _described_by(known: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """With the versions of the modules, by which they know how to read it."""
+    made: Any = OrderedDict(state)
+    made._metadata = getattr(known, "_metadata", None)
+    return made  # type: ignore[no-any-return]
+
+
+def load(module: nn.Module, state: Mapping[str, Any], holds: Callable[[Tensor], bool], strict: bool) -> Any:
+    """Takes from the state what is needed here; `strict` asks for all of that, and for no unknown names."""
+    known = module.state_dict(keep_vars=True)
+    mine = held(module, holds)
+    missing = [name for name in mine if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys "
+            f"{unexpected}"
+        )
+    chosen = {name: _like(state[name], known[name]) for name in mine if name in state}
+    module.load_state_dict(_described_by(state if hasattr(state, "_metadata") else known, chosen), strict=False)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _like(value: Any, target: Any) -> Any:
+    """A whole tensor as the parts that this rank has of it."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None or hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(target.device), mesh, target.placements, src_data_rank=None)

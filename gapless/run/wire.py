@@ -1,0 +1,167 @@
+"""A tree of tensors as one flat buffer of bytes, and back: what crosses between processes.
+
+    | id, length, more | description, the first time | tensor | tensor | ...       every part begins at a multiple of 64
+      16 bytes
+
+The layout of a tree is everything but its numbers: structure, constants, dtypes, shapes, strides, and which tensors
+want a gradient. It is described in JSON the first time it is sent; both ends keep it, and later messages name it by
+its id. Nothing is pickled. A tensor comes out with the strides it went in with, since kernels may sum in another order
+otherwise; only elements that are there travel, an expanded dimension is not sent twice. What comes out are views of the
+buffer.
+"""
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.errors import TransportError
+from gapless.run.layout import ALIGNMENT, Layout, describe, key_of, padded
+
+_HEADER = struct.Struct("<IIQ")  # id of the layout, bytes of its description, bytes of the message that follows
+HEADER_SIZE = _HEADER.size
+_NO_ID = 0xFFFFFFFF
+_MOST_LAYOUTS = 4096
+_MOST_FREE = 32
+
+_string_at = ctypes.string_at
+_memmove = ctypes.memmove
+
+
+class Message:
+    """A buffer in which everything but the numbers is written: tensors are copied into it, or into `data` where they go
+    their own way. It may be used again.
+    """
+
+    __slots__ = ("buffer", "data", "free", "targets")
+
+    def __init__(
+        self, layout: Layout, number: int, description: bytes, *, pinned: bool, device: torch.device | None
+    ) -> None:
+        start = padded(HEADER_SIZE + len(description))
+        size = layout.size if device is None else 0
+        self.buffer = torch.empty(start + size, dtype=torch.uint8, pin_memory=pinned)
+        self.data = None if device is None else torch.empty(layout.size, dtype=torch.uint8, device=device)
+        header = _HEADER.pack(number, len(description), 0) + description
+        _memmove(self.buffer.data_ptr(), header, len(header))
+        storage, start = (self.buffer, start) if self.data is None else (self.data, 0)
+        self.targets = [slot.target(storage.untyped_storage(), start) for slot in layout.slots]
+        self.free: list[Message] | None = None  # where it goes when it has been sent
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        for tensor, target in zip(tensors, self.targets, strict=True):
+            if tensor.shape != target.shape:  # expanded: once is enough
+                tensor = tensor.as_strided(target.shape, tensor.stride())
+            # What is sent has no history: the buffer is used again, and would keep that of all it ever held.
+            target.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
+
+    def sent(self) -> None:
+        """Nobody reads it any more."""
+        if self.free is not None and len(self.free) < _MOST_FREE:
+            self.free.append(self)
+
+
+class Writer:
+    """One end of a channel: makes messages, and knows which layouts the other end knows."""
+
+    def __init__(self, *, pinned: bool = False, device: torch.device | None = None) -> None:
+        """Tensors are written into the message, `pinned` or not, or into memory of their own on a device."""
+        self._pinned, self._device = pinned, device
+        self._known: dict[Any, tuple[int, Layout, list[Message]]] = {}
+
+    def write(self, tree: Any) -> Message:
+        """The message for a tree."""
+        tensors, key = key_of(tree)
+        found = self._known.get(key)
+        if found is not None:
+            number, layout, free = found
+            if free:
+                message = free.pop()
+            else:
+                message = Message(layout, number, b"", pinned=self._pinned, device=self._device)
+                message.free = free if self._device is None else None
+        else:
+            message = self._first(tree, key)
+        message.fill(tensors)
+        return message
+
+    def _first(self, tree: Any, key: Any) -> Message:
+        described = describe(tree)
+        layout, number = Layout(described), _NO_ID
+        if len(self._known) < _MOST_LAYOUTS:
+            number = len(self._known)
+            self._known[key] = (number, layout, [])
+        description = json.dumps(described).encode()
+        return Message(layout, number, description, pinned=self._pinned, device=self._device)
+
+
+class Blank:
+    """A buffer for a message to come, in which the tensors are made already if it is one of the kind that was last."""
+
+    __slots__ = ("_expected", "_layout", "_tensors", "buffer")
+
+    def __init__(self, capacity: int, number: int, layout: Layout | None, *, pinned: bool) -> None:
+        self.buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._expected, self._layout, self._tensors = b"", layout, []
+        if layout is not None and ALIGNMENT + layout.size <= capacity and layout.is_all_views:
+            storage = self.buffer.untyped_storage()
+            self._expected = _HEADER.pack(number, 0, 0)
+            self._tensors = [slot.read(storage, ALIGNMENT) for slot in layout.slots]
+
+    def read(self) -> Any:
+        """The tree, or None if the message is of another kind."""
+        if _string_at(self.buffer.data_ptr(), HEADER_SIZE) != self._expected or self._layout is None:
+            return None
+        return self._layout.tree(self._tensors)
+
+
+class Reader:
+    """The other end: learns layouts as they come."""
+
+    def __init__(self, *, pinned: bool = False, fetch: Callable[[int], Tensor] | None = None) -> None:
+        """`fetch` brings so many bytes of tensors that come their own way."""
+        self._pinned, self._fetch = pinned, fetch
+        self._known: list[Layout] = []
+        self._last: tuple[int, Layout | None] = (0, None)
+
+    def blank(self, capacity: int) -> Blank:
+        """For a message to come."""
+        return Blank(capacity, *self._last, pinned=self._pinned)
+
+    def read(self, buffer: Tensor) -> Any:
+        """The tree of a message."""
+        address = buffer.data_ptr()
+        number, length, _ = _HEADER.unpack(_string_at(address, HEADER_SIZE))
+        start = ALIGNMENT
+        if length:
+            layout = Layout(json.loads(_string_at(address + HEADER_SIZE, length)))
+            start = padded(HEADER_SIZE + length)
+            if number != _NO_ID:
+                if number != len(self._known):
+                    raise TransportError(f"layout {number} came where layout {len(self._known)} was to be")
+                self._known.append(layout)
+        else:
+            layout = self._known[number]
+        if number != _NO_ID and self._fetch is None:
+            self._last = (number, layout)
+        if self._fetch is not None:
+            buffer, start = self._fetch(layout.size), 0
+        storage = buffer.untyped_storage()
+        return layout.tree([slot.read(storage, start) for slot in layout.slots])
+
+
+def announcement(size: int) -> Tensor:
+    """A message that says that one of that size follows: it did not fit where the other end waits."""
+    buffer = torch.empty(HEADER_SIZE, dtype=torch.uint8)
+    _memmove(buffer.data_ptr(), _HEADER.pack(_NO_ID, 0, size), HEADER_SIZE)
+    return buffer
+
+
+def announced(buffer: Tensor) -> int:
+    """The size of the message that follows, or 0 if this is the message itself."""
+    size: int = _HEADER.unpack(_string_at(buffer.data_ptr(), HEADER_SIZE))[2]
+    return size

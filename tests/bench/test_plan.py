@@ -1,0 +1,38 @@
+"""`gapless bench plan` runs to its end in a small size. No test asserts a speed."""
+
+import json
+
+import pytest
+import torch
+
+from gapless.bench import plan
+from gapless.cli import main
+
+
+def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plan", "--quick", "--rounds", "1", "--seconds", "0.01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = found["prediction"]["rows"]
+    assert [row["model"] for row in rows] == ["emulated, even", "gpt, vocabulary 256"]
+    # Bytes do not depend on how busy the machine is.
+    assert -0.05 < rows[1]["bytes_difference"] < 0.1
+    (cut,) = found["cuts"]["rows"]
+    assert sum(cut["planned"]) == sum(cut["best"]) == cut["layers"]
+    (place,) = found["choice"]["rows"]
+    assert place["slower"] >= 0
+    assert place["picked"] == min(place["predicted"], key=place["predicted"].__getitem__)
+    report = plan.report(found)
+    assert "within -5% and +10%" in report
+    assert "to the best" in report
+    assert "the pick within 3% of the quickest" in report
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plan", "--parts", "speed"]) != 0
+    assert "there is no part 'speed': it is prediction, cuts, choice" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plan", "--fit"]) != 0
+    assert "--fit measures on an NVIDIA GPU, and there is none here" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""Measuring: what a layer holds to the byte, what it takes, and that the model stays as it was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from gapless.plan.measure import hop, measure
+from gapless.plan.meter import StorageMeter, bytes_of
+from gapless.plan.profile import Profile
+from gapless.plan.profile_file import parse_profile, profile_text
+from gapless.zoo.emulated import Emulated
+
+WIDTH, SAMPLES = 16, 8
+BOUNDARY = 4 * WIDTH * SAMPLES
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)]
+
+
+def profiled(model: list[nn.Module], **more: object) -> Profile:
+    x = torch.linspace(-1, 1, SAMPLES * WIDTH).view(SAMPLES, WIDTH)
+    return measure(model, x, torch.zeros_like(x), loss=F.mse_loss, seconds=0.01, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["run", "without running"])
+def test_sizes_are_right_to_the_byte(alone: bool) -> None:
+    linear, tanh, last = profiled(layers(), sizes_alone=alone).layers
+    assert linear.parameters == linear.gradients == 4 * (WIDTH * WIDTH + WIDTH)
+    assert linear.optimizer_state == 2 * linear.parameters + 2 * 4  # AdamW counts the steps of each parameter
+    assert (linear.boundary, tanh.boundary) == (BOUNDARY, BOUNDARY)
+    assert linear.activation == BOUNDARY  # its input
+    assert (tanh.parameters, tanh.optimizer_state) == (0, 0)
+    # tanh keeps its result for the backward; as a stage of its own it has its input too, which no backward needs.
+    assert (tanh.activation, tanh.overlap) == (2 * BOUNDARY, BOUNDARY)
+    assert last.overlap == BOUNDARY  # what tanh keeps is the input of the next
+    assert last.activation >= 2 * BOUNDARY  # its input, and the difference that the loss needs
+
+
+def test_what_was_not_run_has_no_times() -> None:
+    assert {layer.forward.median for layer in profiled(layers(), sizes_alone=True).layers} == {0.0}
+
+
+def test_a_model_without_data_is_measured_without_running_it() -> None:
+    with torch.device("meta"):
+        empty = layers()
+    real, fake = profiled(layers(), sizes_alone=True), profiled(empty, sizes_alone=True)
+    assert real == fake
+    assert all(layer.forward.median > 0 for layer in profiled(empty).layers)  # with any values
+
+
+def test_times_are_those_of_the_actions() -> None:
+    model: list[nn.Module] = [Emulated(forward=0.002, input_grad=0.004, weight_grad=0.006) for _ in range(2)]
+    x = torch.zeros(2, 1).requires_grad_()
+    first, second = measure(model, x, None, loss=lambda y, _: y.sum(), seconds=0.01).layers
+    for layer in (first, second):
+        assert 0.002 <= layer.forward.median < 0.01
+        assert 0.004 <= layer.input_grad.median < 0.02
+        assert 0.006 <= layer.weight_grad.median < 0.03
+        assert 0.0095 <= layer.whole_backward < 0.05
+        assert 0.002 <= layer.recompute.median < 0.01
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)]
+    before = {name: tensor.clone() for name, tensor in nn.ModuleList(model).state_dict().items()}
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    profiled(model, side_by_side=2, threads=1)
+    after = nn.ModuleList(model).state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(parameter.grad is None for layer in model for parameter in layer.parameters())
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_trees_pass_between_layers_and_a_measured_profile_can_be_written() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return x, {"twice": 2 * x}
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, value: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+            return self.weight * (value[0] + value[1]["twice"])
+
+    profile = profiled([nn.Linear(WIDTH, WIDTH), Pair(), Sum()])
+    assert profile.layers[1].boundary == 2 * BOUNDARY
+    assert profile.layers[1].name == "1.Pair"
+    assert profile.samples == SAMPLES
+    assert parse_profile(profile_text(profile)) == profile
+
+
+def test_no_layers_are_no_model() -> None:
+    with pytest.raises(ConfigError, match="no layers to measure"):
+        profiled([])
+
+
+def test_what_fails_in_a_layer_is_told_whoever_measures() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("bad layer")
+
+    with pytest.raises(ValueError, match="bad layer"):
+        profiled([nn.Linear(WIDTH, WIDTH), Bad()], side_by_side=2)
+
+
+def test_storages_count_once_and_until_they_die() -> None:
+    meter = StorageMeter()
+    with meter.on():
+        one = torch.zeros(100)
+        view = one[10:].view(9, 10)
+        assert meter.live() == bytes_of([one, view]) == 400
+        two = one + 1
+        del two
+        assert (meter.live(), meter.peak()) == (400, 800)
+        del one
+        assert (meter.live(), meter.peak()) == (400, 400)
+    del view
+    assert meter.live() == 0
+
+
+def test_a_hop_between_threads_takes_some_time() -> None:
+    assert 0 < hop(20).latency < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_is_measured_by_its_events_and_its_allocator() -> None:
+    profile = profiled(layers(), device="cuda")
+    linear = profile.layers[0]
+    assert linear.forward.median > 0
+    assert linear.activation >= BOUNDARY
+    assert profile.device.startswith("cuda")

@@ -1,0 +1,157 @@
+"""From a model to a plan, and from a plan to a pipeline with the gradients of the plain loop."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gapless
+from gapless.errors import ConfigError, PlanError
+from gapless.plan.machine import Mesh
+from gapless.plan.plan import Plan
+
+WIDTH, SAMPLES = 8, 8
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    wide = (8, 8, 8, 8, 8, 512)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH)) for inner in wide)
+    )
+
+
+def batch(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(samples, WIDTH, generator=chance), torch.randn(samples, WIDTH, generator=chance)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    found = gapless.make_plan(
+        model(),
+        *batch(),
+        devices=["cpu"] * 2,
+        loss=F.mse_loss,
+        microbatches=4,
+        schedules=["zb-h1"],
+        memory="64MiB",
+        seconds=0.01,
+    )
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_a_plan_is_for_these_devices_and_this_minibatch(plan: Plan) -> None:
+    assert (plan.recipe, plan.num_devices, plan.microbatches, plan.samples) == ("zb-h1", 2, 4, 2)
+    assert plan.mesh == Mesh(1, 2)
+    assert sum(plan.partition) == 6
+    assert plan.limits == (64 * 2**20,) * 2
+    assert 0 < plan.step_seconds < 1
+    assert plan.memory[0].parameters + plan.memory[1].parameters == sum(4 * p.numel() for p in model().parameters())
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, 3], ids=["whole", "a smaller last batch"])
+def test_a_pipeline_takes_it_as_it_is(plan: Plan, samples: int) -> None:
+    ours, plain = model(), model()
+    x, y = batch(samples)
+    with gapless.Pipeline(ours, devices=["cpu"] * 2, schedule=plan, loss=F.mse_loss) as pipe:
+        assert (pipe.partition, pipe.microbatches) == (plan.partition, 4)
+        assert pipe.schedule == plan.schedule
+        loss = pipe.step(x, y).loss
+    gapless.plain_step(plain, x, y, microbatches=4, loss=F.mse_loss)
+    assert loss is not None
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_what_a_plan_says_need_not_be_said_again_but_may_be(plan: Plan) -> None:
+    gapless.Pipeline(
+        model(), devices=2, schedule=plan, microbatches=4, partition=list(plan.partition), loss=F.mse_loss
+    ).close()
+
+
+def test_another_number_of_devices_is_refused(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match=r"the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 3"):
+        gapless.Pipeline(model(), devices=["cpu"] * 3, schedule=plan, loss=F.mse_loss)
+    side_by_side = replace(plan, mesh=Mesh(2, 2))
+    with pytest.raises(ConfigError, match=r"the plan is for 2 pipelines of 2 devices, but there is 1 pipeline of 2"):
+        gapless.Pipeline(model(), devices=["cpu"] * 2, schedule=side_by_side, loss=F.mse_loss)
+
+
+def test_all_that_differs_from_the_plan_is_refused_at_once(plan: Plan) -> None:
+    with pytest.raises(ConfigError) as error:
+        gapless.Pipeline(
+            model(),
+            devices=["cpu"] * 2,
+            schedule=plan,
+            microbatches=3,
+            remat="stage",
+            costs=gapless.Costs(),
+            loss=F.mse_loss,
+        )
+    assert str(error.value) == (
+        "microbatches is 3, but the plan has 4; remat is 'stage', but the plan has ['none', 'none']; costs are not "
+        "those of the plan: leave out what the plan says, or make another"
+    )
+
+
+def test_without_a_plan_microbatches_are_asked_for() -> None:
+    with pytest.raises(ConfigError, match="microbatches= is missing"):
+        gapless.Pipeline(model(), devices=["cpu"] * 2, loss=F.mse_loss)
+
+
+def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> None:
+    lines: list[str] = []
+    found = gapless.make_plan(
+        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], seconds=0.01, progress=lines.append
+    )
+    measured = {int(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("measuring")}
+    assert 1 in measured  # to begin with: 4 microbatches per device
+    assert found.minibatch == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"devices": "cpu"}, "devices is 'cpu', but it must be a number or a list"),
+        ({"devices": 0}, "devices is 0, but it must be a whole number of at least 1"),
+        ({"devices": ["cpu", "cuda:0"]}, "devices are cpu, cuda, but a plan is for one kind"),
+        ({"memory": ["1GiB"]}, "memory lists 1 devices, but there are 2"),
+        ({"memory": "24 GiBi"}, "memory is '24 GiBi', but it is a number of bytes"),
+    ],
+)
+def test_what_makes_no_sense_is_said(more: dict[str, object], message: str) -> None:
+    options: dict[str, object] = {"devices": ["cpu"] * 2, **more}
+    with pytest.raises(ConfigError, match=message):
+        gapless.make_plan(model(), *batch(), loss=F.mse_loss, **options)  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_no_sequence_needs_its_layers() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.parts(x)
+            return y
+
+    whole = Whole()
+    with pytest.raises(ConfigError, match="a Whole is no sequence of layers, and a plan counts layers"):
+        gapless.make_plan(whole, *batch(), devices=2, loss=F.mse_loss)
+    layers = list(whole.parts)
+    found = gapless.make_plan(
+        whole, *batch(), devices=["cpu"] * 2, layers=layers, schedules=["1f1b"], microbatches=4, seconds=0.01
+    )
+    with gapless.Pipeline(whole, devices=["cpu"] * 2, schedule=found, layers=layers, loss=F.mse_loss) as pipe:
+        pipe.step(*batch())
+
+
+def test_what_fits_nowhere_is_said_with_its_sizes() -> None:
+    with pytest.raises(PlanError, match="layer 5"):
+        gapless.make_plan(model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, memory=60_000, seconds=0.01)

@@ -1,0 +1,666 @@
+"""Ranks that fail, die, sleep, disagree or are asked to leave: everybody knows what happened and where, and nobody
+stays.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import gapless
+from gapless.errors import ConfigError, PartitionError, TransportError
+from gapless.run import watch
+from gapless.run.agreement import differences
+from gapless.run.pace import stragglers
+from gapless.run.ring import pairs
+from tests.pipelines import Do, schedule_named
+from tests.run.crew import Server
+from tests.run.test_failures import BoomError, Fragile, model_of
+
+X, Y = torch.ones(16, 6), torch.zeros(16, 6)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+
+
+def pipeline(model: Any = None, **options: Any) -> gapless.Pipeline:
+    asked: dict[str, Any] = {"mesh": line(), "microbatches": 4, "loss": F.mse_loss, "timeout": 20.0, **options}
+    return gapless.Pipeline(model_of(dist.get_world_size()) if model is None else model, **asked)
+
+
+def say(words: str) -> None:
+    print(words, flush=True)
+
+
+def all_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+
+
+# -- a rank dies -------------------------------------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Takes its time without the interpreter's lock, as a kernel does."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def trains(timeout: str, schedule: str = "1f1b", seconds: str = "0.002") -> None:
+    """As a user would: no except anywhere, no close, for ever."""
+    count = 2 if schedule == "zb-v" else 1
+    model = nn.Sequential(*(Slow(float(seconds)) for _ in range(count * dist.get_world_size())))
+    pipe = pipeline(model, schedule=schedule, timeout=float(timeout))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    while True:
+        pipe.step(X, Y)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if pipe.steps == 1:
+            say("ready")
+
+
+PLACE = r"stage \d+, (microbatch \d+, which \d+[FBIW]\d+ needs|action \d+[FBIW]\d+)"
+
+
+def kill_one(server: Server, folder: Path, chance: random.Random) -> float:
+    """Some rank at some moment; the seconds until the last of the others had ended, each with the right words."""
+    ranks = chance.choice([2, 3, 4])
+    victim = chance.randrange(ranks)
+    schedule = chance.choice(["1f1b", "gpipe", "zb-h1", "zb-v"])
+    with server.crew(trains, ranks, 20.0, schedule, folder=folder) as crew:
+        crew.wait_for("ready")
+        time.sleep(chance.random())
+        crew.signal(victim, signal.SIGKILL)
+        survivors = [rank for rank in range(ranks) if rank != victim]
+        statuses = crew.ended(survivors, 30)
+        took = crew.took
+        assert set(statuses.values()) == {1}, crew.everything()
+        crew.ended()
+        for rank in survivors:
+            said = crew.said(rank)
+            last = [line for line in said.splitlines() if "TransportError" in line][-1]
+            assert re.search(
+                rf"TransportError: rank {rank} \(device {rank}\) .*{PLACE}.*: rank {victim} is dead", last
+            ), said
+            assert "Thread 0x" in said, said  # its stacks
+            assert "The above exception" not in said, said
+            assert "During handling" not in said, said
+        assert crew.left_behind() == []
+    return took
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_is_killed_is_named_by_all_others_which_end(server: Server, tmp_path: Path, seed: int) -> None:
+    assert kill_one(server, tmp_path, random.Random(seed)) < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rank_killed_at_any_moment_is_named_by_all_others_fifty_times(server: Server, tmp_path: Path) -> None:
+    chance = random.Random(7)
+    took = [kill_one(server, tmp_path, chance) for _ in range(50)]
+    print(f"{len(took)} of 50, the slowest after {max(took):.1f} s, half of them within {sorted(took)[25]:.1f} s")
+    assert max(took) < 30
+
+
+# -- a rank sleeps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_is_named_within_the_timeout(server: Server, tmp_path: Path, victim: int) -> None:
+    with server.crew(trains, 3, 1.5, folder=tmp_path) as crew:
+        crew.wait_for("ready")
+        time.sleep(0.7)
+        survivors = [rank for rank in range(3) if rank != victim]
+        assert set(crew.ended(survivors, 40, stopped=victim).values()) == {1}, crew.everything()
+        for rank in survivors:
+            said = crew.said(rank)
+            silent = rf"TransportError: rank {rank} .*{PLACE}.*: rank {victim} is silent: .* heard nothing for 1.5 s"
+            found = re.search(rf"{silent}; when last heard from, ([\d.]+) s ago", said)
+            assert found is not None, said
+            assert float(found[2]) < 1.5 + 5, said
+            assert "Thread 0x" in said, said
+        crew.signal(victim, signal.SIGCONT)  # and if it wakes up, it ends as well
+        assert crew.ended([victim], 30) == {victim: 1}, crew.everything()
+        assert re.search(r"TransportError: rank \d .*: rank \d is (silent|dead)", crew.said(victim)), crew.said(victim)
+        assert crew.left_behind() == []
+
+
+def computes_for_long() -> None:
+    """Longer than the timeout, in a layer and outside; then all sleep for longer than that too."""
+    model = nn.Sequential(Slow(0.0), Slow(0.0))
+    with pipeline(model, timeout=0.8, microbatches=2) as pipe:
+        pipe.step(X, Y)
+        model[dist.get_rank()].seconds = 1.2 * dist.get_rank()  # type: ignore[assignment]
+        pipe.step(X, Y)
+        say("asleep")
+        time.sleep(0.7)
+        pipe.step(X, Y)
+    say("fine")
+
+
+def test_a_long_computation_is_no_silence_and_a_pause_of_all_ranks_is_none(server: Server, tmp_path: Path) -> None:
+    with server.crew(computes_for_long, 2, folder=tmp_path) as crew:
+        crew.wait_for("asleep")
+        for rank in range(2):
+            crew.signal(rank, signal.SIGSTOP)
+        time.sleep(1.5)
+        for rank in range(2):
+            crew.signal(rank, signal.SIGCONT)
+        assert crew.ended() == {0: 0, 1: 0}, crew.everything()
+        assert all(crew.said(rank) == "asleep\nfine\n" for rank in range(2)), crew.everything()
+
+
+def makes_other_calls() -> None:
+    """The last rank leaves a step out."""
+    pipe = pipeline(timeout=1.5)
+    pipe.step(X, Y)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(4.0)
+    pipe.step(X, Y)
+
+
+def test_ranks_that_wait_for_each_other_give_up_after_the_timeout(server: Server, tmp_path: Path) -> None:
+    with server.crew(makes_other_calls, 3, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {1}, crew.everything()
+        for rank in range(3):
+            assert re.search(
+                rf"TransportError: rank {rank} .*{PLACE}.*: no rank has computed anything for 1.5 s", crew.said(rank)
+            ), crew.everything()
+
+
+def stays_in_a_layer() -> None:
+    """Rank 0 fails while rank 1 is in a layer that nobody can stop."""
+    watch._GRACE = 2.0
+    model = nn.Sequential(Fragile(), Slow(0.0))
+    pipe = pipeline(model, microbatches=4)
+    pipe.step(X, Y)
+    fragile = model[0]
+    assert isinstance(fragile, Fragile)
+    if dist.get_rank() == 0:
+        fragile.arm("F", 1, seconds=0.3)
+    model[1].seconds = 100.0  # type: ignore[assignment]
+    pipe.step(X, Y)
+
+
+def test_a_process_that_can_not_be_reached_is_ended(server: Server, tmp_path: Path) -> None:
+    with server.crew(stays_in_a_layer, 2, folder=tmp_path) as crew:
+        assert crew.ended() == {0: 1, 1: 1}, crew.everything()
+        assert crew.took < 30
+        assert "rank 0 failed on device 0 (cpu), stage 0, action 0F1: BoomError: in F" in crew.said(1)
+        assert "did not come back within 2 s" in crew.said(1)
+
+
+# -- a rank fails ------------------------------------------------------------------------------------------------------
+
+_CASES = {
+    "F": ("1f1b", "none"),
+    "B": ("1f1b", "none"),
+    "I": ("apart", "none"),
+    "W": ("apart", "none"),
+    "R": ("gpipe", "stage"),
+    "loss": ("1f1b", "none"),
+    "courier": ("1f1b", "none"),
+}
+
+
+class Odd:
+    """What can't cross between processes."""
+
+
+def fails_everywhere() -> None:
+    """Each kind of action on each rank; what a user would see is printed."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    for kind, (name, remat) in _CASES.items():
+        for guilty in range(ranks):
+            if (kind == "loss" and guilty != ranks - 1) or (kind == "courier" and guilty == ranks - 1):
+                continue
+            model: list[Any] = model_of(ranks)
+            armed = [False]
+
+            def loss(out: Tensor, goal: Tensor) -> Tensor:
+                if armed[0]:  # noqa: B023
+                    raise BoomError("in loss")
+                return F.mse_loss(out, goal)
+
+            def odd(x: Any) -> Any:
+                return (x, Odd()) if armed[0] else x  # noqa: B023
+
+            if kind == "courier":
+                model[2 * guilty + 1] = Do(odd)
+            schedule = schedule_named(name, ranks, 4)
+            say(f"=== {kind} on rank {guilty}")
+            with pipeline(model, schedule=schedule, remat=remat, loss=loss) as pipe:
+                pipe.step(X, Y)
+                if me == guilty:
+                    armed[0] = kind in ("loss", "courier")
+                    if kind in "FBIWR":
+                        model[2 * guilty + 1].arm("F" if kind == "R" else kind, 5 if kind == "R" else 1)
+                try:
+                    for _ in range(3):  # some have done their part of the first
+                        pipe.step(X, Y)
+                    say("did not raise")
+                except (BoomError, gapless.GaplessError):
+                    say(traceback.format_exc())
+            assert not all_threads()
+            dist.barrier()
+    say("done")
+
+
+def test_an_exception_at_any_action_on_any_rank_is_shown_once_and_told_to_all(server: Server, tmp_path: Path) -> None:
+    with server.crew(fails_everywhere, 3, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {0}, crew.everything()
+        said = [dict(re.findall(r"=== (.*)\n((?:(?!===).*\n)*)", crew.said(rank))) for rank in range(3)]
+    assert len(said[0]) == 5 * 3 + 1 + 2
+    for case in said[0]:
+        kind, guilty = case.split(" on rank ")
+        texts = [each[case] for each in said]
+        shown = "\n".join(texts)
+        own = "a Odd can't cross between processes" if kind == "courier" else "BoomError: in"
+        assert sum(re.search(r"^[\w.]*(BoomError|ConfigError): .*", text, re.M) is not None for text in texts) == 1, (
+            shown
+        )
+        assert own in texts[int(guilty)], shown
+        for rank, text in enumerate(texts):
+            if rank != int(guilty):
+                where = (
+                    "" if kind == "courier" else rf"stage {guilty}, action {guilty}{'F' if kind == 'loss' else kind}\d"
+                )
+                assert re.search(
+                    rf"TransportError: rank {rank} \(device {rank}\) .*: rank {guilty} failed .*{where}", text
+                ), text
+                assert "in explode" not in text, text
+                assert "The above exception" not in text, text
+                assert "During handling" not in text, text
+
+
+def fails_like_a_program() -> None:
+    model = model_of(dist.get_world_size())
+    pipe = pipeline(model)
+    pipe.step(X, Y)
+    fragile = model[3]
+    assert isinstance(fragile, Fragile)
+    if dist.get_rank() == 1:
+        fragile.arm("B", 2)
+    while True:
+        pipe.step(X, Y)
+
+
+def test_an_exception_ends_the_programs_of_all_ranks(server: Server, tmp_path: Path) -> None:
+    with server.crew(fails_like_a_program, 3, folder=tmp_path) as crew:
+        assert crew.ended() == {0: 1, 1: 1, 2: 1}, crew.everything()
+        assert crew.everything().count("in explode") == 1
+        assert re.search(
+            r"BoomError: in B\n.*gapless: raised on device 1 \(cpu\), stage 1, action 1B2\n$", crew.said(1)
+        )
+        for rank in (0, 2):
+            assert "rank 1 failed on device 1 (cpu), stage 1, action 1B2: BoomError: in B" in crew.said(rank)
+        assert crew.left_behind() == []
+
+
+def fails_between_steps() -> None:
+    pipe = pipeline()
+    pipe.step(X, Y)
+    if dist.get_rank() == 1:
+        raise ValueError("a sample that nobody can read")
+    while True:
+        pipe.step(X, Y)
+
+
+def test_a_program_that_ends_between_two_steps_is_named_with_its_reason(server: Server, tmp_path: Path) -> None:
+    with server.crew(fails_between_steps, 2, folder=tmp_path) as crew:
+        assert crew.ended() == {0: 1, 1: 1}, crew.everything()
+        assert "rank 1 has closed its pipeline after ValueError: a sample that nobody can read" in crew.said(0)
+
+
+def leaves_early() -> None:
+    """A rank that has done its last step may go, whatever the others still do; rank 0 holds the store."""
+    pipe = pipeline(schedule="zb-h1")
+    for _ in range(3):
+        pipe.step(X, Y)
+    time.sleep(0.7 * dist.get_rank())
+    say("fine")
+
+
+def test_ranks_may_leave_one_after_another(server: Server, tmp_path: Path) -> None:
+    with server.crew(leaves_early, 3, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {0}, crew.everything()
+        assert [crew.said(rank) for rank in range(3)] == ["fine\n"] * 3
+
+
+# -- ranks disagree ----------------------------------------------------------------------------------------------------
+
+
+def _disagreements() -> dict[str, tuple[dict[str, Any], str]]:
+    """What the last rank asks for instead, and what everybody says."""
+    wider = model_of(3)
+    wider[4] = nn.Linear(6, 6, bias=False)
+    half = model_of(3)
+    half[2] = nn.Linear(6, 6, dtype=torch.float64)
+    return {
+        "microbatches": ({"microbatches": 8}, "microbatches is 4 on rank 0 and 8 on rank 2"),
+        "seed": ({"seed": 3}, "seed is 0 on rank 0 and 3 on rank 2"),
+        "schedule": ({"schedule": "gpipe"}, "schedule is 1f1b on rank 0 and gpipe on rank 2"),
+        "partition": ({"partition": [1, 2, 3]}, "partition is [2, 2, 2] on rank 0 and [1, 2, 3] on rank 2"),
+        "remat": ({"remat": "layer"}, 'remat is ["none", "none", "none"] on rank 0 and ["layer", "layer", "layer"] on'),
+        "loss": ({"loss": F.l1_loss}, "loss is torch.nn.functional.mse_loss on rank 0 and torch.nn.functional.l1_loss"),
+        "loss_weight": ({"loss_weight": "sum"}, "loss_weight is None on rank 0 and 'sum' on rank 2"),
+        "batchnorm": ({"batchnorm": "deferred"}, "batchnorm is microbatch on rank 0 and deferred on rank 2"),
+        "tied": ({"tied": "exact"}, "tied is summed on rank 0 and exact on rank 2"),
+        "timeline": ({"timeline": True}, "timeline is false on rank 0 and true on rank 2"),
+        "stages": ({"schedule": "zb-v"}, "stages is 3 on rank 0 and 6 on rank 2"),
+        "names": ({"model": wider}, "model 4.bias is float32 (6,) on rank 0 and missing on rank 2"),
+        "types": ({"model": half}, "model 2.weight is float32 (6, 6) on rank 0 and float64 (6, 6) on rank 2"),
+        "torch": ({"torch": "2.11.0"}, f"torch is {torch.__version__} on rank 0 and 2.11.0 on rank 2"),
+        "mesh": ({"mesh": ("pp", "dp")}, 'mesh dimensions is ["dp", "pp"] on rank 0 and ["pp", "dp"] on rank 2'),
+    }
+
+
+def disagrees() -> None:
+    me = dist.get_rank()
+    meshes = {
+        names: init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for names, shape in {("pp",): (3,), ("dp", "pp"): (1, 3), ("pp", "dp"): (3, 1)}.items()
+    }
+    version = torch.__version__
+    for name, (other, words) in _disagreements().items():
+        options: dict[str, Any] = {"mesh": meshes["pp",], "model": model_of(3)}
+        if name == "mesh":
+            options["mesh"] = meshes["dp", "pp"]
+        if me == 2:
+            options |= other
+            torch.__version__ = options.pop("torch", version)
+            if name == "mesh":
+                options["mesh"] = meshes[other["mesh"]]
+        start = time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            pipeline(**options)
+        say(f"{name}: {time.monotonic() - start:.2f} s")
+        assert str(caught.value).startswith("the ranks disagree: "), str(caught.value)
+        assert words in str(caught.value), str(caught.value)
+        torch.__version__ = version
+        assert not all_threads(), all_threads()
+    with pytest.raises(PartitionError if me == 2 else TransportError) as refused:  # an error of one rank's own
+        pipeline(mesh=meshes["pp",], partition=[1, 1, 1] if me == 2 else None)
+    if me != 2:
+        assert "rank 2 failed making its pipeline: PartitionError: partition [1, 1, 1]" in str(refused.value)
+    if me != 1:
+        with pytest.raises(TransportError, match=r"has waited 1 s for rank 1(, 2)? to make the same pipeline"):
+            pipeline(timeout=1.0)
+    dist.barrier()  # rank 0 holds the store
+
+
+def test_ranks_that_disagree_are_refused_with_both_values(server: Server, tmp_path: Path) -> None:
+    with server.crew(disagrees, 3, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {0}, crew.everything()
+        for rank in range(3):
+            took = [float(seconds) for seconds in re.findall(r": ([\d.]+) s$", crew.said(rank), re.M)]
+            assert len(took) == len(_disagreements())
+            assert sorted(took)[-2] < 5, took  # the whole machine may have been stopped once
+
+
+def test_differences_are_named_with_their_place() -> None:
+    one = {"a": 1, "model": {"x": "(2,)", "y": "(3,)"}, "list": [1, 2]}
+    other = {"a": 1, "model": {"x": "(2,)", "z": "(3,)"}, "list": [1, 3]}
+    assert list(differences(one, other)) == [
+        ("model y", "(3,)", "missing"),
+        ("model z", "missing", "(3,)"),
+        ("list", "[1, 2]", "[1, 3]"),
+    ]
+    assert list(differences(one, one)) == []
+
+
+# -- SIGTERM -----------------------------------------------------------------------------------------------------------
+
+
+def is_terminated(kind: str) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if kind == "own":
+        signal.signal(signal.SIGTERM, lambda *_: say("my own"))
+        mine = signal.getsignal(signal.SIGTERM)
+    with pipeline(nn.Sequential(*(Slow(0.01) for _ in range(3)))) as pipe:
+        if kind == "own":
+            assert signal.getsignal(signal.SIGTERM) is mine
+        try:
+            for number in range(30 if kind == "own" else 10000):
+                pipe.step(X, Y)
+                if number == 0:
+                    say("ready")
+                if kind == "asks" and pipe.stopping:
+                    break
+        except SystemExit as exit:
+            say(f"{pipe.steps} steps, exit {exit.code}")
+            raise
+        say(f"{pipe.steps} steps")
+    assert signal.getsignal(signal.SIGTERM) is (mine if kind == "own" else signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("kind", "to"), [("", [0, 1, 2]), ("", [2]), ("asks", [0])])
+def test_sigterm_ends_all_ranks_after_the_same_step(server: Server, tmp_path: Path, kind: str, to: list[int]) -> None:
+    with server.crew(is_terminated, 3, kind, folder=tmp_path) as crew:
+        crew.wait_for("ready")
+        time.sleep(0.3)
+        for rank in to:
+            crew.signal(rank, signal.SIGTERM)
+        assert crew.ended() == {0: 0, 1: 0, 2: 0}, crew.everything()
+        assert crew.took < 10
+        steps = [re.findall(r"^(\d+) steps", crew.said(rank), re.M) for rank in range(3)]
+        assert steps[0] == steps[1] == steps[2], crew.everything()
+        assert len(steps[0]) == 1, crew.everything()
+        if not kind:
+            assert all(re.search(r"leaves after \d+ calls: SIGTERM came to rank \d", crew.said(r)) for r in range(3))
+        assert "Traceback" not in crew.everything(), crew.everything()
+
+
+def test_a_handler_of_the_users_own_is_left_alone(server: Server, tmp_path: Path) -> None:
+    with server.crew(is_terminated, 2, "own", folder=tmp_path) as crew:
+        crew.wait_for("ready")
+        crew.signal(1, signal.SIGTERM)
+        assert crew.ended() == {0: 0, 1: 0}, crew.everything()
+        assert [crew.said(rank) for rank in range(2)] == ["ready\n30 steps\n", "ready\nmy own\n30 steps\n"]
+
+
+# -- the log and the ports ---------------------------------------------------------------------------------------------
+
+
+def straggles(slow: str) -> None:
+    logging.basicConfig(format="%(name)s %(levelname)s %(message)s", level=logging.INFO)
+    layers = [Slow(0.032 if number == int(slow) else 0.008) for number in range(3)]
+    with pipeline(nn.Sequential(*layers), microbatches=2) as pipe:
+        for _ in range(32):
+            pipe.step(X, Y)
+
+
+@pytest.mark.parametrize("slow", [-1, 0, 2])
+def test_a_device_twice_as_slow_as_the_others_is_named_once(server: Server, tmp_path: Path, slow: int) -> None:
+    with server.crew(straggles, 3, slow, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {0}, crew.everything()
+        said = [crew.said(rank) for rank in range(3)]
+        if slow == -1:
+            assert said == ["", "", ""]
+        else:
+            assert said[1:] == ["", ""]
+            assert len(said[0].splitlines()) == 1, said[0]
+            assert said[0].startswith(f"gapless WARNING gapless: rank {slow} (device {slow}) is slow: it was busy for")
+
+
+def test_slow_is_what_takes_twice_the_time_of_the_others_for_the_same_plan() -> None:
+    assert stragglers([(0.125, 1.0), (0.125, 1.0), (0.25, 2.0)]) == {2: (0.25, 0.125)}
+    assert stragglers([(0.1, 1.0), (0.1, 1.0), (0.3, 1.0)]) == {}  # as planned
+    assert stragglers([(0.0001, 1.0), (0.0001, 1.0), (0.0003, 3.0)]) == {}  # nobody would notice
+    assert stragglers([(0.125, 1.0), (0.5, 4.0)]) == {1: (0.5, 0.125)}
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens."""
+    files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit() and _there(fd)]
+    sockets = {name[8:-1] for name in files if name.startswith("socket:[")}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and words[9] in sockets:
+                found.add(words[1])
+    return found
+
+
+def _there(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def listens(interface: str, address: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    before = listening()
+    with pipeline() as pipe:
+        pipe.step(X, Y)
+        ours = listening() - before
+        here = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+        assert ours
+        assert {place.partition(":")[0] for place in ours} == {here}, (ours, here)
+    dist.barrier()
+    assert listening() <= before
+    say("done")
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    said = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=False).stdout
+    return re.findall(r"^\d+: (\S+)\s+inet ([\d.]+)", said, re.M) or [("lo", "127.0.0.1")]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ports_are_bound_to_the_given_interface_only(server: Server, tmp_path: Path) -> None:
+    for interface, address in _interfaces():
+        with server.crew(listens, 2, interface, address, folder=tmp_path) as crew:
+            assert crew.ended() == {0: 0, 1: 0}, crew.everything()
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+import os, signal, sys
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import gapless
+
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("pp",))
+model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(mesh.size())))
+pipe = gapless.Pipeline(model, mesh=mesh, microbatches=4, loss=F.mse_loss, timeout=20.0)
+for step in range(100000):
+    pipe.step(torch.ones(8, 6), torch.ones(8, 6))
+    if step == 20 and mesh.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_under_torchrun_survivors_name_the_one_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        said, _ = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert re.search(rf"TransportError: rank 0 .*{PLACE}.*: rank 1 is dead", said), said
+
+
+# -- for long ----------------------------------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keeps_on(steps: str, microbatches: str) -> None:
+    """Memory half way, where everything has been used, and at the end."""
+    count = int(microbatches)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(dist.get_world_size())))
+    x, y = torch.randn(count, 6), torch.randn(count, 6)
+    with pipeline(model, microbatches=count, timeout=120.0) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        sizes = []
+        for _ in range(int(steps)):
+            pipe.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.append(resident())
+    grown = sizes[-1] - sizes[len(sizes) // 2]
+    say(f"{pipe.steps} steps, grown by {grown >> 10} KiB of {sizes[-1] >> 20} MiB")
+    assert grown < 1 << 20, sizes[:: len(sizes) // 10]
+
+
+def test_many_ranks_and_microbatches_run_without_a_hang_and_with_flat_memory(server: Server, tmp_path: Path) -> None:
+    with server.crew(keeps_on, 6, 30, 12, folder=tmp_path) as crew:
+        assert set(crew.ended(seconds=100).values()) == {0}, crew.everything()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_sixteen_ranks_with_64_microbatches_run_500_steps_with_flat_memory(server: Server, tmp_path: Path) -> None:
+    with server.crew(keeps_on, 16, 500, 64, folder=tmp_path) as crew:
+        assert set(crew.ended(seconds=3500).values()) == {0}, crew.everything()
+        print(crew.everything())
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
+def test_the_pairs_of_a_ring_can_be_connected_one_after_another(count: int) -> None:
+    ranks = list(range(10, 10 + count))
+    todo = {rank: pairs(ranks, rank) for rank in ranks}
+    assert sum(map(len, todo.values())) == (0 if count == 1 else 2 if count == 2 else 2 * count)
+    rounds = 0
+    while any(todo.values()):
+        heads = [waiting[0] for waiting in todo.values() if waiting]
+        ready = {pair for pair in heads if heads.count(pair) == 2}
+        assert ready, "all wait in a circle"
+        todo = {rank: [pair for pair in waiting if pair not in ready] for rank, waiting in todo.items()}
+        rounds += 1
+    assert rounds <= 3
