@@ -332,21 +332,24 @@ class Ranks:
         mine = torch.zeros(1 + 2 * max(map(len, rows)), dtype=torch.float64)
         began = lane.began + self._offset
         spans = [(lane.seconds(start), lane.seconds(end)) for start, end in program.marks[self.seat.device]]
-        mine[: 1 + 2 * len(spans)] = torch.tensor([began, *(began + mark for span in spans for mark in span)])
+        marks = [began, *(began + mark for span in spans for mark in span)]
+        mine[: len(marks)] = torch.tensor(
+            marks, dtype=torch.float64
+        )  # seconds since long ago: 32 bits see milliseconds
         found = [torch.empty_like(mine) for _ in rows]
         if self._groups.pp is None:
             found = [mine]
         else:
             self._groups.pp.allgather([found], [mine]).wait()
         origin = min(float(times[0]) for times in found)
-        marks = [
+        times_of = [
             [mark - origin for mark in times[1 : 1 + 2 * len(row)].tolist()]
             for times, row in zip(found, rows, strict=True)
         ]
         return Timeline(
             program.schedule,
-            tuple(tuple(row[0::2]) for row in marks),
-            tuple(tuple(row[1::2]) for row in marks),
+            tuple(tuple(row[0::2]) for row in times_of),
+            tuple(tuple(row[1::2]) for row in times_of),
             name="measured",
         )
 
