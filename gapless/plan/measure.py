@@ -132,7 +132,7 @@ def _timed(
     progress: Progress | None,
 ) -> list[Times]:
     count = min(side_by_side, _cores()) if device.type == "cpu" else 1
-    runners = [_Runner(task, device, optimizer, clock_for(device), side_by_side) for _ in range(count)]
+    runners = [_Runner(task, device, optimizer, clock_for(device), side_by_side, index) for index in range(count)]
     together = threading.Barrier(count)
     failures: list[BaseException] = []
     rounds = [_LEAST]
@@ -186,7 +186,7 @@ class _Runner:
     """Runs the passes on copies of its own. Where all layers do not fit on the device, one at a time is there."""
 
     def __init__(
-        self, task: Task, device: torch.device, optimizer: Optimizer | None, clock: "Clock", parts: int
+        self, task: Task, device: torch.device, optimizer: Optimizer | None, clock: "Clock", parts: int, index: int
     ) -> None:
         self.task, self.device, self.clock, self.optimizer = task, device, clock, optimizer
         self.times = [Times() for _ in task.layers]
@@ -196,20 +196,28 @@ class _Runner:
         each = 1 if self.apart else math.ceil(len(numbers) / parts)
         self.groups = [list(numbers[first : first + each]) for first in range(0, len(numbers), each)]
         self.stages: dict[int, tuple[Stage, Stage, Any]] = {}
+        self.given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
+        self.index = index
 
     def round(self, turn: int, *, counts: bool = True) -> None:
         """All passes over all layers, in an order that differs from turn to turn."""
-        inputs = self.task.inputs
-        for group in self.groups:
+        for place in self._order():
+            group = self.groups[place]
             stages = [self._stages(number) for number in group]
+            inputs = self.given[place]
             outputs = self._pass("whole", group, stages, inputs, counts=False)
+            self.given[place + 1] = outputs
             for number in range(len(_PASSES)):
                 self._pass(_PASSES[(turn + number) % len(_PASSES)], group, stages, inputs, counts)
-            inputs = outputs
             if self.apart:
                 self._update(group, stages, counts)
-            if self.apart:
                 self.stages.clear()
+
+    def _order(self) -> list[int]:
+        """Each runner begins elsewhere, once it knows the inputs: in a pipeline no two devices run the same layers."""
+        places = list(range(len(self.groups)))
+        start = self.index % len(places) if len(self.given) > len(places) else 0
+        return places[start:] + places[:start]
 
     def _stages(self, number: int) -> tuple[Stage, Stage, Any]:
         if number not in self.stages:

@@ -11,7 +11,7 @@ that does not fit says so and follows as a second one.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gapless.errors import GaplessError, TransportError
@@ -37,10 +37,14 @@ class Links:
         explain: Explain,
         memory: Memory | None = None,
         payload: Callable[[int, int, str], Any] = lambda source, target, kind: None,
+        sharers: Mapping[int, tuple[int, bool]] | None = None,
     ) -> None:
-        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do."""
+        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do;
+        `sharers` are devices whose memory this one can open, with their process and whether they can open this one's.
+        """
         self.courier, self.device, self.ranks = courier, device, ranks
         self.memory, self.payload = memory or HostMemory(), payload
+        self.sharers = sharers or {}
         self.rank = ranks[device]
         self._explain = explain
         # What this device waits in, for any thread to read: a channel, and the receiver if it is for an action.

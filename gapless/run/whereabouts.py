@@ -36,7 +36,9 @@ class Whereabouts:
 
     def words(self) -> str:
         me = f"rank {self._links.rank} (device {self._links.device})"
-        waits = self._links.wanted()
+        waits = ""
+        with contextlib.suppress(IndexError):  # the device may be between two messages
+            waits = self._links.wanted()
         return f"{me} waited {waits}" if waits else f"{me} was {self.last()}"
 
     def last(self) -> str:
