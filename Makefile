@@ -6,10 +6,11 @@ RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 CHROMIUM := $(shell command -v chromium 2>/dev/null)
+IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo check test test-all browser clean
+.PHONY: setup demo check test test-all browser network clean
 
 setup: $(STAMP)
 
@@ -45,10 +46,16 @@ ifeq ($(CHROMIUM),)
 	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q chromium
 endif
 
-test: check browser
+# Two hosts on one machine.
+network:
+ifeq ($(IPROUTE),)
+	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q iproute2
+endif
+
+test: check browser network
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: check browser
+test-all: check browser network
 	$(BIN)/python -m pytest
 
 clean:

@@ -21,6 +21,7 @@ from gapless.bench.peer import Peer
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns, timed
 from gapless.pipeline import Pipeline
 from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.view import text
@@ -78,9 +79,17 @@ def run(
     }
 
 
-def pipeline(contest: Contest, schedule: str, *, mesh: "DeviceMesh | None" = None, timeline: bool = False) -> Pipeline:
+def pipeline(
+    contest: Contest,
+    schedule: str,
+    *,
+    mesh: "DeviceMesh | None" = None,
+    costs: Costs | None = None,
+    timeline: bool = False,
+) -> Pipeline:
     """One layer of the contest per stage."""
-    made = make_schedule(schedule, devices=contest.devices, microbatches=contest.microbatches, costs=contest.costs)
+    costs = costs or contest.costs
+    made = make_schedule(schedule, devices=contest.devices, microbatches=contest.microbatches, costs=costs)
     stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
     return Pipeline(
         nn.Sequential(*stages),
@@ -91,7 +100,7 @@ def pipeline(contest: Contest, schedule: str, *, mesh: "DeviceMesh | None" = Non
         schedule=schedule,
         stages_per_device=made.num_stages // contest.devices,
         partition=[1] * made.num_stages,
-        costs=contest.costs if contest.kind == "emulated" else None,
+        costs=costs if contest.kind == "emulated" else None,
         timeline=timeline,
     )
 

@@ -3,7 +3,8 @@
     gapless bench --- commands ---> this program --- pipes ---> rank 0, rank 1, ... (forked; Gloo on loopback)
                   <--- seconds ----              <--- spans ---
 
-A rank that has nothing to do blocks in a pipe, so it takes no time from the other contestants. All spans come from one
+A rank that has nothing to do blocks in a pipe, so it takes no time from the other contestants. They are called in their
+order, the first one first, and come to a step one after another as they do in training. All spans come from one
 monotonic clock; a step lasts from the first start of a rank to the last end. What the ranks run is a matter of
 `torch_side` and `gapless_side`.
 """
@@ -59,7 +60,6 @@ def _work(rank: int, side: Side, contest: Contest, names: Sequence[str], folder:
     lead.send({"orders": orders, "refused": refused})
     while True:
         name, times = lead.recv()
-        dist.barrier()
         start = time.perf_counter()
         for _ in range(times):
             steps[name]()
@@ -112,8 +112,9 @@ def _serve(ends: Sequence[Connection], answer: Callable[[Any], None]) -> None:
     commands = sys.stdin.fileno()
     answer(_gather(ends, commands)[0])
     while line := sys.stdin.readline():
+        command = json.loads(line)
         for end in ends:
-            end.send(json.loads(line))
+            end.send(command)
         spans = _gather(ends, commands)
         answer({"seconds": max(end for _, end in spans) - min(start for start, _ in spans)})
 

@@ -109,7 +109,8 @@ class Pipeline:
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
     timeline           measure every step
-    timeout            seconds that a rank waits for another before it gives up
+    timeout            under a mesh, seconds without a sign of life from a rank, or without any rank computing anything,
+                       after which all give up
     """
 
     @told_to_all
@@ -303,7 +304,7 @@ class Pipeline:
 
     @property
     def stopping(self) -> bool:
-        """Under a mesh, SIGTERM has come to some rank: the next call will end the process, on every rank."""
+        """Under a mesh, SIGTERM has come to some rank: the next step would end the process, on every rank."""
         return self._world.stopping
 
     def close(self) -> None:

@@ -42,11 +42,10 @@ class Agreement:
         self._times += 1
         first = min(self._ranks)
         here = f"{self._times}/"
-        deadline = time.monotonic() + self._timeout
         if self._me == first:
             self._store.set(here + "facts", json.dumps(facts))
         else:
-            self._wait(lambda: self._there(here + "facts"), here, deadline, check)
+            self._wait(lambda: self._there(here + "facts"), here, check)
             theirs = json.loads(self._store.get(here + "facts"))
             found = list(differences(theirs, json.loads(json.dumps(facts))))
             if found and self._store.add(here + "objections", 1) == 1:
@@ -54,15 +53,17 @@ class Agreement:
         self._store.set(f"{here}met/{self._me}", "")
         count = self._store.add(here + "met", 1)
         if count < len(self._ranks):
-            self._wait(lambda: self._store.add(here + "met", 0) == len(self._ranks), here, deadline, check)
+            self._wait(lambda: self._store.add(here + "met", 0) == len(self._ranks), here, check)
         self._refuse(here)
 
-    def _wait(self, over: Callable[[], bool], here: str, deadline: float, check: Callable[[], None]) -> None:
-        pause = _OFTEN
+    def _wait(self, over: Callable[[], bool], here: str, check: Callable[[], None]) -> None:
+        pause, waited, last = _OFTEN, 0.0, time.monotonic()
         while not over():
             self._refuse(here)
             check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            waited, last = waited + min(now - last, 1.0), now  # if this process sleeps, so may all others
+            if waited > self._timeout:
                 missing = [rank for rank in self._ranks if not self._there(f"{here}met/{rank}") and rank != self._me]
                 raise TransportError(
                     f"rank {self._me} has waited {self._timeout:g} s for rank {', '.join(map(str, missing))} to make "

@@ -13,6 +13,7 @@ from gapless.run.wire import Message
 
 _NEVER_SENT = 1
 _SOON = timedelta(milliseconds=1)
+_PATIENCE = 0.5  # seconds
 
 
 class Courier:
@@ -68,11 +69,17 @@ class Courier:
         self.put((lambda _: done.set(), None))
         done.wait()
 
-    def close(self) -> None:
-        """Everything handed over goes out first."""
+    def close(self, broken: Callable[[], bool] = lambda: False) -> None:
+        """Everything handed over goes out first, unless connections are broken: Gloo forgets some sends then, and the
+        thread that waits for them is left to the end of the process.
+        """
         self.put(None)
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                given_up = broken()
+                thread.join(_PATIENCE)
+                if given_up:
+                    break
 
 
 def break_off(group: Any) -> None:

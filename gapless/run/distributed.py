@@ -11,7 +11,7 @@ that does not fit says so and follows as a second one.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gapless.errors import GaplessError, TransportError
@@ -23,7 +23,7 @@ from gapless.run.transport import StoppedError
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.verify import Channel, Message, messages
 
-Explain = Callable[[str, int | None, BaseException], Exception]  # who waited for what, from which rank, and what came
+Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
 
 
 class Links:
@@ -37,10 +37,14 @@ class Links:
         explain: Explain,
         memory: Memory | None = None,
         payload: Callable[[int, int, str], Any] = lambda source, target, kind: None,
+        sharers: Mapping[int, tuple[int, bool]] | None = None,
     ) -> None:
-        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do."""
+        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do;
+        `sharers` are devices whose memory this one can open, with their process and whether they can open this one's.
+        """
         self.courier, self.device, self.ranks = courier, device, ranks
         self.memory, self.payload = memory or HostMemory(), payload
+        self.sharers = sharers or {}
         self.rank = ranks[device]
         self._explain = explain
         # What this device waits in, for any thread to read: a channel, and the receiver if it is for an action.
@@ -98,14 +102,13 @@ class Links:
         if isinstance(self.courier.failure, GaplessError):
             return self.courier.failure
         assert self.waits_in is not None
-        words = f"rank {self.rank} (device {self.device}) waited {self.wanted()}"
-        return self._explain(words, self.ranks[self.waits_in.source], error)
+        return self._explain(self.ranks[self.waits_in.source], error)
 
-    def close(self) -> None:
+    def close(self, broken: Callable[[], bool] = lambda: False) -> None:
         """Everything handed over goes out first. Programs may outlive the connections, so these let go of them."""
         for outgoing in self._outgoing.values():
             self.courier.put((Outgoing.settle, outgoing))
-        self.courier.close()
+        self.courier.close(broken)
         for outgoing in self._outgoing.values():
             outgoing.close()
         for incoming in self._incoming.values():

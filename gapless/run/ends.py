@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gapless.run.segments import Attached, Segments
 from gapless.run.windows import FIRST_CAPACITY, Windows
 from gapless.run.wire import HEADER_SIZE, Blank, Message, Reader, Writer, announced, announcement
 
@@ -36,7 +37,9 @@ class Outgoing:
         courier = self._courier = links.courier
         self._target, self._tag = target, _tag(kind)
         self._memory = links.memory
-        self._writer = Writer(pinned=links.memory.pinned, device=links.memory.device)
+        _, opens = links.sharers.get(target, (0, False))
+        segments = Segments() if opens else None
+        self._writer = Writer(pinned=links.memory.pinned, device=links.memory.device, segments=segments)
         self._windows = Windows()
         self._post: Any = courier.group.send
         self._payload = links.payload(links.device, target, kind)
@@ -83,7 +86,7 @@ class Outgoing:
         if message.data is not None and message.data.numel():
             self._sends.append((self._payload.send([message.data], 1 - self._payload.rank(), 0), message))
         self._bytes += size
-        self._last_size = size
+        self._last_size = message.size
         if self._bytes > _BYTES_KEPT or len(self._sends) >= _SENDS_KEPT:
             self.settle()
 
@@ -104,7 +107,9 @@ class Incoming:
         courier = self._courier = links.courier
         self._tag = _tag(kind)
         self._payload = links.payload(source, links.device, kind)
-        self._reader = Reader(pinned=links.memory.pinned, fetch=None if self._payload is None else self._fetch)
+        attached = Attached(links.sharers[source][0]) if source in links.sharers else None
+        fetch = None if self._payload is None else self._fetch
+        self._reader = Reader(pinned=links.memory.pinned, fetch=fetch, attached=attached)
         self._windows = Windows()
         self._posted: queue.SimpleQueue[tuple[Any, Blank]] = queue.SimpleQueue()
         for _ in range(2):

@@ -24,6 +24,7 @@ from gapless.run.memory import GpuMemory
 from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
 from gapless.run.pace import Pace, Row, planned_work
 from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
+from gapless.run.segments import sharers
 from gapless.run.sharded import Sharded
 from gapless.run.streams import make_lane
 from gapless.run.transport import Transport
@@ -74,7 +75,7 @@ class Ranks:
     def _make_links(self) -> Links:
         seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
         if seat.torch_device.type == "cpu":
-            return Links(self._courier, *here, self._watch.lost)
+            return Links(self._courier, *here, self._watch.lost, sharers=sharers(self._groups.pp, seat.device))
         direct = nccl.is_used(seat.mesh)
         if direct and self._groups.dp is not None:
             self._sums = nccl.connected("dp", seat.dp_ranks, seat.replica)
@@ -148,14 +149,14 @@ class Ranks:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def call(self) -> Call:
+    def call(self, *, leaves: bool = True) -> Call:
         """Around everything that all ranks do together, such as a step."""
         self._watch.check()
         failure = self._courier.failure
         if failure is not None and is_connection(failure):
-            raise self._watch.lost(self._whereabouts.words(), None, failure) from None
+            raise self._watch.lost(None, failure) from None
         self._links.check()
-        return self._watch.call()
+        return self._watch.call(leaves=leaves)
 
     def made(self) -> None:
         """The pipeline is complete."""
@@ -308,7 +309,7 @@ class Ranks:
         self._find_buffers()
         if not whole:
             return held(module, self.holds)
-        with self.call():
+        with self.call(leaves=False):
             return gather(module, self.home, self.seat.device, self._groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
@@ -318,7 +319,7 @@ class Ranks:
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         mine = {each for each in parameters if self.holds(each)}
         counted = {each for each in mine if self.home(each) == self.seat.device}
-        with self.call():
+        with self.call(leaves=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
 
     # -- what was measured ------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ class Ranks:
 
     def close(self) -> None:
         self._watch.say_goodbye()
-        self._links.close()
+        self._links.close(lambda: self._watch.news is not None)
         self._buckets, self._sums, self._pace = {}, None, Pace(())
         self._groups.close()
         self._watch.close()

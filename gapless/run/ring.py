@@ -24,6 +24,7 @@ _NEVER_SENT = 1
 _AHEAD = 8  # receives posted: a message leaves at once only if the other end has posted one
 _UNANSWERED = 3  # signs of life to one that says nothing: whatever else is said must find a receive that is posted
 _SOON = timedelta(milliseconds=1)
+_A_WHILE = timedelta(milliseconds=500)
 _NEVER = timedelta(days=365)
 
 Words = dict[str, Any]
@@ -78,8 +79,10 @@ class Neighbour:
             posted.append((self._group.recv([buffer], self._other, _TAG), buffer))
 
     def close(self) -> None:
-        """A receive that runs out of time closes the connection, which ends the thread."""
+        """What was said leaves first. A receive that runs out of time closes the connection, which ends the thread."""
         with contextlib.suppress(RuntimeError):
+            if self._sent:
+                self._sent[-1][0].wait(_A_WHILE)
             self._group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _NEVER_SENT).wait(_SOON)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -101,44 +101,48 @@ class Watch:
         self._closing = threading.Event()
         self._terminating = Terminating.installed()
         self._neighbours: list[Neighbour] = []
+        self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
         for pair in pairs(ranks, me):
             other = pair[1 - pair.index(me)]
             try:
                 group = connect("ring", pair, pair.index(me), timeout=timeout)
             except RuntimeError as error:
+                self.close()
                 raise TransportError(f"rank {me} can't reach rank {other} within {timeout:g} s: {error}") from None
             self._neighbours.append(Neighbour(other, group, self._hear, self._lose))
-        self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
         self._pulse.start()
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
-    def call(self) -> "Call":
-        return Call(self)
+    def call(self, *, leaves: bool) -> "Call":
+        """`leaves`: where a rank leaves that was asked to. All ranks make the same calls, so they do so in the same."""
+        return Call(self, leaves)
 
     def check(self) -> None:
         """Raises if an earlier call has failed, on any rank."""
         if self.news is not None:
+            self._known.wait(_NEWS_WITHIN)
             again = "; the connections between the ranks went with it: end all ranks, or close the pipeline and make "
             again = f"{again}a new one on every rank" if self._told else ""
             self._told = True
             raise TransportError(f"{self.place}: {self.news.text}{again}")
 
-    def leave_if_asked(self) -> None:
-        """SIGTERM: the first rank picks the call that nobody begins, and goes on when everybody knows.
+    def settle_leaving(self) -> None:
+        """SIGTERM: the first rank picks the call before which all leave, and goes on when everybody knows.
 
         Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
         """
         if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
             self._leave_before = self.calls + (len(self._ranks) > 1)
             self._pass_round()
-        if self.leaving:
-            LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
-            raise SystemExit(0)
+
+    def leave(self) -> None:
+        LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
+        raise SystemExit(0)
 
     @property
     def leaving(self) -> bool:
-        """No rank will begin another call."""
+        """No rank will begin another step."""
         return self._leave_before is not None and self.calls >= self._leave_before
 
     def _was_asked(self) -> bool:
@@ -157,10 +161,10 @@ class Watch:
             self._since, self.news = time.monotonic(), news
         for neighbour in self._neighbours:
             neighbour.say({"news": asdict(news)})
-        self._known.set()
         if news.kind != "raised":
             LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
             _dump_stacks()
+        self._known.set()  # only now, so that what is raised next is not printed into the middle of this
         self.break_off()
 
     def raised(self, error: BaseException) -> None:
@@ -171,13 +175,15 @@ class Watch:
         shown = text[0][:_MOST_TEXT]
         self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {shown} (its output has more)"))
 
-    def lost(self, words: str, rank: int | None, error: BaseException) -> TransportError:
+    def lost(self, rank: int | None, error: BaseException) -> TransportError:
         """What is raised where something will not come. The news may be on their way."""
+        words = self.whereabouts.words()
         self._known.wait(_NEWS_WITHIN)
         if self.news is None:
             said = str(error).splitlines()
-            left = [each.left for each in self._neighbours if each.rank == rank and each.left is not None]
-            reason = f"rank {rank} has {left[0]}" if left else said[0] if said else type(error).__name__
+            left = [each for each in self._neighbours if each.left is not None and rank in (each.rank, None)]
+            reason = said[0] if said else type(error).__name__
+            reason = f"rank {left[0].rank} has {left[0].left}" if left else reason
             self.tell(News("lost", rank, f"{words}, and it did not come: {reason}"))
             assert self.news is not None
         self._told = True
@@ -196,7 +202,7 @@ class Watch:
         elif "asked" in words:
             self._ask(words["asked"])
         elif "leave" in words:
-            self._leave_before = words["leave"]
+            self._asked_by, self._leave_before = words["for"], words["leave"]
             if self.me == self._ranks[0]:
                 self._round.set()
             else:
@@ -227,7 +233,7 @@ class Watch:
 
     def _pass_round(self) -> None:
         if self._neighbours:
-            self._next.say({"leave": self._leave_before})
+            self._next.say({"leave": self._leave_before, "for": self._asked_by})
             self._round.wait(_ROUND_WITHIN)
 
     # -- signs of life ----------------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ class Watch:
 
     def close(self) -> None:
         self._closing.set()
-        if threading.current_thread() is not self._pulse:
+        if self._pulse.is_alive():
             self._pulse.join()
         for neighbour in self._neighbours:
             neighbour.close()
@@ -283,13 +289,15 @@ class Watch:
 class Call:
     """Around everything that all ranks do together. What is raised inside is told, or explained by what others told."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, leaves: bool) -> None:
+        self._watch, self._leaves = watch, leaves
 
     def __enter__(self) -> "Call":
         watch = self._watch
         watch.check()
-        watch.leave_if_asked()
+        watch.settle_leaving()
+        if watch.leaving and self._leaves:
+            watch.leave()
         watch.calls += 1
         watch.begun, watch.inside = False, True
         return self
@@ -303,7 +311,7 @@ class Call:
             if isinstance(error, TransportError) and watch.news is not None:
                 return
             if is_connection(error):
-                raise watch.lost(watch.place or watch.whereabouts.words(), None, error) from None
+                raise watch.lost(None, error) from None
             if watch.begun:
                 watch.raised(error)
                 watch._told = True

@@ -36,8 +36,12 @@ class Whereabouts:
 
     def words(self) -> str:
         me = f"rank {self._links.rank} (device {self._links.device})"
-        waits = self._links.wanted()
-        return f"{me} waited {waits}" if waits else f"{me} was {self.last()}"
+        waits = ""
+        with contextlib.suppress(IndexError):  # the device may be between two messages
+            waits = self._links.wanted()
+        if not waits:
+            return f"{me} was {self.last()}"
+        return f"{me} waited {waits}" if self._links.waiting is not None else f"{me} waited {waits}, {self.last()}"
 
     def last(self) -> str:
         action = self._action()

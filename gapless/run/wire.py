@@ -21,35 +21,49 @@ from torch import Tensor
 
 from gapless.errors import TransportError
 from gapless.run.layout import ALIGNMENT, Layout, describe, key_of, padded
+from gapless.run.segments import Attached, Segment, Segments, is_name
 
-_HEADER = struct.Struct("<IIQ")  # id of the layout, bytes of its description, bytes of the message that follows
+# Id of the layout, bytes of its description, and where the rest is: here (0), in a segment of shared memory (its name),
+# or in a message of so many bytes that follows.
+_HEADER = struct.Struct("<IIQ")
 HEADER_SIZE = _HEADER.size
 _NO_ID = 0xFFFFFFFF
 _MOST_LAYOUTS = 4096
 _MOST_FREE = 32
+_LARGE = 64 << 10  # what is smaller is copied more quickly than it is shared
 
 _string_at = ctypes.string_at
 _memmove = ctypes.memmove
 
 
 class Message:
-    """A buffer in which everything but the numbers is written: tensors are copied into it, or into `data` where they go
-    their own way. It may be used again.
+    """A buffer in which everything but the numbers is written: tensors are copied into it, into `data` where they go
+    their own way, or into shared memory. It may be used again.
     """
 
-    __slots__ = ("buffer", "data", "free", "targets")
+    __slots__ = ("buffer", "data", "free", "size", "targets")
 
     def __init__(
-        self, layout: Layout, number: int, description: bytes, *, pinned: bool, device: torch.device | None
+        self,
+        layout: Layout,
+        number: int,
+        description: bytes,
+        *,
+        pinned: bool = False,
+        device: torch.device | None = None,
+        segment: Segment | None = None,
     ) -> None:
         start = padded(HEADER_SIZE + len(description))
-        size = layout.size if device is None else 0
-        self.buffer = torch.empty(start + size, dtype=torch.uint8, pin_memory=pinned)
+        apart = device is not None or segment is not None
+        self.buffer = torch.empty(start + (0 if apart else layout.size), dtype=torch.uint8, pin_memory=pinned)
         self.data = None if device is None else torch.empty(layout.size, dtype=torch.uint8, device=device)
-        header = _HEADER.pack(number, len(description), 0) + description
+        self.size = start + layout.size
+        header = _HEADER.pack(number, len(description), 0 if segment is None else segment.name) + description
         _memmove(self.buffer.data_ptr(), header, len(header))
-        storage, start = (self.buffer, start) if self.data is None else (self.data, 0)
-        self.targets = [slot.target(storage.untyped_storage(), start) for slot in layout.slots]
+        memory, start = (self.buffer, start) if self.data is None else (self.data, 0)
+        if segment is not None:
+            memory, start = segment.memory, ALIGNMENT
+        self.targets = [slot.target(memory.untyped_storage(), start) for slot in layout.slots]
         self.free: list[Message] | None = None  # where it goes when it has been sent
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
@@ -68,9 +82,13 @@ class Message:
 class Writer:
     """One end of a channel: makes messages, and knows which layouts the other end knows."""
 
-    def __init__(self, *, pinned: bool = False, device: torch.device | None = None) -> None:
-        """Tensors are written into the message, `pinned` or not, or into memory of their own on a device."""
-        self._pinned, self._device = pinned, device
+    def __init__(
+        self, *, pinned: bool = False, device: torch.device | None = None, segments: Segments | None = None
+    ) -> None:
+        """Tensors are written into the message, `pinned` or not, or into memory of their own on a device; large ones
+        into `segments`, if the other end can open them.
+        """
+        self._pinned, self._device, self._segments = pinned, device, segments
         self._known: dict[Any, tuple[int, Layout, list[Message]]] = {}
 
     def write(self, tree: Any) -> Message:
@@ -82,8 +100,8 @@ class Writer:
             if free:
                 message = free.pop()
             else:
-                message = Message(layout, number, b"", pinned=self._pinned, device=self._device)
-                message.free = free if self._device is None else None
+                message = self._message(layout, number, b"")
+                message.free = free if message.buffer.numel() == message.size else None
         else:
             message = self._first(tree, key)
         message.fill(tensors)
@@ -95,7 +113,11 @@ class Writer:
         if len(self._known) < _MOST_LAYOUTS:
             number = len(self._known)
             self._known[key] = (number, layout, [])
-        description = json.dumps(described).encode()
+        return self._message(layout, number, json.dumps(described).encode())
+
+    def _message(self, layout: Layout, number: int, description: bytes) -> Message:
+        if self._segments is not None and layout.size >= _LARGE:
+            return Message(layout, number, description, segment=self._segments.take(layout.size))
         return Message(layout, number, description, pinned=self._pinned, device=self._device)
 
 
@@ -122,9 +144,15 @@ class Blank:
 class Reader:
     """The other end: learns layouts as they come."""
 
-    def __init__(self, *, pinned: bool = False, fetch: Callable[[int], Tensor] | None = None) -> None:
-        """`fetch` brings so many bytes of tensors that come their own way."""
-        self._pinned, self._fetch = pinned, fetch
+    def __init__(
+        self,
+        *,
+        pinned: bool = False,
+        fetch: Callable[[int], Tensor] | None = None,
+        attached: Attached | None = None,
+    ) -> None:
+        """`fetch` brings so many bytes of tensors that come their own way, `attached` those in shared memory."""
+        self._pinned, self._fetch, self._attached = pinned, fetch, attached
         self._known: list[Layout] = []
         self._last: tuple[int, Layout | None] = (0, None)
 
@@ -135,7 +163,7 @@ class Reader:
     def read(self, buffer: Tensor) -> Any:
         """The tree of a message."""
         address = buffer.data_ptr()
-        number, length, _ = _HEADER.unpack(_string_at(address, HEADER_SIZE))
+        number, length, elsewhere = _HEADER.unpack(_string_at(address, HEADER_SIZE))
         start = ALIGNMENT
         if length:
             layout = Layout(json.loads(_string_at(address + HEADER_SIZE, length)))
@@ -146,9 +174,12 @@ class Reader:
                 self._known.append(layout)
         else:
             layout = self._known[number]
-        if number != _NO_ID and self._fetch is None:
+        if number != _NO_ID and self._fetch is None and not elsewhere:
             self._last = (number, layout)
-        if self._fetch is not None:
+        if elsewhere:
+            assert self._attached is not None
+            buffer, start = self._attached.memory(elsewhere), ALIGNMENT
+        elif self._fetch is not None:
             buffer, start = self._fetch(layout.size), 0
         storage = buffer.untyped_storage()
         return layout.tree([slot.read(storage, start) for slot in layout.slots])
@@ -164,4 +195,4 @@ def announcement(size: int) -> Tensor:
 def announced(buffer: Tensor) -> int:
     """The size of the message that follows, or 0 if this is the message itself."""
     size: int = _HEADER.unpack(_string_at(buffer.data_ptr(), HEADER_SIZE))[2]
-    return size
+    return 0 if is_name(size) else size

@@ -29,6 +29,7 @@ _PER_STAGE = (
 @dataclass(frozen=True)
 class Costs:
     """A single number is the cost of one microbatch on one device, shared by its stages; a list gives one per stage.
+    What crosses a boundary gets no smaller by cutting more often, so a single `boundary` is that of every stage.
 
     activation            bytes an F leaves behind until its W (or B) has ended, in any unit
     kept_for_weight_grad  the part of them that stays between I and W; all of them unless given
@@ -75,6 +76,8 @@ class Costs:
             if len(value) != stages:
                 raise ConfigError(f"{name} lists {len(value)} stages, but the schedule has {stages}")
             return value
+        if name == "boundary":
+            return (value,) * stages
         return tuple(_divided(value, placement.share(stage)) for stage in range(stages))
 
     def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
@@ -114,8 +117,13 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != num_stages and len(value) % num_stages == 0:
                 run = len(value) // num_stages
-                changes[name] = tuple(sum(value[i : i + run]) for i in range(0, len(value), run))
+                merge = sum if name != "boundary" else _first  # what comes into the first comes into all
+                changes[name] = tuple(merge(value[i : i + run]) for i in range(0, len(value), run))
         return replace(self, **changes) if changes else self  # type: ignore[arg-type]
+
+
+def _first(values: Sequence[Number]) -> Number:
+    return values[0]
 
 
 def _divided(value: Number, parts: int) -> Number:

@@ -131,12 +131,15 @@ def test_every_schedule_gives_the_bits_of_the_plain_loop_on_eight_ranks() -> Non
 
 
 def exact(
-    mesh: DeviceMesh, model: Any, data: Sequence[tuple[Any, Any]], loss: Any = F.mse_loss, **options: Any
+    mesh: DeviceMesh, model: Any, data: Sequence[Any], loss: Any = F.mse_loss, *, shared: bool = True, **options: Any
 ) -> None:
-    """Steps without zero_grad over these batches, against the plain loop."""
+    """Steps without zero_grad over these batches, against the plain loop; without `shared` memory, as between hosts."""
     reference = copy.deepcopy(model)
     asked: dict[str, Any] = {"microbatches": 4, "seed": SEED, **options}
     with gapless.Pipeline(model, mesh=mesh, loss=loss, **asked) as pipe:
+        links: Any = pipe._world._links  # type: ignore[union-attr]
+        assert links.sharers  # all ranks are on one host
+        links.sharers = links.sharers if shared else {}
         plain_options = {key: value for key, value in asked.items() if key in ("microbatches", "seed", "loss_weight")}
         for number, (inputs, target) in enumerate(data):
             ours = pipe.step(inputs, target, outputs=True)
@@ -158,8 +161,9 @@ def crossing() -> None:
     widths = (3, 2000, 1, 30000, 5, 30000, 7)
     grow = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     data = [(torch.randn(8, width, 1), torch.randn(8, width, 1)) for width in widths]
-    for schedule in ("1f1b", "zb-h1"):
-        exact(mesh, copy.deepcopy(grow), data, schedule=schedule, partition=None)
+    for shared in (True, False):
+        exact(mesh, copy.deepcopy(grow), data, schedule="1f1b", shared=shared)
+        exact(mesh, copy.deepcopy(grow), data, schedule="zb-h1", shared=shared)
     # dicts, constants, nothing at all
     ids = torch.randint(5, (8,))
     exact(mesh, dicts(8), [((torch.randn(8, 6), ids), torch.randn(8, 6)) for _ in range(2)], schedule="zb-h1")

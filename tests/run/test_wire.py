@@ -1,5 +1,6 @@
 """A tree as bytes and back: structure, constants, dtypes, strides and bits, and a small header the second time."""
 
+import os
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.run.layout import ALIGNMENT
+from gapless.run.segments import Attached, Segments
 from gapless.run.windows import Windows
 from gapless.run.wire import HEADER_SIZE, Reader, Writer, announced, announcement
 from gapless.stage import microbatch as mb
@@ -162,3 +164,31 @@ def test_both_ends_know_what_is_posted_without_a_word() -> None:
         assert posted  # there is always one more
     assert fits
     assert sender.capacity >= 6_000_000
+
+
+def test_a_large_tensor_is_shared_and_its_memory_used_again_when_nobody_has_it() -> None:
+    segments, attached = Segments(), Attached(os.getpid())
+    writer, reader = Writer(segments=segments), Reader(attached=attached)
+    big = torch.randn(200, 200)
+    assert_crosses({"x": X}, writer, reader)
+    first = assert_crosses([big, X.t()], writer, reader)
+    kept = first[1]
+    del first
+    second = assert_crosses([big + 1, X.t()], writer, reader)
+    where = kept.untyped_storage().data_ptr()
+    assert second[0].untyped_storage().data_ptr() != where
+    assert torch.equal(kept, X.t())  # the first one's memory was not taken while a part of it was in use
+    del kept
+    third = assert_crosses([big + 2, X.t()], writer, reader)
+    assert third[0].untyped_storage().data_ptr() == where
+    assert writer.write([big, X.t()]).buffer.numel() == ALIGNMENT  # a name, and no tensors
+
+
+def test_what_is_shared_leaves_no_file() -> None:
+    before = set(os.listdir("/dev/shm"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    writer, reader = Writer(segments=Segments()), Reader(attached=Attached(os.getpid()))
+    got = assert_crosses(torch.randn(300, 300), writer, reader)
+    assert set(os.listdir("/dev/shm")) == before
+    del writer, reader, got
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -69,6 +69,12 @@ def test_costs_are_values() -> None:
     assert hash(Costs(forward=[1, 2])) == hash(Costs(forward=(1, 2)))
 
 
+def test_what_crosses_a_boundary_is_not_shared_among_the_stages_of_a_device() -> None:
+    """It was, so that an interleaved schedule seemed to send half of what it sends."""
+    assert Costs(boundary=6).per_stage("boundary", vee(2)) == (6, 6, 6, 6)
+    assert Costs(boundary=[1, 2, 3, 4]).merged(2).boundary == (1, 3)
+
+
 def test_stages_merge_into_fewer() -> None:
     assert Costs(forward=[1, 2, 3, 4], latency=5).merged(2) == Costs(forward=[3, 7], latency=5)
     assert Costs(forward=[1, 2, 3]).merged(2) == Costs(forward=[1, 2, 3])

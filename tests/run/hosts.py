@@ -1,0 +1,164 @@
+"""Two hosts on one machine: namespaces with addresses and processes of their own, a link with a delay and a rate.
+
+    host 0 (10.231.7.1) === 5 ms, 100 Mbit/s each way === host 1 (10.231.7.2)
+
+The link is a veth pair behind `tc netem`. Where the kernel has no netem, a program (`tests.run.link`) carries packets
+from one host to the other, with the same delay and rate. Everything ends with the context.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+ADDRESSES = ("10.231.7.1", "10.231.7.2")
+INTERFACE = "link0"
+_MTU = 9000
+_PREFIX = "gapless-"
+# Or the ranks of two hosts would find that they can share memory.
+_OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+_SBIN = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """`names` are those of the namespaces, `link` says what the link is made of."""
+
+    names: tuple[str, str]
+    link: str
+
+    def launch(self, commands: Sequence[Sequence[str]], timeout: float) -> str:
+        """One command on each host; what they have printed. None of their processes is left."""
+        processes = [
+            subprocess.Popen(
+                [_tool("ip"), "netns", "exec", name, *_OWN_PROCESSES, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            for name, command in zip(self.names, commands, strict=True)
+        ]
+        try:
+            said = [process.communicate(timeout=timeout)[0] for process in processes]
+        finally:
+            for name in self.names:
+                _end_all(name)
+            for process in processes:
+                process.wait()
+        for process, text in zip(processes, said, strict=True):
+            assert process.returncode == 0, "\n".join(said) + f"\n(ended with {process.returncode}: {text[-200:]})"
+        return "\n".join(said)
+
+
+@contextlib.contextmanager
+def two_hosts(*, delay: float, rate: float) -> Iterator[Hosts]:
+    """With a link of so many seconds one way, and so many bytes a second. Skips where that is not allowed."""
+    if sys.platform != "linux" or not _tool("ip") or not _tool("tc"):
+        pytest.skip("two hosts need Linux and iproute2 (make network)")
+    _remove_left_behind()
+    names = (f"{_PREFIX}{os.getpid()}-0", f"{_PREFIX}{os.getpid()}-1")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            made = _run("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+            stack.callback(_remove, name)
+            assert _run("-n", name, "link", "set", "lo", "up").returncode == 0
+        if _netem(names, delay, rate):
+            yield Hosts(names, "netem")
+        else:
+            stack.enter_context(_relay(names, delay, rate))
+            yield Hosts(names, "relay")
+
+
+def _netem(names: tuple[str, str], delay: float, rate: float) -> bool:
+    first, second = names
+    made = _run("-n", first, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+    if made.returncode:
+        return False
+    for name in names:
+        shaped = _run(
+            *("-n", name, "qdisc", "add", "dev", INTERFACE, "root", "netem"),
+            *("delay", f"{1e3 * delay:g}ms", "rate", f"{8 * rate:.0f}bit", "limit", "10000"),
+            tool="tc",
+        )
+        if shaped.returncode:
+            assert _run("-n", first, "link", "del", INTERFACE).returncode == 0
+            return False
+    _address(names)
+    return True
+
+
+@contextlib.contextmanager
+def _relay(names: tuple[str, str], delay: float, rate: float) -> Iterator[None]:
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("this kernel has no netem, and /dev/net/tun, which would do instead, is not there")
+    command = [sys.executable, "-m", "tests.run.link", *names, INTERFACE, str(delay), str(rate)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=_die_with_parent)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            pytest.skip("this kernel has no netem, and /dev/net/tun, which would do instead, can't be used")
+        _address(names)
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _address(names: tuple[str, str]) -> None:
+    for name, address in zip(names, ADDRESSES, strict=True):
+        for words in (
+            ("addr", "add", f"{address}/30", "dev", INTERFACE),
+            ("link", "set", INTERFACE, "mtu", str(_MTU)),
+            ("link", "set", INTERFACE, "up"),
+        ):
+            done = _run("-n", name, *words)
+            assert done.returncode == 0, done.stderr
+
+
+def _remove(name: str) -> None:
+    """With its links, and whoever is still in it."""
+    _end_all(name)
+    _run("netns", "del", name)
+
+
+def _end_all(name: str) -> None:
+    for process in _run("netns", "pids", name).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+
+
+def _remove_left_behind() -> None:
+    """By a test that was itself killed."""
+    for line in _run("netns", "list").stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith(_PREFIX) and not Path("/proc", name.split("-")[1]).exists():
+            _remove(name)
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name, path=_SBIN)
+    return found or ""
+
+
+def _run(*words: str, tool: str = "ip") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([_tool(tool), *words], capture_output=True, text=True, check=False)
+
+
+def _die_with_parent() -> None:
+    """So that nothing outlives a test that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
