@@ -47,7 +47,6 @@ class Courier:
             except BaseException as error:
                 self.failure = self.failure or error
                 self._tell(error)
-                break_off(self.group)  # or others would wait for what will never be sent
             del job, do, argument  # what was sent must not stay until the next one comes
         self._over.put(None)
 

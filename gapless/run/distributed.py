@@ -1,4 +1,4 @@
-"""Channels between processes, over Gloo.
+"""Channels between processes: through pipes and shared memory on one host, over Gloo between hosts.
 
 Posting a Gloo message costs host time, so one thread of a process, its courier, does all of it; computing goes on
 meanwhile. To take a message a device waits for the posted receive itself, so that it is woken once:
@@ -17,7 +17,9 @@ from typing import Any
 from gapless.errors import GaplessError, TransportError
 from gapless.run.courier import Courier, break_off
 from gapless.run.ends import Incoming, Outgoing
+from gapless.run.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.memory import HostMemory, Memory
+from gapless.run.pipes import Inbox, Outbox, PipeIncoming, PipeOutgoing
 from gapless.run.streams import Parcel
 from gapless.run.transport import StoppedError
 from gapless.schedule.action import Action, Schedule
@@ -37,14 +39,15 @@ class Links:
         explain: Explain,
         memory: Memory | None = None,
         payload: Callable[[int, int, str], Any] = lambda source, target, kind: None,
-        sharers: Mapping[int, tuple[int, bool]] | None = None,
+        inbox: Inbox | None = None,
+        near: Mapping[int, Outbox] | None = None,
     ) -> None:
-        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do;
-        `sharers` are devices whose memory this one can open, with their process and whether they can open this one's.
+        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do; `near`
+        are the inboxes of devices of the same host, which write into this one's.
         """
         self.courier, self.device, self.ranks = courier, device, ranks
         self.memory, self.payload = memory or HostMemory(), payload
-        self.sharers = sharers or {}
+        self.inbox, self.near = inbox, dict(near or {})
         self.rank = ranks[device]
         self._explain = explain
         # What this device waits in, for any thread to read: a channel, and the receiver if it is for an action.
@@ -58,19 +61,29 @@ class Links:
 
     def outgoing(self, target: int, kind: str) -> Outgoing:
         if (target, kind) not in self._outgoing:
-            self._outgoing[target, kind] = Outgoing(self, target, kind)
+            make = PipeOutgoing if target in self.near else GlooOutgoing
+            self._outgoing[target, kind] = make(self, target, kind)
         return self._outgoing[target, kind]
 
     def incoming(self, source: int, kind: str) -> Incoming:
         if (source, kind) not in self._incoming:
-            self._incoming[source, kind] = Incoming(self, source, kind)
+            make = PipeIncoming if source in self.near else GlooIncoming
+            self._incoming[source, kind] = make(self, source, kind)
         return self._incoming[source, kind]
 
     def stop(self) -> None:
         """Whoever waits here or for this process raises."""
         if not self.stopped:
             self.stopped = True
-            break_off(self.courier.group)
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Whoever waits raises, here and at the other ranks."""
+        break_off(self.courier.group)
+        if self.inbox is not None:
+            self.inbox.break_off()
+        for outbox in self.near.values():
+            outbox.break_off()
 
     def check(self) -> None:
         """Raises if this process can't take part in another step."""
@@ -113,6 +126,10 @@ class Links:
             outgoing.close()
         for incoming in self._incoming.values():
             incoming.close()
+        for outbox in self.near.values():
+            outbox.close(self.device)
+        if self.inbox is not None:
+            self.inbox.close()
         self.courier.group = None
 
 

@@ -2,6 +2,7 @@
 want a gradient. It is described in JSON, from which another process makes its own; nothing is pickled.
 """
 
+import ctypes
 import dataclasses
 import math
 import sys
@@ -38,6 +39,22 @@ class Slot:
         made.set_(storage, start // made.itemsize + self.offset, self.sent_shape, self.sent_stride)
         return made
 
+    def made(self, data: bytes, start: int) -> Tensor:
+        """The tensor as it was, if it is dense, in memory of its own."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        size = made.nbytes
+        at = start + self.offset * made.itemsize
+        ctypes.memmove(made.data_ptr(), data[at : at + size], size)
+        return made.requires_grad_() if self.requires_grad else made
+
+    def shared(self, memory: memoryview, start: int) -> Tensor:
+        """The tensor as it is there, if it is dense."""
+        count = math.prod(self.shape)
+        at = start + self.offset * self.dtype.itemsize
+        made: Tensor = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=at) if count else torch.empty(0)
+        made = made.as_strided(self.shape, self.stride)
+        return made.requires_grad_() if self.requires_grad else made
+
     def read(self, storage: Any, start: int) -> Tensor:
         """The tensor as it was, as a view if it is dense there."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -69,6 +86,10 @@ class Layout:
             end += padded(math.prod(slot.sent_shape) * slot.dtype.itemsize)
         self.size = end
         self.is_all_views = all(slot.sent_stride == slot.stride for slot in self.slots)
+        # Every tensor fills its memory and stands for the numbers that are there, as complex ones may not.
+        self.is_dense = self.is_all_views and not any(
+            slot.sent_shape != slot.shape or slot.dtype.is_complex for slot in self.slots
+        )
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         if self._form == "tensor":

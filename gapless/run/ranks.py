@@ -1,5 +1,6 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,8 +24,8 @@ from gapless.run.holders import Holders
 from gapless.run.memory import GpuMemory
 from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
 from gapless.run.pace import Pace, Row, planned_work
+from gapless.run.pipes import Inbox, find_near
 from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
-from gapless.run.segments import sharers
 from gapless.run.sharded import Sharded
 from gapless.run.streams import make_lane
 from gapless.run.transport import Transport
@@ -75,7 +76,11 @@ class Ranks:
     def _make_links(self) -> Links:
         seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
         if seat.torch_device.type == "cpu":
-            return Links(self._courier, *here, self._watch.lost, sharers=sharers(self._groups.pp, seat.device))
+            if self._groups.pp is None or not hasattr(os, "memfd_create"):
+                return Links(self._courier, *here, self._watch.lost)
+            inbox = Inbox()
+            near = find_near(self._groups.pp, seat.device, inbox)
+            return Links(self._courier, *here, self._watch.lost, inbox=inbox, near=near)
         direct = nccl.is_used(seat.mesh)
         if direct and self._groups.dp is not None:
             self._sums = nccl.connected("dp", seat.dp_ranks, seat.replica)
@@ -183,9 +188,10 @@ class Ranks:
         """The courier did, which may be another rank's doing."""
         if not is_connection(error):
             self._watch.raised(error)
+        self._links.break_off()  # or others would wait for what will never be sent
 
     def _break_off(self) -> None:
-        break_off(self._groups.pp)
+        self._links.break_off()
         break_off(self._groups.dp)
 
     # -- a step -----------------------------------------------------------------------------------------------------

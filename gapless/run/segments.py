@@ -4,24 +4,26 @@
     receiver     the same memory          takes the flag down when the last tensor in it is gone
 
 The memory has no name in any file system: whoever knows the process and its file descriptor can open it, and when the
-processes end, whatever the reason, nothing is left behind. Which ranks can do so for each other is tried at the start;
-between others everything goes through the network.
+processes end, whatever the reason, nothing is left behind.
 """
 
+import functools
 import mmap
 import os
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gapless.run.layout import ALIGNMENT, padded
 
 _NUMBER_BITS = 31
 _MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and file descriptor
-_SIZE_OF_TOKEN = 16
+_DESCRIPTOR = (1 << _NUMBER_BITS) - 1
+_TOKEN = ">IIII"
+_SIZE_OF_TOKEN = struct.calcsize(_TOKEN)
 
 
 class Segment:
@@ -34,6 +36,7 @@ class Segment:
         self.capacity = capacity
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.name = _MARK | number << _NUMBER_BITS | self._descriptor
+        self.messages: dict[int, Any] = {}  # that were made for it, by the number of their layout
         weakref.finalize(self, os.close, self._descriptor)
 
     @property
@@ -68,68 +71,49 @@ class Attached:
     def __init__(self, process: int) -> None:
         self._process = process
         self._maps: dict[int, mmap.mmap] = {}
+        self._leases: dict[int, weakref.ref[memoryview]] = {}
 
-    def memory(self, name: int) -> Tensor:
+    def memory(self, name: int) -> memoryview:
         """A segment's memory, from its name. Its sender may use it again when nothing refers to this any more."""
-        number, descriptor = (name ^ _MARK) >> _NUMBER_BITS, name & ((1 << _NUMBER_BITS) - 1)
-        found = self._maps.get(number)
+        found = self._maps.get(name)
         if found is None:
-            found = self._maps[number] = _opened(self._process, descriptor)
+            found = self._maps[name] = _opened(self._process, name & _DESCRIPTOR)
         view = memoryview(found)
-        made: Tensor = torch.frombuffer(view, dtype=torch.uint8)
-        weakref.finalize(view, _take_down, found).atexit = False
-        return made
+        self._leases[name] = weakref.ref(view, functools.partial(_take_down, found))
+        return view
 
 
-def is_name(value: int) -> bool:
-    """Whether a number in a header is the name of a segment."""
-    return value >= _MARK
-
-
-def _take_down(memory: mmap.mmap) -> None:
+def _take_down(memory: mmap.mmap, _: object) -> None:
     memory[0] = 0
 
 
+def file_of(process: int, descriptor: int) -> str:
+    """By which another process of this host can open it."""
+    return f"/proc/{process}/fd/{descriptor}"
+
+
 def _opened(process: int, descriptor: int) -> mmap.mmap:
-    mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    mine = os.open(file_of(process, descriptor), os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(mine, 0)
     finally:
         os.close(mine)
 
 
-def sharers(group: Any, device: int) -> dict[int, tuple[int, bool]]:
-    """By device the process of every other rank of the group whose memory this one can open, and whether it can open
-    this one's. All ranks of the group call it.
-    """
-    if group is None or not hasattr(os, "memfd_create"):
-        return {}
-    probe, token = Segment(0, _SIZE_OF_TOKEN), os.urandom(_SIZE_OF_TOKEN)
-    probe.memory[:_SIZE_OF_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-    descriptor = probe.name & ((1 << _NUMBER_BITS) - 1)
-    words = [os.getpid(), descriptor, *(int.from_bytes(token[i : i + 4], "big") for i in (0, 4, 8, 12))]
-    rows = _everywhere(group, words)
-    seen = [other == device or _holds(row) for other, row in enumerate(rows)]
-    views = _everywhere(group, [int(each) for each in seen])
-    return {
-        other: (rows[other][0], bool(views[other][device]))
-        for other in range(len(rows))
-        if other != device and seen[other]
-    }
+class Probe:
+    """Some memory to be found by others: in another container the same numbers are another process."""
 
+    def __init__(self) -> None:
+        self._segment, token = Segment(0, _SIZE_OF_TOKEN), os.urandom(_SIZE_OF_TOKEN)
+        self._segment.memory[:_SIZE_OF_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        self.words = [self._segment.name & _DESCRIPTOR, *struct.unpack(_TOKEN, token)]
 
-def _everywhere(group: Any, numbers: list[int]) -> list[list[int]]:
-    mine = torch.tensor(numbers)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([rows], [mine]).wait()
-    return [row.tolist() for row in rows]
-
-
-def _holds(row: Sequence[int]) -> bool:
-    """Whether that is the memory it should be: in another container the same numbers are another process."""
-    process, descriptor, *words = row
-    try:
-        found = _opened(process, descriptor)[:_SIZE_OF_TOKEN]
-    except (OSError, ValueError):
-        return False
-    return found == b"".join(word.to_bytes(4, "big") for word in words)
+    @staticmethod
+    def sees(process: int, words: Sequence[int]) -> bool:
+        """Whether this process can open another one's, given its words."""
+        descriptor, *token = words
+        try:
+            found = _opened(process, descriptor)[:_SIZE_OF_TOKEN]
+        except (OSError, ValueError):
+            return False
+        return found == struct.pack(_TOKEN, *token)

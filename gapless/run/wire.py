@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gapless.errors import TransportError
 from gapless.run.layout import ALIGNMENT, Layout, describe, key_of, padded
-from gapless.run.segments import Attached, Segment, Segments, is_name
+from gapless.run.segments import Attached, Segment, Segments
 
 # Id of the layout, bytes of its description, and where the rest is: here (0), in a segment of shared memory (its name),
 # or in a message of so many bytes that follows.
@@ -30,7 +30,7 @@ HEADER_SIZE = _HEADER.size
 _NO_ID = 0xFFFFFFFF
 _MOST_LAYOUTS = 4096
 _MOST_FREE = 32
-_LARGE = 64 << 10  # what is smaller is copied more quickly than it is shared
+_LARGE = 2 << 10  # what is smaller is copied more quickly than it is shared
 
 _string_at = ctypes.string_at
 _memmove = ctypes.memmove
@@ -41,7 +41,7 @@ class Message:
     their own way, or into shared memory. It may be used again.
     """
 
-    __slots__ = ("buffer", "data", "free", "size", "targets")
+    __slots__ = ("_spans", "buffer", "bytes", "data", "free", "size", "targets")
 
     def __init__(
         self,
@@ -56,6 +56,8 @@ class Message:
         start = padded(HEADER_SIZE + len(description))
         apart = device is not None or segment is not None
         self.buffer = torch.empty(start + (0 if apart else layout.size), dtype=torch.uint8, pin_memory=pinned)
+        place = (ctypes.c_char * self.buffer.numel()).from_address(self.buffer.data_ptr())
+        self.bytes = memoryview(place).cast("B")
         self.data = None if device is None else torch.empty(layout.size, dtype=torch.uint8, device=device)
         self.size = start + layout.size
         header = _HEADER.pack(number, len(description), 0 if segment is None else segment.name) + description
@@ -64,9 +66,17 @@ class Message:
         if segment is not None:
             memory, start = segment.memory, ALIGNMENT
         self.targets = [slot.target(memory.untyped_storage(), start) for slot in layout.slots]
+        # Where the bytes of each tensor go, if they are the same ones in the same order.
+        self._spans: list[tuple[int, int]] | None = None
+        if layout.is_dense and memory.is_cpu:
+            self._spans = [(target.data_ptr(), target.numel() * target.itemsize) for target in self.targets]
         self.free: list[Message] | None = None  # where it goes when it has been sent
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
+        if self._spans is not None and _are_plain(tensors):
+            for tensor, (place, size) in zip(tensors, self._spans, strict=True):
+                _memmove(place, tensor.data_ptr(), size)
+            return
         for tensor, target in zip(tensors, self.targets, strict=True):
             if tensor.shape != target.shape:  # expanded: once is enough
                 tensor = tensor.as_strided(target.shape, tensor.stride())
@@ -117,7 +127,13 @@ class Writer:
 
     def _message(self, layout: Layout, number: int, description: bytes) -> Message:
         if self._segments is not None and layout.size >= _LARGE:
-            return Message(layout, number, description, segment=self._segments.take(layout.size))
+            segment = self._segments.take(layout.size)
+            message = None if description else segment.messages.get(number)
+            if message is None:
+                message = Message(layout, number, description, segment=segment)
+                if not description:
+                    segment.messages[number] = message
+            return message
         return Message(layout, number, description, pinned=self._pinned, device=self._device)
 
 
@@ -155,10 +171,29 @@ class Reader:
         self._pinned, self._fetch, self._attached = pinned, fetch, attached
         self._known: list[Layout] = []
         self._last: tuple[int, Layout | None] = (0, None)
+        self._quick: dict[bytes, Layout] = {}  # by header
 
     def blank(self, capacity: int) -> Blank:
         """For a message to come."""
         return Blank(capacity, *self._last, pinned=self._pinned)
+
+    def read_bytes(self, data: bytes) -> Any:
+        """The tree of a message, of tensors with memory of their own."""
+        layout = self._quick.get(data[:HEADER_SIZE])
+        if layout is not None:
+            return layout.tree([slot.made(data, ALIGNMENT) for slot in layout.slots])
+        number, length, elsewhere = _HEADER.unpack_from(data)
+        if elsewhere and not length and self._known[number].is_dense:
+            assert self._attached is not None
+            layout, memory = self._known[number], self._attached.memory(elsewhere)
+            return layout.tree([slot.shared(memory, ALIGNMENT) for slot in layout.slots])
+        buffer = torch.empty(len(data), dtype=torch.uint8)
+        _memmove(buffer.data_ptr(), data, len(data))
+        tree = self.read(buffer)
+        number, layout = self._last
+        if layout is not None and layout.is_dense:
+            self._quick[_HEADER.pack(number, 0, 0)] = layout
+        return tree
 
     def read(self, buffer: Tensor) -> Any:
         """The tree of a message."""
@@ -178,11 +213,16 @@ class Reader:
             self._last = (number, layout)
         if elsewhere:
             assert self._attached is not None
-            buffer, start = self._attached.memory(elsewhere), ALIGNMENT
+            buffer, start = torch.frombuffer(self._attached.memory(elsewhere), dtype=torch.uint8), ALIGNMENT
         elif self._fetch is not None:
             buffer, start = self._fetch(layout.size), 0
         storage = buffer.untyped_storage()
         return layout.tree([slot.read(storage, start) for slot in layout.slots])
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether their bytes are their numbers."""
+    return all(tensor.is_cpu and not tensor.is_neg() for tensor in tensors)
 
 
 def announcement(size: int) -> Tensor:
@@ -195,4 +235,4 @@ def announcement(size: int) -> Tensor:
 def announced(buffer: Tensor) -> int:
     """The size of the message that follows, or 0 if this is the message itself."""
     size: int = _HEADER.unpack(_string_at(buffer.data_ptr(), HEADER_SIZE))[2]
-    return 0 if is_name(size) else size
+    return size

@@ -121,8 +121,10 @@ class Emulated(nn.Module):
         wait_until(end)
         return y
 
-    def _backward(self, grads: tuple[Tensor, ...]) -> None:
-        """Called before the gradient of y goes on to x. What it costs itself is part of the time it takes."""
+    def _backward(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Called before the gradient of y goes on to x, as a tensor of its own: autograd copies one that others hold.
+        What it costs itself is part of the time it takes.
+        """
         _, input_grad, weight_grad = self.seconds
         end = _now() + input_grad
         weight = self._parameters["weight"]
@@ -131,7 +133,9 @@ class Emulated(nn.Module):
         if now is not None:
             end += weight_grad
             add_grad(weight, now)
+        passed = (grads[0].detach(),)
         wait_until(end)
+        return passed
 
     def extra_repr(self) -> str:
         forward, input_grad, weight_grad = self.seconds

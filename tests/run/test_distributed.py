@@ -138,8 +138,8 @@ def exact(
     asked: dict[str, Any] = {"microbatches": 4, "seed": SEED, **options}
     with gapless.Pipeline(model, mesh=mesh, loss=loss, **asked) as pipe:
         links: Any = pipe._world._links  # type: ignore[union-attr]
-        assert links.sharers  # all ranks are on one host
-        links.sharers = links.sharers if shared else {}
+        assert links.near  # all ranks are on one host
+        links.near = links.near if shared else {}
         plain_options = {key: value for key, value in asked.items() if key in ("microbatches", "seed", "loss_weight")}
         for number, (inputs, target) in enumerate(data):
             ours = pipe.step(inputs, target, outputs=True)

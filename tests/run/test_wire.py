@@ -192,3 +192,16 @@ def test_what_is_shared_leaves_no_file() -> None:
     assert set(os.listdir("/dev/shm")) == before
     del writer, reader, got
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_numbers_that_differ_from_their_bytes_cross(shared: bool) -> None:
+    """A conjugate or its imaginary part is the memory of another tensor, to be read with another sign."""
+    writer = Writer(segments=Segments() if shared else None)
+    reader = Reader(attached=Attached(os.getpid()))
+    for size in (3, 5000):
+        z = torch.randn(size, dtype=torch.complex64)
+        for tensor in (z.conj(), z.conj().imag, z.conj().imag.contiguous(), z.real[::2], torch.randn(size)):
+            for _ in range(2):
+                message = writer.write(tensor)
+                assert torch.equal(reader.read_bytes(bytes(message.bytes)), tensor)

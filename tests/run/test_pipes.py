@@ -1,0 +1,122 @@
+"""Channels between processes of one host, with both ends in this one."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gapless.errors import TransportError
+from gapless.run.courier import Courier
+from gapless.run.distributed import Links
+from gapless.run.pipes import Inbox, Outbox
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
+
+
+def _lost(rank: int, error: BaseException) -> Exception:
+    return TransportError(f"rank {rank}: {error}")
+
+
+def _ends(names: tuple[str, ...]) -> list[Links]:
+    inboxes = [Inbox() for _ in names]
+    found = []
+    for device, name in enumerate(names):
+        courier = Courier(None, name, lambda _: None)
+        near = {other: Outbox(os.getpid(), inbox.descriptor) for other, inbox in enumerate(inboxes) if other != device}
+        found.append(Links(courier, device, range(len(names)), _lost, inbox=inboxes[device], near=near))
+    return found
+
+
+@pytest.fixture
+def links() -> Iterator[list[Links]]:
+    made = _ends(("one", "two", "three"))
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_channels_do_not_mix_whatever_the_order_they_are_asked_in(links: list[Links]) -> None:
+    for number in range(3):
+        links[0].outgoing(1, "activation").put(torch.full((2,), float(number)))
+        links[2].outgoing(1, "activation").put(torch.full((3,), 10.0 + number))
+        links[0].outgoing(1, "gradient").put([torch.full((4,), 20.0 + number)])
+    for number in range(3):
+        assert links[1].incoming(0, "gradient").get()[0].tolist() == [20.0 + number] * 4
+    for number in range(3):
+        assert links[1].incoming(2, "activation").get().tolist() == [10.0 + number] * 3
+        assert links[1].incoming(0, "activation").get().tolist() == [0.0 + number] * 2
+
+
+def test_a_message_may_be_longer_than_what_a_pipe_takes_at_once(links: list[Links]) -> None:
+    """Its description alone is."""
+    tree = {f"a name that is rather long {number}": torch.tensor(number) for number in range(200)}
+    for _ in range(2):
+        links[0].outgoing(1, "activation").put(tree)
+        came = links[1].incoming(0, "activation").get()
+        assert list(came) == list(tree)
+        assert all(torch.equal(came[name], value) for name, value in tree.items())
+
+
+@pytest.mark.parametrize("size", [10, 400, 100_000])
+def test_a_device_goes_on_while_nobody_reads(links: list[Links], size: int) -> None:
+    """More than the pipe holds: the rest waits with the courier, in order."""
+    count = 3000 if size < 1000 else 40
+    began = time.monotonic()
+    for number in range(count):
+        links[0].outgoing(1, "activation").put(torch.full((size,), float(number)))
+    assert time.monotonic() - began < 30
+    for number in range(count):
+        came = links[1].incoming(0, "activation").get()
+        assert came.shape == (size,)
+        assert (came == number).all()
+
+
+def test_whoever_waits_raises_when_the_other_end_breaks_off(links: list[Links]) -> None:
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            links[1].incoming(0, "activation").get()
+        except TransportError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    links[0].break_off()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "rank 0" in str(raised[0])
+
+
+def test_who_has_left_is_not_waited_for_but_what_it_sent_comes(links: list[Links]) -> None:
+    links[0].outgoing(1, "activation").put(torch.ones(1))
+    links[0].near.pop(1).close(0)
+    assert links[1].incoming(0, "activation").get() == 1
+    with pytest.raises(TransportError, match="closed: by device 0"):
+        links[1].incoming(0, "activation").get()
+    links[2].outgoing(1, "activation").put(torch.zeros(1))
+    assert links[1].incoming(2, "activation").get() == 0
+
+
+def test_a_write_to_an_end_that_is_gone_raises(links: list[Links]) -> None:
+    inbox = Inbox()
+    links[0].near[1].close(0)
+    links[0].near[1] = Outbox(os.getpid(), inbox.descriptor)
+    inbox.close()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        links[0].outgoing(1, "activation").put(torch.zeros(1))
+
+
+def test_closing_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    made = _ends(("one", "two"))
+    made[0].outgoing(1, "activation").put(torch.zeros(100_000))
+    assert made[1].incoming(0, "activation").get().shape == (100_000,)
+    for each in made:
+        each.close()
+    assert len(os.listdir("/proc/self/fd")) == before
