@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
     from gapless.model.plain import plain_step as plain_step
     from gapless.pipeline import Pipeline as Pipeline
-    from gapless.pipeline import Result as Result
+    from gapless.pipeline.result import Result as Result
     from gapless.plan.planner import make_plan as make_plan
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
@@ -27,7 +27,7 @@ _HOMES = {
     "Costs": "gapless.schedule.costs",
     "GaplessError": "gapless.errors",
     "Pipeline": "gapless.pipeline",
-    "Result": "gapless.pipeline",
+    "Result": "gapless.pipeline.result",
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
     "make_plan": "gapless.plan.planner",

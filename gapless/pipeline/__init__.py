@@ -7,47 +7,42 @@ for x, y in loader:
     optimizer.step(); optimizer.zero_grad()
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, ScheduleError
+from gapless.errors import ConfigError
 from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
-from gapless.model.materialise import Init, materialise, release
+from gapless.model.materialise import Init
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
-    asked_for,
     at_least_one,
     check_data,
     check_options,
     check_plan,
     check_uncounted,
-    fitting_schedule,
     layers_per_stage,
     one_of,
     stages_per_device_of,
     world_of,
 )
+from gapless.pipeline.result import Result
+from gapless.pipeline.schedules import Schedules
+from gapless.pipeline.stages import layers_of, make_stages, warn_of_unsplit
 from gapless.plan.plan import Plan
 from gapless.run.executor import Program, execute
 from gapless.run.threads import Team, close_with
 from gapless.schedule import lower
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.recipes import Objective, find_recipe, make_schedule
+from gapless.schedule.recipes import Objective
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
-from gapless.stage.compiled import compiled
-from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -55,27 +50,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step leaves: all tensors are detached.
-
-    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target
-    losses    of the microbatches, in their order, without their weights
-    weights   of the microbatches: their share of the minibatch
-    outputs   of the minibatch, merged; None unless asked for
-    timeline  as measured; None unless asked for
-    """
-
-    losses: tuple[Tensor, ...]
-    weights: tuple[float, ...]
-    outputs: Any = None
-    timeline: Timeline | None = None
-
-    @cached_property
-    def loss(self) -> Tensor | None:
-        return sum_in_order(self.losses, self.weights) if self.losses else None
 
 
 class Pipeline:
@@ -152,9 +126,10 @@ class Pipeline:
             check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
             microbatches, partition, remat = schedule.microbatches, schedule.partition, schedule.remat
             costs, stages_per_device = schedule.costs, schedule.stages_per_device
-        self._asked = schedule
-        self._stages_per_device = stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
-        self._costs, self._memory_limit, self._objective = costs, memory_limit, objective
+        count = len(self.devices)
+        stages_per_device = stages_per_device_of(schedule, stages_per_device, partition, count)
+        self._costs = costs
+        self._schedules = Schedules(schedule, count, stages_per_device, costs, memory_limit, objective, remat)
         self.microbatches = at_least_one("microbatches", microbatches)
         self._loss, self._loss_weight = loss or own_loss, loss_weight
         self._tied: Tied = one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed"))
@@ -163,10 +138,9 @@ class Pipeline:
         self.seed = seed
         self.steps = 0  # done so far; random numbers depend on it
 
-        self._remat_asked = remat
         self._batchnorm: BatchNorm = batchnorm
         self._compile, self._init = compile, init
-        self.schedule = self._schedule_for(self.microbatches)
+        self.schedule = self._schedules.made(self.microbatches)
         self._stages: list[Stage] = []  # those of this process
         self._nothing = nn.Parameter(torch.empty(0))
         self._ties: list[Tie] = []
@@ -359,14 +333,14 @@ class Pipeline:
             "stages": self.schedule.num_stages,
             "partition": list(self.partition),
             "seed": self.seed,
-            "remat": self._remat(self.schedule.num_stages),
+            "remat": self._schedules.remat_of(self.schedule.num_stages),
             "loss": named(self._loss),
             "loss_weight": named(self._loss_weight),
             "batchnorm": self._batchnorm,
             "tied": self._tied,
             "costs": repr(self._costs),
-            "memory_limit": repr(self._memory_limit),
-            "objective": self._objective,
+            "memory_limit": repr(self._schedules.memory_limit),
+            "objective": self._schedules.objective,
             "compile": repr(self._compile),
             "timeline": self._timeline,
             "batch_dims": repr(self._batch_dims),
@@ -435,7 +409,7 @@ class Pipeline:
     def _program(self, microbatches: int, *, inference: bool, recorded: bool) -> Program:
         key = (microbatches, inference, recorded)
         if key not in self._programs:
-            schedule = self.schedule if microbatches == self.microbatches else self._schedule_for(microbatches)
+            schedule = self.schedule if microbatches == self.microbatches else self._schedules.made(microbatches)
             if inference:
                 schedule = lower.forward_only(schedule)
             self._programs[key] = Program(
@@ -450,102 +424,33 @@ class Pipeline:
             )
         return self._programs[key]
 
-    def _schedule_for(self, microbatches: int) -> Schedule:
-        """The schedule as it is run: made or taken, checked, and lowered."""
-        devices = len(self.devices)
-        asked = asked_for(self._asked, microbatches)
-        if isinstance(asked, Schedule):
-            schedule = fitting_schedule(asked, devices, microbatches)
-        else:
-            if not find_recipe(asked).synchronous:
-                raise ScheduleError(f"{asked} updates weights on its way; a Pipeline runs schedules that do not")
-            schedule = make_schedule(
-                asked,
-                devices=devices,
-                microbatches=microbatches,
-                stages_per_device=self._stages_per_device,
-                costs=self._costs,
-                memory_limit=self._memory_limit,
-                objective=self._objective,
-            )
-        schedule = lower.fuse(schedule, self._costs)
-        remat = self._remat(schedule.num_stages)
-        again = [stage for stage, kind in enumerate(remat) if kind == "stage"]
-        if again and Kind.RECOMPUTE not in schedule.kinds:
-            schedule = lower.add_recompute(schedule, self._costs, stages=again)
-        return schedule
-
-    def _remat(self, num_stages: int) -> list[Remat]:
-        asked = self._remat_asked
-        remat = [asked] * num_stages if isinstance(asked, str) else list(asked)
-        if len(remat) != num_stages:
-            raise ConfigError(f"remat lists {len(remat)} stages, but the schedule has {num_stages}")
-        if isinstance(self._asked, Schedule):  # one with R in it recomputes, whatever else was asked for
-            for stage in {stage for stage, _ in self._asked.recomputed}:
-                remat[stage] = "stage"
-        return remat
-
     def _make_stages(self) -> None:
-        stages: list[Stage] = []
-        elsewhere: list[Any] = []
-        first = 0
-        remat = self._remat(self.schedule.num_stages)
-        halves = {action.stage for row in self.schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
-        for stage, count in enumerate(self.partition):
-            layers = self._model.layers[first : first + count]
-            if stage not in self._stages_here:
-                elsewhere += layers
-                first += count
-                continue
-            device = self.devices[self.schedule.placement.device(stage, 0)]
-            if self._init is not None:
-                materialise(self._model.module, layers, device, self._init)
-            for layer in layers:
-                if isinstance(layer, nn.Module):
-                    check_data(layer)
-                    layer.to(device)
-            layers = compiled(layers, self._compile)
-            last = stage == len(self.partition) - 1
-            stages.append(
-                Stage(
-                    layers,
-                    first_layer=first,
-                    seed=self.seed,
-                    remat=remat[stage],
-                    split=stage in halves,
-                    loss=self._loss if last else None,
-                    spread=stage == 0 and isinstance(self._model, Layers),
-                    batchnorm=self._batchnorm,
-                    first_microbatch=self._world.first_microbatch(self.microbatches),
-                )
-            )
-            first += count
-        self._stages = stages
-        if isinstance(self._model, Layers):  # a traced module may have to be traced again
-            release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
+        self._stages = make_stages(
+            self._model,
+            self.partition,
+            self.schedule,
+            self._stages_here,
+            self._stage_devices,
+            remat=self._schedules.remat_of(self.schedule.num_stages),
+            loss=self._loss,
+            init=self._init,
+            compile=self._compile,
+            seed=self.seed,
+            batchnorm=self._batchnorm,
+            first_microbatch=self._world.first_microbatch(self.microbatches),
+        )
         self._adopt()
-        _warn_of_unsplit(stages)
+        warn_of_unsplit(self._stages)
 
     def _adopt(self) -> None:
         """Parameters that several stages share are tied."""
-        bounds = [0, *accumulate(self.partition)]
-        parts: list[list[Any]] = [self._model.layers[start:end] for start, end in pairwise(bounds)]
+        parts = layers_of(self._model, self.partition)
         parts[-1] = [*parts[-1], self._loss]
         stages = dict(zip(self._stages_here, self._stages, strict=True))
         self._ties = self._world.adopt(self._model.module, stages, parts, self.schedule, self._tied)
 
     def _weights(self, numbers: Sequence[float]) -> Sequence[float]:
         return self._world.weights(numbers, self.microbatches, summed=self._loss_weight == "sum")
-
-
-def _warn_of_unsplit(stages: Sequence[Stage]) -> None:
-    count = sum(stage.num_compiled for stage in stages if stage.split)
-    if count:
-        warnings.warn(
-            f"compiled layers can't defer their weight gradients, and stages whose backward is split have {count} of "
-            "them: there these come with the input gradients",
-            stacklevel=4,
-        )
 
 
 def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ from gapless.errors import ConfigError, TransportError
 from gapless.model.tied import Uses, tie, uses_of
 from gapless.run import nccl
 from gapless.run.agreement import Agreement
-from gapless.run.clocks import offset
+from gapless.run.clocks import Clock
 from gapless.run.courier import Courier, break_off
 from gapless.run.distributed import Channels, Links
 from gapless.run.executor import Batch, Program
 from gapless.run.gradients import clip_everywhere
 from gapless.run.holders import Holders
+from gapless.run.homes import Homes
 from gapless.run.memory import GpuMemory
 from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
 from gapless.run.pace import Pace, Row, planned_work
@@ -63,15 +64,13 @@ class Ranks:
         self._watch.break_off = self._break_off
         self._pace = Pace(self._rows())
         self._planned: dict[int, float] = {}  # by the number of microbatches
-        self._users: dict[int, list[int]] = {}  # the stages that use a tensor, by its id; none until the model is cut
-        self._parts: Sequence[Sequence[Any]] = ()
-        self._homes: list[int] = []  # the device of each stage
+        self._homes = Homes(self.seat.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._sharded = Sharded({})
         self._buckets: dict[int, Buckets] = {}  # by stage; the last is of parameters that stages share
         self._due: list[int] = []
         self._ended: set[int] = set()
-        self._offset: float | None = None
+        self._clock: Clock | None = None
 
     def _make_links(self) -> Links:
         seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
@@ -115,11 +114,10 @@ class Ranks:
         """The model is cut, and these stages are here: shared parameters and replicas start with the same values.
         `parts` are the layers of each stage, also of those elsewhere.
         """
-        first = not self._users
+        first = not self._homes.known
         uses = uses_of(parts)
-        self._parts = parts
-        self._users = {id(parameter): stages for parameter, stages in uses.items()}
-        self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
+        devices = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
+        self._homes = Homes(self.seat.device, parts, devices, uses)
         self._holders = []
         ties = tie(module, stages, uses, [self.seat.torch_device] * schedule.num_stages, tied, self._away(uses))
         for parameter, holders in self._holders:
@@ -141,9 +139,9 @@ class Ranks:
         shared = [parameter for parameter, stages in uses.items() if len(stages) > 1]
 
         def away(number: int, stages: Sequence[int]) -> Holders | None:
-            if len({self._homes[stage] for stage in stages}) == 1:
+            if len({self._homes.devices[stage] for stage in stages}) == 1:
                 return None
-            holders = Holders(self._links, number, self._homes, stages, self.seat.torch_device)
+            holders = Holders(self._links, number, self._homes.devices, stages, self.seat.torch_device)
             self._holders.append((shared[number], holders))
             return holders
 
@@ -295,36 +293,22 @@ class Ranks:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a stage of this rank uses it."""
-        if not self._users:
-            return True
-        stages = self._users.get(id(tensor))
-        return self.seat.device == 0 if stages is None else any(self._homes[s] == self.seat.device for s in stages)
-
-    def home(self, tensor: Tensor) -> int:
-        """The device that answers for it, if several hold it."""
-        stages = self._users.get(id(tensor))
-        return self._homes[stages[0]] if stages else 0
-
-    def _find_buffers(self) -> None:
-        """Modules may have made new ones."""
-        for stage, layers in enumerate(self._parts):
-            for buffer in _buffers(layers):
-                self._users.setdefault(id(buffer), [stage])
+        return self._homes.holds(tensor)
 
     def state(self, module: nn.Module, whole: bool) -> dict[str, Any]:
-        self._find_buffers()
+        self._homes.find_buffers()
         if not whole:
-            return held(module, self.holds)
+            return held(module, self._homes.holds)
         with self.call(leaves=False):
-            return gather(module, self.home, self.seat.device, self._groups.pp)
+            return gather(module, self._homes.home, self.seat.device, self._groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-        self._find_buffers()
-        return load(module, state, self.holds, strict)
+        self._homes.find_buffers()
+        return load(module, state, self._homes.holds, strict)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         mine = {each for each in parameters if self.holds(each)}
-        counted = {each for each in mine if self.home(each) == self.seat.device}
+        counted = {each for each in mine if self._homes.home(each) == self.seat.device}
         with self.call(leaves=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
 
@@ -332,33 +316,9 @@ class Ranks:
 
     def measured(self, program: Program) -> Timeline:
         """Of all devices: every rank has it."""
-        if self._offset is None:
-            self._offset = offset(self._groups.pp, self.seat.device)
-        lane = self.lanes[0]
-        rows = program.schedule.rows
-        mine = torch.zeros(1 + 2 * max(map(len, rows)), dtype=torch.float64)
-        began = lane.began + self._offset
-        spans = [(lane.seconds(start), lane.seconds(end)) for start, end in program.marks[self.seat.device]]
-        marks = [began, *(began + mark for span in spans for mark in span)]
-        mine[: len(marks)] = torch.tensor(
-            marks, dtype=torch.float64
-        )  # seconds since long ago: 32 bits see milliseconds
-        found = [torch.empty_like(mine) for _ in rows]
-        if self._groups.pp is None:
-            found = [mine]
-        else:
-            self._groups.pp.allgather([found], [mine]).wait()
-        origin = min(float(times[0]) for times in found)
-        times_of = [
-            [mark - origin for mark in times[1 : 1 + 2 * len(row)].tolist()]
-            for times, row in zip(found, rows, strict=True)
-        ]
-        return Timeline(
-            program.schedule,
-            tuple(tuple(row[0::2]) for row in times_of),
-            tuple(tuple(row[1::2]) for row in times_of),
-            name="measured",
-        )
+        if self._clock is None:
+            self._clock = Clock(self._groups.pp, self.seat.device)
+        return self._clock.timeline(program.schedule, program.marks[self.seat.device], self.lanes[0])
 
     def close(self) -> None:
         self._watch.say_goodbye()
@@ -369,12 +329,6 @@ class Ranks:
 
 
 _SHARED = -1
-
-
-def _buffers(layers: Sequence[Any]) -> Iterator[Tensor]:
-    for layer in layers:
-        for module in layer.modules() if isinstance(layer, nn.Module) else ():
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def _tensors(layers: Sequence[Any]) -> list[Tensor]:

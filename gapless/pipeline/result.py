@@ -1,0 +1,31 @@
+"""What a step leaves."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from gapless.schedule.timeline import Timeline
+from gapless.stage.plain import sum_in_order
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step leaves: all tensors are detached.
+
+    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target
+    losses    of the microbatches, in their order, without their weights
+    weights   of the microbatches: their share of the minibatch
+    outputs   of the minibatch, merged; None unless asked for
+    timeline  as measured; None unless asked for
+    """
+
+    losses: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    outputs: Any = None
+    timeline: Timeline | None = None
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        return sum_in_order(self.losses, self.weights) if self.losses else None

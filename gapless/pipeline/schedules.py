@@ -1,0 +1,58 @@
+"""The schedule that a pipeline runs, for any number of microbatches: made or taken, checked, and lowered."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gapless.errors import ConfigError, ScheduleError
+from gapless.pipeline.arguments import asked_for, fitting_schedule
+from gapless.plan.plan import Plan
+from gapless.schedule import lower
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.recipes import Objective, find_recipe, make_schedule
+from gapless.stage.stage import Remat
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """What was asked for."""
+
+    asked: str | Schedule | Plan
+    num_devices: int
+    stages_per_device: int | None
+    costs: Costs | None
+    memory_limit: Number | str | None
+    objective: Objective
+    remat: Remat | Sequence[Remat]
+
+    def made(self, microbatches: int) -> Schedule:
+        asked = asked_for(self.asked, microbatches)
+        if isinstance(asked, Schedule):
+            schedule = fitting_schedule(asked, self.num_devices, microbatches)
+        else:
+            if not find_recipe(asked).synchronous:
+                raise ScheduleError(f"{asked} updates weights on its way; a Pipeline runs schedules that do not")
+            schedule = make_schedule(
+                asked,
+                devices=self.num_devices,
+                microbatches=microbatches,
+                stages_per_device=self.stages_per_device,
+                costs=self.costs,
+                memory_limit=self.memory_limit,
+                objective=self.objective,
+            )
+        schedule = lower.fuse(schedule, self.costs)
+        again = [stage for stage, kind in enumerate(self.remat_of(schedule.num_stages)) if kind == "stage"]
+        if again and Kind.RECOMPUTE not in schedule.kinds:
+            schedule = lower.add_recompute(schedule, self.costs, stages=again)
+        return schedule
+
+    def remat_of(self, num_stages: int) -> list[Remat]:
+        """Of each stage."""
+        remat = [self.remat] * num_stages if isinstance(self.remat, str) else list(self.remat)
+        if len(remat) != num_stages:
+            raise ConfigError(f"remat lists {len(remat)} stages, but the schedule has {num_stages}")
+        if isinstance(self.asked, Schedule):  # one with R in it recomputes, whatever else was asked for
+            for stage in {stage for stage, _ in self.asked.recomputed}:
+                remat[stage] = "stage"
+        return remat

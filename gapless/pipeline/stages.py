@@ -1,0 +1,74 @@
+"""The stages of this process, made from the layers that a partition gives them."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from gapless.model.capture import Captured
+from gapless.model.layers import Layers
+from gapless.model.materialise import Init, materialise, release
+from gapless.pipeline.arguments import check_data
+from gapless.schedule.action import Kind, Schedule
+from gapless.stage.compiled import compiled
+from gapless.stage.stage import Remat, Stage
+
+
+def layers_of(model: Layers | Captured, partition: Sequence[int]) -> list[list[Any]]:
+    """Of each stage, wherever it is."""
+    return [model.layers[start:end] for start, end in pairwise([0, *accumulate(partition)])]
+
+
+def make_stages(
+    model: Layers | Captured,
+    partition: Sequence[int],
+    schedule: Schedule,
+    here: Sequence[int],
+    devices: Sequence[torch.device],
+    *,
+    remat: Sequence[Remat],
+    loss: Any,
+    init: Init | None,
+    compile: bool | Mapping[str, Any],
+    **options: Any,
+) -> list[Stage]:
+    """Those of `here`, on their devices, which `devices` has for every stage; layers of others are let go of."""
+    halves = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+    parts = layers_of(model, partition)
+    stages = []
+    for stage in here:
+        layers, device = parts[stage], devices[stage]
+        if init is not None:
+            materialise(model.module, layers, device, init)
+        for layer in layers:
+            if isinstance(layer, nn.Module):
+                check_data(layer)
+                layer.to(device)
+        stages.append(
+            Stage(
+                compiled(layers, compile),
+                first_layer=sum(partition[:stage]),
+                remat=remat[stage],
+                split=stage in halves,
+                loss=loss if stage == len(parts) - 1 else None,
+                spread=stage == 0 and isinstance(model, Layers),
+                **options,
+            )
+        )
+    if isinstance(model, Layers):  # a traced module may have to be traced again
+        elsewhere = [layer for stage, layers in enumerate(parts) if stage not in here for layer in layers]
+        release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
+    return stages
+
+
+def warn_of_unsplit(stages: Sequence[Stage]) -> None:
+    count = sum(stage.num_compiled for stage in stages if stage.split)
+    if count:
+        warnings.warn(
+            f"compiled layers can't defer their weight gradients, and stages whose backward is split have {count} of "
+            "them: there these come with the input gradients",
+            stacklevel=5,
+        )

@@ -1,0 +1,51 @@
+"""Which ranks hold a tensor of the model, and which of them answers for it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Homes:
+    """Seen from one device. `parts` are the layers of each stage, `devices` their devices, `uses` the stages that use a
+    parameter.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        parts: Sequence[Sequence[Any]] = (),
+        devices: Sequence[int] = (),
+        uses: Mapping[nn.Parameter, list[int]] | None = None,
+    ) -> None:
+        self._device, self._parts, self.devices = device, parts, devices
+        self._stages = {id(parameter): stages for parameter, stages in (uses or {}).items()}
+
+    @property
+    def known(self) -> bool:
+        """The model is cut."""
+        return bool(self._stages)
+
+    def find_buffers(self) -> None:
+        """Modules may have made new ones."""
+        for stage, layers in enumerate(self._parts):
+            for buffer in _buffers(layers):
+                self._stages.setdefault(id(buffer), [stage])
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a stage of this device uses it."""
+        if not self._stages:
+            return True
+        stages = self._stages.get(id(tensor))
+        return self._device == 0 if stages is None else any(self.devices[s] == self._device for s in stages)
+
+    def home(self, tensor: Tensor) -> int:
+        """The device that answers for it, if several hold it."""
+        stages = self._stages.get(id(tensor))
+        return self.devices[stages[0]] if stages else 0
+
+
+def _buffers(layers: Sequence[Any]) -> Iterator[Tensor]:
+    for layer in layers:
+        for module in layer.modules() if isinstance(layer, nn.Module) else ():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
