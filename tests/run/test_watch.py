@@ -165,12 +165,12 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(server: Server, tmp_
 def computes_for_long() -> None:
     """Longer than the timeout, in a layer and outside; then all sleep for longer than that too."""
     model = nn.Sequential(Slow(0.0), Slow(0.0))
-    with pipeline(model, timeout=0.8, microbatches=2) as pipe:
+    with pipeline(model, timeout=1.6, microbatches=2) as pipe:
         pipe.step(X, Y)
-        model[dist.get_rank()].seconds = 1.2 * dist.get_rank()  # type: ignore[assignment]
+        model[dist.get_rank()].seconds = 2.0 * dist.get_rank()  # type: ignore[assignment]
         pipe.step(X, Y)
         say("asleep")
-        time.sleep(0.7)
+        time.sleep(1.2)
         pipe.step(X, Y)
     say("fine")
 
@@ -180,7 +180,7 @@ def test_a_long_computation_is_no_silence_and_a_pause_of_all_ranks_is_none(serve
         crew.wait_for("asleep")
         for rank in range(2):
             crew.signal(rank, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(2.5)
         for rank in range(2):
             crew.signal(rank, signal.SIGCONT)
         assert crew.ended() == {0: 0, 1: 0}, crew.everything()
