@@ -18,6 +18,7 @@ from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
 
 ALIGNMENT = 64
+_memmove = ctypes.memmove
 _SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact
 
 
@@ -38,14 +39,6 @@ class Slot:
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made.set_(storage, start // made.itemsize + self.offset, self.sent_shape, self.sent_stride)
         return made
-
-    def made(self, data: bytes, start: int) -> Tensor:
-        """The tensor as it was, if it is dense, in memory of its own."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        size = made.nbytes
-        at = start + self.offset * made.itemsize
-        ctypes.memmove(made.data_ptr(), data[at : at + size], size)
-        return made.requires_grad_() if self.requires_grad else made
 
     def shared(self, memory: memoryview, start: int) -> Tensor:
         """The tensor as it is there, if it is dense."""
@@ -90,6 +83,19 @@ class Layout:
         self.is_dense = self.is_all_views and not any(
             slot.sent_shape != slot.shape or slot.dtype.is_complex for slot in self.slots
         )
+        self._spans: list[tuple[Slot, int, int]] = []  # where the bytes of each are in a message without description
+        for slot in self.slots if self.is_dense else ():
+            start = ALIGNMENT + slot.offset * slot.dtype.itemsize
+            self._spans.append((slot, start, start + math.prod(slot.shape) * slot.dtype.itemsize))
+
+    def made(self, data: bytes) -> Any:
+        """The tree of a message, if it is dense, with memory of its own for every tensor."""
+        tensors = []
+        for slot, start, stop in self._spans:
+            made = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+            _memmove(made.data_ptr(), data[start:stop], stop - start)
+            tensors.append(made.requires_grad_() if slot.requires_grad else made)
+        return self.tree(tensors)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         if self._form == "tensor":

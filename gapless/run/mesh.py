@@ -9,6 +9,7 @@ The user's process groups are left alone: ours are made through the same store, 
 """
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,17 +103,18 @@ class Groups:
 
     pp: Any
     dp: Any
+    network: Any
 
     def close(self) -> None:
         """Ends threads and connections; what is still under way is lost."""
-        self.pp = self.dp = None
+        self.pp = self.dp = self.network = None
 
 
 def make_groups(seat: Seat, network: Any) -> Groups:
     """The same call on every rank of the mesh; each group has its own connections."""
     pp = connected("pp", seat.pp_ranks, seat.device, network)
     dp = connected("dp", seat.dp_ranks, seat.replica, network)
-    return Groups(pp, dp)
+    return Groups(pp, dp, network)
 
 
 def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = _NEVER) -> Any:
@@ -129,12 +131,20 @@ def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeou
     return gloo(part_of_store(name, ranks), number, len(ranks), options)
 
 
+_network_devices: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
 def network_device() -> Any:
-    """The interface that torch's own Gloo groups would take."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if names:
-        return dist.ProcessGroupGloo.create_device(interface=names[0])
-    return dist.ProcessGroupGloo.create_default_device()
+    """The interface that torch's own Gloo groups would take: a port, and a thread that wakes up a hundred times a
+    second, so pipelines share it. Who asks for it keeps it.
+    """
+    name = next((name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name), "")
+    device = _network_devices.get(name)
+    if device is None:
+        gloo = dist.ProcessGroupGloo
+        device = gloo.create_device(interface=name) if name else gloo.create_default_device()
+        _network_devices[name] = device
+    return device
 
 
 def part_of_store(use: str, ranks: Sequence[int]) -> Any:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FRAME = struct.Struct("<iiII")  # source, tag, bytes, and whether the message goes on in another frame
 _ROOM = select.PIPE_BUF - _FRAME.size
 _CAPACITY = 1 << 20
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 13
 _A_MOMENT = 100  # milliseconds
 _LARGE = 4 << 20  # bytes that a device does not copy itself if it has something else to do
 _LEFT, _BROKEN = 0, 1  # tags of frames that are no messages
@@ -164,11 +164,11 @@ class PipeOutgoing(Outgoing):
         message = self._writer.write(item)
         self.last_size = message.size
         frames = self._frames(message)
-        for number, frame in enumerate(frames):
-            if not self._outbox.write(frame):
-                self._handed += 1
-                self.courier.put((self._finish, [b"".join(each) for each in frames[number:]]))
-                break
+        while frames and self._outbox.write(frames[0]):
+            del frames[0]
+        if frames:
+            self._handed += 1
+            self.courier.put((self._finish, [b"".join(each) for each in frames]))
         message.sent()
 
     def _finish(self, frames: Sequence[bytes]) -> None:

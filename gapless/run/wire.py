@@ -11,6 +11,7 @@ buffer.
 """
 
 import ctypes
+import itertools
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -73,11 +74,11 @@ class Message:
         self.free: list[Message] | None = None  # where it goes when it has been sent
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        if self._spans is not None and _are_plain(tensors):
-            for tensor, (place, size) in zip(tensors, self._spans, strict=True):
-                _memmove(place, tensor.data_ptr(), size)
-            return
-        for tensor, target in zip(tensors, self.targets, strict=True):
+        spans = self._spans or itertools.repeat(None)
+        for tensor, target, span in zip(tensors, self.targets, spans, strict=False):
+            if span is not None and tensor.is_cpu and not tensor.is_neg():  # its bytes are its numbers
+                _memmove(span[0], tensor.data_ptr(), span[1])
+                continue
             if tensor.shape != target.shape:  # expanded: once is enough
                 tensor = tensor.as_strided(target.shape, tensor.stride())
             # What is sent has no history: the buffer is used again, and would keep that of all it ever held.
@@ -181,7 +182,7 @@ class Reader:
         """The tree of a message, of tensors with memory of their own."""
         layout = self._quick.get(data[:HEADER_SIZE])
         if layout is not None:
-            return layout.tree([slot.made(data, ALIGNMENT) for slot in layout.slots])
+            return layout.made(data)
         number, length, elsewhere = _HEADER.unpack_from(data)
         if elsewhere and not length and self._known[number].is_dense:
             assert self._attached is not None
@@ -218,11 +219,6 @@ class Reader:
             buffer, start = self._fetch(layout.size), 0
         storage = buffer.untyped_storage()
         return layout.tree([slot.read(storage, start) for slot in layout.slots])
-
-
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether their bytes are their numbers."""
-    return all(tensor.is_cpu and not tensor.is_neg() for tensor in tensors)
 
 
 def announcement(size: int) -> Tensor:
