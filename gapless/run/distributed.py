@@ -25,6 +25,7 @@ from gapless.run.transport import StoppedError
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.verify import Channel, Message, messages
 
+_A_MOMENT = 0.005  # seconds
 Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
 
 
@@ -123,6 +124,8 @@ class Links:
             self.courier.put((Outgoing.settle, outgoing))
         self.courier.close(broken)
         for outgoing in self._outgoing.values():
+            while not outgoing.is_over() and not broken():
+                time.sleep(_A_MOMENT)
             outgoing.close()
         for incoming in self._incoming.values():
             incoming.close()

@@ -58,6 +58,10 @@ class Outgoing(ABC):
     def settle(self) -> None:
         """What was sent will be let go of."""
 
+    def is_over(self) -> bool:
+        """Whether this process may go: all that was sent is on its way, or nobody is there to take it."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of the connection."""

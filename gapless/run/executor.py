@@ -271,7 +271,7 @@ def execute(program: Program, team: Team) -> None:
         with fenced(program.lanes):
             for lane in program.lanes if program.recorded else ():
                 lane.begin()
-            team.run([task(device) for device in program.here], program.stop)
+            team.run([task(device) for device in program.here], program.stop, id(program))
     except BaseException:
         program.forget()
         team.left = None

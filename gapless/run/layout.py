@@ -44,7 +44,9 @@ class Slot:
         """The tensor as it is there, if it is dense."""
         count = math.prod(self.shape)
         at = start + self.offset * self.dtype.itemsize
-        made: Tensor = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=at) if count else torch.empty(0)
+        made = torch.empty(0, dtype=self.dtype)
+        if count:
+            made = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=at)
         made = made.as_strided(self.shape, self.stride)
         return made.requires_grad_() if self.requires_grad else made
 
@@ -72,17 +74,17 @@ class Layout:
         self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
         self._spec = _spec_from(described) if self._form == "tree" else None
         self.slots: list[Slot] = []
+        # Every tensor fills its memory and stands for the numbers that are there, as complex ones may not.
+        self.is_dense = True
         end = 0
         for dtype, shape, stride, requires_grad in described["tensors"]:
             slot = _slot(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end)
             self.slots.append(slot)
+            as_it_is = (slot.sent_shape, slot.sent_stride) == (tuple(shape), tuple(stride))
+            self.is_dense = self.is_dense and as_it_is and not slot.dtype.is_complex
             end += padded(math.prod(slot.sent_shape) * slot.dtype.itemsize)
         self.size = end
         self.is_all_views = all(slot.sent_stride == slot.stride for slot in self.slots)
-        # Every tensor fills its memory and stands for the numbers that are there, as complex ones may not.
-        self.is_dense = self.is_all_views and not any(
-            slot.sent_shape != slot.shape or slot.dtype.is_complex for slot in self.slots
-        )
         self._spans: list[tuple[Slot, int, int]] = []  # where the bytes of each are in a message without description
         for slot in self.slots if self.is_dense else ():
             start = ALIGNMENT + slot.offset * slot.dtype.itemsize

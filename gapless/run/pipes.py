@@ -16,9 +16,11 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import struct
+import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +37,8 @@ _ROOM = select.PIPE_BUF - _FRAME.size
 _CAPACITY = 1 << 20
 _AT_ONCE = 1 << 13
 _A_MOMENT = 100  # milliseconds
+_MOMENTS = 50  # for the last word
+_NOTHING = contextlib.nullcontext()
 _LARGE = 4 << 20  # bytes that a device does not copy itself if it has something else to do
 _LEFT, _BROKEN = 0, 1  # tags of frames that are no messages
 
@@ -54,6 +58,7 @@ class Inbox:
         self._rest = b""
         self.left: set[int] = set()  # devices from which nothing will come any more
         self.broken = False
+        self._closing = threading.Lock()
 
     def place(self, source: int, tag: int) -> deque[bytes]:
         """Where messages of one channel are found."""
@@ -86,15 +91,15 @@ class Inbox:
     def break_off(self) -> None:
         """From any thread: whoever waits here raises."""
         self.broken = True
-        if self.descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self.descriptor, _FRAME.pack(0, _BROKEN, 0, 0))
+        with self._closing, contextlib.suppress(OSError):
+            os.write(self.descriptor, _FRAME.pack(0, _BROKEN, 0, 0))
 
     def close(self) -> None:
         self.broken = True
-        ends, self._end, self.descriptor = (self._end, self.descriptor), -1, -1
-        for end in ends:
-            os.close(end)
+        with self._closing:
+            ends, self._end, self.descriptor = (self._end, self.descriptor), -1, -1
+            for end in ends:
+                os.close(end)
 
 
 class Outbox:
@@ -103,11 +108,14 @@ class Outbox:
     def __init__(self, process: int, descriptor: int) -> None:
         self.process = process
         self._end = os.open(file_of(process, descriptor), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = threading.Lock()
+        self._may_kill = signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL  # Python's own default ignores it
 
     def write(self, pieces: Sequence[Piece]) -> bool:
         """One frame; not if there is no room."""
         try:
-            os.writev(self._end, pieces)
+            with _without_sigpipe() if self._may_kill else _NOTHING:
+                os.writev(self._end, pieces)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -120,20 +128,39 @@ class Outbox:
         poll.register(self._end, select.POLLOUT)
         poll.poll(_A_MOMENT)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether its owner is there."""
+        poll = select.poll()
+        poll.register(self._end, 0)
+        return not poll.poll(0)
+
     def break_off(self) -> None:
-        """Whoever waits there raises, if there is room for the word; all are told anyway."""
-        if self._end >= 0:
-            with contextlib.suppress(RuntimeError):
-                self.write([_FRAME.pack(0, _BROKEN, 0, 0)])
+        """From any thread: whoever waits there raises, if there is room for the word; all are told anyway."""
+        with self._closing, contextlib.suppress(RuntimeError):
+            self.write([_FRAME.pack(0, _BROKEN, 0, 0)])
 
     def close(self, device: int) -> None:
         """Nothing will come from this device any more."""
         with contextlib.suppress(RuntimeError):
-            if not self.write([_FRAME.pack(device, _LEFT, 0, 0)]):
+            for _ in range(_MOMENTS):
+                if self.write([_FRAME.pack(device, _LEFT, 0, 0)]):
+                    break
                 self.wait()
-                self.write([_FRAME.pack(device, _LEFT, 0, 0)])
-        end, self._end = self._end, -1
-        os.close(end)
+        with self._closing:
+            end, self._end = self._end, -1
+            os.close(end)
+
+
+@contextlib.contextmanager
+def _without_sigpipe() -> Iterator[None]:
+    """In this thread, where it would end the process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
+    try:
+        yield
+    finally:
+        signal.sigtimedwait([signal.SIGPIPE], 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class PipeOutgoing(Outgoing):
@@ -144,7 +171,8 @@ class PipeOutgoing(Outgoing):
         assert links.inbox is not None
         self._inbox, self._outbox = links.inbox, links.near[target]
         self._from = (links.device, tag_of(kind))
-        self._writer = Writer(segments=Segments())
+        self._segments = Segments()
+        self._writer = Writer(segments=self._segments)
         self._frame_of: dict[int, bytes] = {}  # by the size of a message that fits into one
 
     def put(self, item: Any) -> None:
@@ -206,8 +234,12 @@ class PipeOutgoing(Outgoing):
     def settle(self) -> None:
         """Nothing is kept."""
 
+    def is_over(self) -> bool:
+        return not self._segments.awaited or not self._outbox.is_read
+
     def close(self) -> None:
-        self._writer = Writer()  # without what was shared
+        self._segments = Segments()
+        self._writer = Writer()
 
 
 class PipeIncoming(Incoming):
@@ -232,21 +264,26 @@ class PipeIncoming(Incoming):
         self._reader = Reader()
 
 
-def find_near(group: Any, device: int, inbox: Inbox) -> dict[int, Outbox]:
-    """The inboxes of other ranks of the group, by device: of those that can open what is this one's, and this one what
-    is theirs. All ranks of the group call it.
+def find_near(group: Any, device: int) -> tuple[Inbox | None, dict[int, Outbox]]:
+    """An inbox for this rank, and those of other ranks of the group, by device: of those that can open what is this
+    one's, and this one what is theirs. All ranks of the group call it, also where none of it is allowed.
     """
-    probe = Probe()
-    rows = _everywhere(group, [os.getpid(), inbox.descriptor, *probe.words])
+    inbox: Inbox | None = None
+    probe: Probe | None = None
+    with contextlib.suppress(OSError, AttributeError):
+        probe = Probe()
+        inbox = Inbox()
+    mine = [0, 0, *Probe.no_words] if probe is None or inbox is None else [os.getpid(), inbox.descriptor, *probe.words]
+    rows = _everywhere(group, mine)
     found: dict[int, Outbox] = {}
     for other, (process, descriptor, *words) in enumerate(rows):
-        if other != device and Probe.sees(process, words):
+        if other != device and inbox is not None and process and Probe.sees(process, words):
             with contextlib.suppress(OSError):
                 found[other] = Outbox(process, descriptor)
     seen = _everywhere(group, [int(other in found) for other in range(len(rows))])
     for other in [other for other in found if not seen[other][device]]:
         found.pop(other).close(device)
-    return found
+    return inbox, found
 
 
 def _everywhere(group: Any, numbers: list[int]) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,7 +24,7 @@ from gapless.run.homes import Homes
 from gapless.run.memory import GpuMemory
 from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
 from gapless.run.pace import Pace, Row, planned_work
-from gapless.run.pipes import Inbox, find_near
+from gapless.run.pipes import find_near
 from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
 from gapless.run.sharded import Sharded
 from gapless.run.streams import make_lane
@@ -75,10 +74,9 @@ class Ranks:
     def _make_links(self) -> Links:
         seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
         if seat.torch_device.type == "cpu":
-            if self._groups.pp is None or not hasattr(os, "memfd_create"):
+            if self._groups.pp is None:
                 return Links(self._courier, *here, self._watch.lost)
-            inbox = Inbox()
-            near = find_near(self._groups.pp, seat.device, inbox)
+            inbox, near = find_near(self._groups.pp, seat.device)
             return Links(self._courier, *here, self._watch.lost, inbox=inbox, near=near)
         direct = nccl.is_used(seat.mesh)
         if direct and self._groups.dp is not None:

@@ -1,10 +1,11 @@
 """Memory that two processes of one host share: a large tensor is written once, and read where it is.
 
-    sender     | flag | data ...          sets the flag, writes, and names the segment in its message
-    receiver     the same memory          takes the flag down when the last tensor in it is gone
+    sender     | flags | data ...         sets the first flag, writes, and names the segment in its message
+    receiver     the same memory          sets the second flag when it has opened it, once and for all, and takes down
+                                          the first when the last tensor in it is gone
 
 The memory has no name in any file system: whoever knows the process and its file descriptor can open it, and when the
-processes end, whatever the reason, nothing is left behind.
+processes end, whatever the reason, nothing is left behind. So a sender stays until all that it has sent was opened.
 """
 
 import functools
@@ -24,45 +25,74 @@ _MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and
 _DESCRIPTOR = (1 << _NUMBER_BITS) - 1
 _TOKEN = ">IIII"
 _SIZE_OF_TOKEN = struct.calcsize(_TOKEN)
+_IN_USE, _OPENED = 0, 1  # the flags
+_MOST = 32  # segments of a channel: each takes two file descriptors, of which a process may have some thousand
+_MFD_NOEXEC_SEAL = 8  # without it some systems refuse
 
 
 class Segment:
     """Some shared memory on the side of its owner."""
 
     def __init__(self, number: int, capacity: int) -> None:
-        self._descriptor = os.memfd_create("gapless", os.MFD_CLOEXEC)
+        self._descriptor = _memfd()
+        weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, ALIGNMENT + capacity)
         self._map = mmap.mmap(self._descriptor, ALIGNMENT + capacity)
         self.capacity = capacity
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.name = _MARK | number << _NUMBER_BITS | self._descriptor
         self.messages: dict[int, Any] = {}  # that were made for it, by the number of their layout
-        weakref.finalize(self, os.close, self._descriptor)
 
     @property
     def free(self) -> bool:
-        return self._map[0] == 0
+        return self._map[_IN_USE] == 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will open it who has not yet."""
+        return not self.free and self._map[_OPENED] == 0
 
     def take(self) -> "Segment":
-        self._map[0] = 1
+        self._map[_IN_USE] = 1
         return self
 
 
+def _memfd() -> int:
+    try:
+        return os.memfd_create("gapless", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError:  # older systems do not know it
+        return os.memfd_create("gapless", os.MFD_CLOEXEC)
+
+
 class Segments:
-    """Those of one channel, at the end that sends. There are as many as were ever in use at once."""
+    """Those of one channel, at the end that sends. There are as many as were ever in use at once, within limits."""
 
     def __init__(self) -> None:
         self._all: list[Segment] = []
+        self._made = 0
         self._capacity = 0
 
-    def take(self, size: int) -> Segment:
-        """One with room for so many bytes; the data begin at `ALIGNMENT`."""
+    def take(self, size: int) -> Segment | None:
+        """One with room for so many bytes, if there is; the data begin at `ALIGNMENT`."""
         for segment in self._all:
             if segment.capacity >= size and segment.free:
                 return segment.take()
+        self._all = [segment for segment in self._all if segment.capacity >= size or not segment.free]
+        if len(self._all) >= _MOST:
+            return None
         self._capacity = max(self._capacity, padded(size + size // 8))
-        self._all.append(Segment(len(self._all), self._capacity))
-        return self._all[-1].take()
+        try:
+            segment = Segment(self._made, self._capacity)
+        except OSError:  # too many open files, or no memory
+            return None
+        self._made += 1
+        self._all.append(segment)
+        return segment.take()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether some of what was sent has not been opened yet."""
+        return any(segment.awaited for segment in self._all)
 
 
 class Attached:
@@ -78,13 +108,15 @@ class Attached:
         found = self._maps.get(name)
         if found is None:
             found = self._maps[name] = _opened(self._process, name & _DESCRIPTOR)
+            found[_OPENED] = 1
         view = memoryview(found)
-        self._leases[name] = weakref.ref(view, functools.partial(_take_down, found))
+        self._leases[name] = weakref.ref(view, functools.partial(_take_down, found, os.getpid()))
         return view
 
 
-def _take_down(memory: mmap.mmap, _: object) -> None:
-    memory[0] = 0
+def _take_down(memory: mmap.mmap, process: int, _: object) -> None:
+    if os.getpid() == process:  # a child that was forked has the same memory, but not the last word
+        memory[_IN_USE] = 0
 
 
 def file_of(process: int, descriptor: int) -> str:
@@ -93,15 +125,24 @@ def file_of(process: int, descriptor: int) -> str:
 
 
 def _opened(process: int, descriptor: int) -> mmap.mmap:
-    mine = os.open(file_of(process, descriptor), os.O_RDWR | os.O_CLOEXEC)
+    """Raises RuntimeError if it is not there any more."""
+    file = file_of(process, descriptor)
     try:
-        return mmap.mmap(mine, 0)
-    finally:
-        os.close(mine)
+        if not os.readlink(file).startswith("/memfd:gapless"):
+            raise OSError("the number belongs to something else")
+        mine = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(mine, 0)
+        finally:
+            os.close(mine)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"Connection closed: the memory of process {process} can't be opened: {error}") from None
 
 
 class Probe:
     """Some memory to be found by others: in another container the same numbers are another process."""
+
+    no_words = (0,) * 5
 
     def __init__(self) -> None:
         self._segment, token = Segment(0, _SIZE_OF_TOKEN), os.urandom(_SIZE_OF_TOKEN)
@@ -114,6 +155,6 @@ class Probe:
         descriptor, *token = words
         try:
             found = _opened(process, descriptor)[:_SIZE_OF_TOKEN]
-        except (OSError, ValueError):
+        except RuntimeError:
             return False
         return found == struct.pack(_TOKEN, *token)

@@ -118,8 +118,10 @@ class Team:
         finally:
             self._holders.discard(me)
 
-    def run(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
-        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller."""
+    def run(self, tasks: Iterable[Task], stop: Callable[[], None], kind: int = 0) -> None:
+        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller. Runs of one
+        `kind` do the same.
+        """
         if self._closed:
             raise TransportError("the pipeline is closed; make a new one")
         if len(self._threads) < len(self._names):
@@ -128,7 +130,7 @@ class Team:
         counted = [latch.counted(task) for task in tasks]
         self._under_way = latch, counted, stop
         if self._cores is not None:
-            self._cores.begin()
+            self._cores.begin(kind, self._threads)
         try:
             self._hand_out(counted)
             latch.wait()
@@ -137,7 +139,7 @@ class Team:
             raise
         self._under_way = None
         if self._cores is not None:
-            self._cores.end(self._threads)
+            self._cores.end(kind, self._threads)
 
     def settle(self) -> None:
         """End what is still under way: a run that Ctrl-C has left, or a second Ctrl-C while it was stopped."""

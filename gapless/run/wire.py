@@ -76,7 +76,7 @@ class Message:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         spans = self._spans or itertools.repeat(None)
         for tensor, target, span in zip(tensors, self.targets, spans, strict=False):
-            if span is not None and tensor.is_cpu and not tensor.is_neg():  # its bytes are its numbers
+            if span is not None and _is_plain(tensor):
                 _memmove(span[0], tensor.data_ptr(), span[1])
                 continue
             if tensor.shape != target.shape:  # expanded: once is enough
@@ -129,13 +129,22 @@ class Writer:
     def _message(self, layout: Layout, number: int, description: bytes) -> Message:
         if self._segments is not None and layout.size >= _LARGE:
             segment = self._segments.take(layout.size)
-            message = None if description else segment.messages.get(number)
-            if message is None:
-                message = Message(layout, number, description, segment=segment)
-                if not description:
-                    segment.messages[number] = message
-            return message
-        return Message(layout, number, description, pinned=self._pinned, device=self._device)
+            if segment is not None:
+                return self._shared(segment, layout, number, description)
+        return self._new(layout, number, description, pinned=self._pinned, device=self._device)
+
+    def _shared(self, segment: Segment, layout: Layout, number: int, description: bytes) -> Message:
+        message: Message | None = None if description else segment.messages.get(number)
+        if message is None:
+            message = self._new(layout, number, description, segment=segment)
+            if not description:
+                segment.messages[number] = message
+        return message
+
+    @staticmethod
+    def _new(*args: Any, **options: Any) -> Message:
+        with torch.inference_mode(False):  # the caller's mode must not stick to what is used again
+            return Message(*args, **options)
 
 
 class Blank:
@@ -219,6 +228,11 @@ class Reader:
             buffer, start = self._fetch(layout.size), 0
         storage = buffer.untyped_storage()
         return layout.tree([slot.read(storage, start) for slot in layout.slots])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes are its numbers."""
+    return tensor.is_cpu and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def announcement(size: int) -> Tensor:

@@ -31,8 +31,8 @@ def _compute() -> None:
         pass
 
 
-def _run(team: Team, task: Callable[[], None]) -> None:
-    team.run([task, task], lambda: None)
+def _run(team: Team, task: Callable[[], None], kind: int = 0) -> None:
+    team.run([task, task], lambda: None, kind)
 
 
 @pytest.fixture
@@ -44,16 +44,33 @@ def team() -> Iterator[Team]:
 
 def test_waiting_devices_share_a_core(team: Team) -> None:
     _run(team, _wait)
+    assert len(_cores(team)) > 1, "the first run is cold"
+    _run(team, _wait)
     assert len(_cores(team)) == 1
     assert len(os.sched_getaffinity(threading.get_native_id())) > 1, "the caller stays where it is"
 
 
 def test_a_run_that_takes_longer_on_one_core_gets_all_cores_back(team: Team) -> None:
     _run(team, _wait)
+    _run(team, _wait)
+    assert len(_cores(team)) == 1
     _run(team, _compute)
     assert _cores(team) == os.sched_getaffinity(0)
     _run(team, _wait)
     assert _cores(team) == os.sched_getaffinity(0), "after a wrong guess it takes two light runs"
+    _run(team, _wait)
+    assert len(_cores(team)) == 1
+
+
+def test_kinds_of_runs_are_not_compared_with_each_other(team: Team) -> None:
+    """A short run on all cores says nothing about a long one on one."""
+    for _ in range(2):
+        _run(team, _wait)
+    assert len(_cores(team)) == 1
+    seen: list[int] = []
+    _run(team, lambda: seen.append(len(os.sched_getaffinity(0))), kind=1)
+    assert min(seen) > 1, "of this kind nothing is known yet"
+    assert len(_cores(team)) > 1
     _run(team, _wait)
     assert len(_cores(team)) == 1
 

@@ -12,7 +12,7 @@ import torch
 from gapless.errors import TransportError
 from gapless.run.courier import Courier
 from gapless.run.distributed import Links
-from gapless.run.pipes import Inbox, Outbox
+from gapless.run.pipes import Inbox, Outbox, find_near
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
 
@@ -110,6 +110,74 @@ def test_a_write_to_an_end_that_is_gone_raises(links: list[Links]) -> None:
     inbox.close()
     with pytest.raises(RuntimeError, match="Connection closed"):
         links[0].outgoing(1, "activation").put(torch.zeros(1))
+
+
+def test_what_was_sent_can_be_taken_after_its_sender_has_closed() -> None:
+    made = _ends(("one", "two"))
+    for number in range(5):
+        made[0].outgoing(1, "activation").put(torch.full((100_000,), float(number)))
+    closing = threading.Thread(target=made[0].close)
+    closing.start()
+    time.sleep(0.2)
+    came = [made[1].incoming(0, "activation").get() for _ in range(5)]
+    closing.join(10)
+    assert not closing.is_alive()
+    assert [float(each.mean()) for each in came] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    made[1].close()
+
+
+def test_who_closes_does_not_wait_for_one_that_has_left() -> None:
+    made = _ends(("one", "two"))
+    made[0].outgoing(1, "activation").put(torch.zeros(100_000))
+    made[1].close()
+    made[0].close()
+
+
+def test_as_much_as_one_likes_is_in_flight(links: list[Links]) -> None:
+    """More than a process may have open files."""
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(1500):
+        links[0].outgoing(1, "activation").put(torch.full((1000,), float(number)))
+    kept = [links[1].incoming(0, "activation").get() for _ in range(1500)]
+    assert [float(each[-1]) for each in kept] == list(map(float, range(1500)))
+    assert len(os.listdir("/proc/self/fd")) - before < 200
+
+
+def test_a_child_does_not_give_back_what_its_parent_has(links: list[Links]) -> None:
+    links[0].outgoing(1, "activation").put(torch.ones(10_000))
+    mine = links[1].incoming(0, "activation").get()
+    child = os.fork()
+    if child == 0:
+        del mine
+        os._exit(0)
+    os.waitpid(child, 0)
+    links[0].outgoing(1, "activation").put(torch.zeros(10_000))
+    links[1].incoming(0, "activation").get()
+    assert (mine == 1).all()
+
+
+def test_where_it_is_not_allowed_nobody_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then everything goes over Gloo; and no rank leaves the others waiting to find out."""
+
+    def refused(*_: object) -> int:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert find_near(_AloneGroup(), 0) == (None, {})
+
+
+class _AloneGroup:
+    """Of one."""
+
+    def size(self) -> int:
+        return 1
+
+    def allgather(self, rows: list[list[torch.Tensor]], mine: list[torch.Tensor]) -> "_AloneGroup":
+        rows[0][0].copy_(mine[0])
+        return self
+
+    def wait(self) -> None:
+        """It is there."""
 
 
 def test_closing_leaves_nothing_open() -> None:

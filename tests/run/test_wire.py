@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 from gapless.run.layout import ALIGNMENT
@@ -194,6 +195,43 @@ def test_what_is_shared_leaves_no_file() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+def _crossed(tree: Any, writer: Writer, reader: Reader) -> Any:
+    message = writer.write(tree)
+    return reader.read_bytes(bytes(message.bytes))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [3, 5000])
+def test_tensors_that_do_not_fill_their_memory_cross(shared: bool, size: int) -> None:
+    writer, reader = Writer(segments=Segments() if shared else None), Reader(attached=Attached(os.getpid()))
+    base = torch.randn(size, 20)
+    trees = [
+        base[:, 0],  # so thin that it arrives compact
+        base[:, ::3],
+        base.flatten().unfold(0, 4, 1),  # elements that are there several times
+        base[:, :1].expand(-1, 9),
+        {"x": base, "nothing": torch.empty(0, dtype=torch.int64), "one": torch.tensor(True)},
+    ]
+    for tree in trees:
+        for _ in range(3):
+            for there, here in zip(
+                pytree.tree_leaves(_crossed(tree, writer, reader)), pytree.tree_leaves(tree), strict=True
+            ):
+                assert there.dtype == here.dtype
+                assert torch.equal(there, here)
+
+
+def test_inference_mode_does_not_stick_to_messages() -> None:
+    writer, reader = Writer(segments=Segments()), Reader(attached=Attached(os.getpid()))
+    for size in (4, 4000):
+        x = torch.randn(size, 4)
+        for _ in range(2):
+            with torch.inference_mode():
+                _crossed(x[:, ::2], writer, reader)
+        for _ in range(2):
+            assert torch.equal(_crossed(x[:, ::2], writer, reader), x[:, ::2])
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_numbers_that_differ_from_their_bytes_cross(shared: bool) -> None:
     """A conjugate or its imaginary part is the memory of another tensor, to be read with another sign."""
@@ -203,5 +241,4 @@ def test_numbers_that_differ_from_their_bytes_cross(shared: bool) -> None:
         z = torch.randn(size, dtype=torch.complex64)
         for tensor in (z.conj(), z.conj().imag, z.conj().imag.contiguous(), z.real[::2], torch.randn(size)):
             for _ in range(2):
-                message = writer.write(tensor)
-                assert torch.equal(reader.read_bytes(bytes(message.bytes)), tensor)
+                assert torch.equal(_crossed(tensor, writer, reader), tensor)
