@@ -21,6 +21,7 @@ from gapless.bench.plan_settings import (
 from gapless.bench.rounds import Contestant, Progress, median, ratio, take_turns, timed
 from gapless.plan.partition import equal_counts
 from gapless.plan.profile import Profile
+from gapless.plan.search import search
 from gapless.view import text
 
 NEAR = 0.03  # how much slower than the best of all cuts the planned one may be
@@ -29,7 +30,7 @@ _FINALISTS = 3
 
 SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "gpt": lambda: small_gpt(width=64, depth=5, vocab=6000, length=32),
-    "resnet": lambda: small_resnet(101),
+    "resnet": lambda: small_resnet(101, side=128, samples=2),
     "unet": small_unet,
     "transformer": small_transformer,
     "random": random_layers,
@@ -49,7 +50,7 @@ def run(
 
 def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) -> dict[str, Any]:
     count = len(subject.layers)
-    chosen = planned(profile, _DEVICES, "1f1b", _MICROBATCHES).partition
+    chosen = _chosen(profile)
     equal = equal_counts(count, _DEVICES)
     every = [(first, count - first) for first in range(1, count)]
     with _Pipelines(subject, profile) as pipelines:
@@ -69,6 +70,13 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
         "slower_than_best": ratio(seconds[str(chosen)], seconds[str(best)]) - 1,
         "rounds": seconds,
     }
+
+
+def _chosen(profile: Profile) -> tuple[int, ...]:
+    """As `make_plan` would cut it."""
+    minibatch = _MICROBATCHES * profile.samples
+    found = search(profile, _DEVICES, microbatches=_MICROBATCHES, minibatch=minibatch, recipes=["1f1b"], replicas=False)
+    return found.best.partition
 
 
 class _Pipelines:

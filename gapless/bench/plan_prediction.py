@@ -12,9 +12,20 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from gapless.bench.plan_settings import Subject, emulated, planned, random_layers, small_gpt, small_resnet, threads_hop
+from gapless.bench.plan_settings import (
+    Subject,
+    emulated,
+    planned,
+    random_layers,
+    small_gpt,
+    small_resnet,
+    small_transformer,
+    small_unet,
+    threads_hop,
+)
 from gapless.bench.rounds import Progress, median, take_turns, timed
 from gapless.pipeline import Pipeline
+from gapless.plan.company import in_company
 from gapless.plan.meter import StorageMeter
 from gapless.plan.plan import Plan
 from gapless.plan.profile import Profile
@@ -68,7 +79,17 @@ def settings(quick: bool) -> list[tuple[Subject, int, list[Setting]]]:
                 ("interleaved", 8, False),
             ],
         ),
-        (small_resnet(18, width=8, side=64), 2, [("1f1b", 4, False), ("1f1b", 8, True), ("gpipe", 8, False)]),
+        (
+            small_resnet(18, width=8, side=64),
+            2,
+            [("1f1b", 4, False), ("1f1b", 8, True), ("gpipe", 8, False), ("gpipe", 8, True)],
+        ),
+        (small_unet(side=32), 2, [("1f1b", 4, False), ("gpipe", 8, True), ("zb-h1", 8, False)]),
+        (
+            small_transformer(vocab=1000),
+            2,
+            [("1f1b", 4, False), ("1f1b", 8, True), ("interleaved", 8, False)],
+        ),
         (random_layers(8), 2, [("1f1b", 4, False), ("1f1b", 8, True), ("zb-h1", 8, False)]),
     ]
 
@@ -122,7 +143,7 @@ def _steps(
 def _predicted(plan: Plan, profile: Profile) -> float:
     """The step of a plan, from another measurement of its layers."""
     stages = make_stages(profile, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
-    return float(simulate(plan.schedule, stages.costs).makespan)
+    return float(simulate(plan.schedule, in_company(stages.costs, plan.schedule, profile.company)).makespan)
 
 
 def _pipeline(subject: Subject, plan: Plan) -> Pipeline:

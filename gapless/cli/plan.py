@@ -11,10 +11,9 @@ from gapless.cli import options
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan import units
-from gapless.plan.footprint import SLACK
 from gapless.plan.machine import Device
 from gapless.plan.plan import Plan
-from gapless.plan.profile import Profile
+from gapless.plan.profile import SLACK, Profile
 from gapless.plan.profile_file import read_profile
 from gapless.plan.search import Found, Progress, search
 from gapless.view import text
@@ -37,9 +36,8 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     searched.add_argument(
         "--slack",
         type=float,
-        default=SLACK,
         metavar="X",
-        help=f"memory an allocator loses, as a share (default {SLACK})",
+        help=f"memory an allocator loses, as a share (default: the profile's, or {SLACK})",
     )
     searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
     searched.add_argument("--top", type=int, default=10, metavar="N", help="plans in the table (default 10)")
@@ -81,7 +79,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is {value}, but it must be at least 1")
     for name in ("slack", "time_limit"):
         value = getattr(arguments, name)
-        if not 0 <= value < math.inf:
+        if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it is a number of at least 0")
 
 

@@ -8,7 +8,7 @@ from gapless.plan import units
 from gapless.plan.explain import PARTS
 from gapless.plan.footprint import Footprint
 from gapless.plan.plan import Plan
-from gapless.plan.profile import Profile
+from gapless.plan.profile import SLACK, Profile
 from gapless.plan.search import Found
 from gapless.view import text
 
@@ -42,11 +42,22 @@ def report(profile: Profile, found: Found, top: int) -> str:
         f"where the step of {units.show_seconds(best.step_seconds)} goes:\n{_breakdown(best)}",
         _memory_bars(best),
     ]
+    if profile.slack > SLACK and profile.device.startswith("cuda"):
+        parts.append(_about_the_allocator(profile))
     if found.rejected:
         parts.append(f"left out:\n{_rejections(found)}")
     if not found.complete:
         parts.append("the search was cut short by the time limit: more time may find a better plan")
     return "\n\n".join(parts)
+
+
+def _about_the_allocator(profile: Profile) -> str:
+    return textwrap.fill(
+        f"the profile was measured with an allocator that loses {profile.slack:.0%} of what comes and goes; with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True torch's loses {SLACK:.0%}, and more fits: set that to measure "
+        "and to train",
+        _WIDTH,
+    )
 
 
 def _ranking(found: Found, top: int) -> str:

@@ -4,12 +4,13 @@ Not yet lowered and not yet judged, so that many can be made to find one that fi
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from gapless.errors import PlanError, ScheduleError
 from gapless.plan.choices import Choice
-from gapless.plan.footprint import SLACK, Footprint, footprints, over_limit
+from gapless.plan.company import in_company
+from gapless.plan.footprint import Footprint, footprints, over_limit
 from gapless.plan.machine import Device
 from gapless.plan.partition import partition
 from gapless.plan.profile import Layer, Profile
@@ -48,9 +49,10 @@ class Drafts:
     """Makes drafts of a profile for these devices, and keeps what several of them share."""
 
     def __init__(
-        self, profile: Profile, devices: Sequence[Device], *, shard_optimizer: bool = False, slack: float = SLACK
+        self, profile: Profile, devices: Sequence[Device], *, shard_optimizer: bool = False, slack: float | None = None
     ) -> None:
-        self.devices, self.shard_optimizer, self.slack = devices, shard_optimizer, slack
+        self.devices, self.shard_optimizer = devices, shard_optimizer
+        self.slack = profile.slack if slack is None else slack
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
         self._named = cache(_named_schedule)
         self._plain: dict[tuple[Choice, tuple[int, ...]], Schedule] = {}
@@ -62,6 +64,7 @@ class Drafts:
             self._plain[choice, counts] = self._schedule(choice, stages)
         plain = self._plain[choice, counts]
         schedule = lower.add_recompute(plain, stages.costs, stages=remat, early=False) if remat else plain
+        stages = replace(stages, costs=in_company(stages.costs, schedule, profile.company))
         return Draft(choice, counts, remat, stages, plain, schedule, self.held(choice, stages, schedule))
 
     def held(self, choice: Choice, stages: Stages, schedule: Schedule) -> tuple[Footprint, ...]:
@@ -93,9 +96,10 @@ class Drafts:
             if limit is None:
                 continue
             own, held = stages.of_device(device), choice.placement.stages[device]
-            fixed = profile.reserved + sum(kept(layer, self.shards(choice)) for layer in own)
+            others = profile.reserved + max(layer.libraries for layer in own)
+            fixed = others + sum(kept(layer, self.shards(choice)) for layer in own)
             messages = _MESSAGES * max(stages.boundary[stage] for stage in held)
-            beside = messages + max(layer.workspace for layer in own)
+            beside = messages + max(max(layer.workspace, layer.halves_workspace) for layer in own)
             least = fixed + (1 + self.slack) * (beside + float(sum(activation[stage] for stage in held)))
             if least > limit:
                 raise TooLargeError(

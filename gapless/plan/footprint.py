@@ -1,7 +1,15 @@
 """What each device holds at its peak, in bytes: will it fit?
 
-Activations are those of `schedule.memory`, the one copy of what an action allocates and frees. The rest is there from
-the first step to the last, or comes from how messages travel.
+    there from the first step to the last    parameters, gradients, optimizer state, what others and libraries keep
+    comes and goes                           of all actions of a device the most that is there while one runs
+
+What actions leave behind is that of `schedule.memory`, the one copy of what an action allocates and frees. On top comes
+what is there only while an action runs, and the message that was sent last and may not have been taken yet:
+
+    device 0   0F0 > 0F1 > 0B0        while 0B0 runs, what 0F1 has made may still wait for device 1
+    device 1         1F0   1B0 > 1F1
+
+A transfer takes no memory ahead on a GPU: what comes in is there when it is taken, as a part of the activation.
 """
 
 import math
@@ -9,15 +17,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from gapless.plan.profile import Profile
 from gapless.plan.stages import Stages
 from gapless.schedule import memory
-from gapless.schedule.action import Schedule
-from gapless.schedule.verify import receive_buffers
-
-SPARE_BUFFERS = 1  # of a channel, on top of what the deadlock proof asks for: receives are posted ahead
-SLACK = 0.05  # what an allocator loses between blocks that come and go, as a share of them
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Number
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,10 @@ class Footprint:
     """Bytes of one device at its peak.
 
     activations  what forwards leave behind for backwards, and the inputs kept for a recompute
-    buffers      messages on their way: receives that are posted ahead, and one that is being sent per channel
-    workspace    what the hungriest layer takes while it runs
+    buffers      messages that wait to be taken, one per channel
+    workspace    what the layer that takes most takes while it runs; or the optimizer, where that is more than all this
     slack        lost by the allocator
-    reserved     taken by others
+    reserved     taken by others, and kept by libraries
     """
 
     parameters: int
@@ -46,44 +52,138 @@ class Footprint:
 
 
 def footprints(
-    profile: Profile, stages: Stages, schedule: Schedule, *, optimizer_shards: int = 1, slack: float = SLACK
+    profile: Profile, stages: Stages, schedule: Schedule, *, optimizer_shards: int = 1, slack: float | None = None
 ) -> tuple[Footprint, ...]:
     """Of each device. `optimizer_shards`: among how many replicas the optimizer's state is shared out."""
-    peaks = memory.peaks(schedule, stages.memory_costs)
-    buffers = _buffers(schedule, stages)
+    share = profile.slack if slack is None else slack
     found = []
-    for device in range(schedule.num_devices):
+    for device, peak in enumerate(_peaks(schedule, stages)):
         layers = stages.of_device(device)
-        activations, workspace = math.ceil(peaks[device]), max((layer.workspace for layer in layers), default=0)
+        # Between two steps nothing of a microbatch is left.
+        peak = max(peak, _Held(0, 0, sum(layer.update_workspace for layer in layers)), key=sum)
         found.append(
             Footprint(
                 parameters=sum(layer.parameters for layer in layers),
                 gradients=sum(layer.gradients for layer in layers),
                 optimizer_state=math.ceil(sum(layer.optimizer_state for layer in layers) / optimizer_shards),
-                activations=activations,
-                buffers=buffers[device],
-                workspace=workspace,
-                slack=math.ceil(slack * (activations + buffers[device] + workspace)),
-                reserved=profile.reserved,
+                activations=peak.activations,
+                buffers=peak.buffers,
+                workspace=peak.workspace,
+                slack=math.ceil(share * sum(peak)),
+                reserved=profile.reserved + max((layer.libraries for layer in layers), default=0),
             )
         )
     return tuple(found)
 
 
-def _buffers(schedule: Schedule, stages: Stages) -> dict[int, int]:
-    """Per device the messages that may be on their way from it and to it."""
+class _Held(NamedTuple):
+    """What comes and goes, while one action runs."""
+
+    activations: int
+    buffers: int
+    workspace: int
+
+
+class _Beside(NamedTuple):
+    """What an action holds beside what `schedule.memory` says."""
+
+    before: Number  # from its start on
+    again: Number  # while it runs: activations that will be made again
+    buffers: int
+    workspace: int
+    after: Number  # from its end on
+
+
+def _peaks(schedule: Schedule, stages: Stages) -> list[_Held]:
+    found = []
+    recomputed = schedule.recomputed
+    for device, changes in enumerate(memory.changes(schedule, stages.memory_costs)):
+        plain, remade = _beside(schedule, stages, device)
+        held: Number = 0
+        most: Number = 0
+        peak = _Held(0, 0, 0)
+        for (stage, kind, microbatch), (takes, gives) in zip(schedule.rows[device], changes, strict=True):
+            table = remade if recomputed and (stage, microbatch) in recomputed else plain
+            before, again, buffers, workspace, after = table[stage, kind]
+            held += takes + before
+            if held + again + buffers + workspace > most:
+                most = held + again + buffers + workspace
+                peak = _Held(math.ceil(held + again), buffers, workspace)
+            held += after - gives
+        found.append(peak)
+    return found
+
+
+_Table = dict[tuple[int, Kind], _Beside]
+
+
+def _beside(schedule: Schedule, stages: Stages, device: int) -> tuple[_Table, _Table]:
+    """By stage and kind: of microbatches that are not recomputed, and of those that are."""
+    activations = stages.memory_costs.per_stage("activation", stages.placement)
+    after_forward, after_backward = _sent(schedule, stages, device)
+    plain: _Table = {}
+    remade: _Table = {}
+    halved = {stage for stage, kind, _ in schedule.rows[device] if kind is Kind.WEIGHT_GRAD}
+    for stage in schedule.placement.stages[device]:
+        activation = activations[stage]
+        # The activations that a recompute brings back have the kept input among them.
+        input_ = min(stages.boundary[stage], activation)
+        # What W needs may be more than what F has left: gradients are among it.
+        more = max(0, sum(layer.kept_for_weight_grad for layer in stages.layers[stage]) - activation)
+        workspace = _workspace(stages, stage, halves=stage in halved)
+        after = {Kind.INPUT_GRAD: more, Kind.WEIGHT_GRAD: -more}
+        given = {Kind.BACKWARD: input_, Kind.WEIGHT_GRAD: input_}
+        for kind in Kind:
+            waiting = after_backward if kind is Kind.FORWARD else after_forward
+            plain[stage, kind] = _Beside(0, 0, waiting, workspace, after.get(kind, 0))
+            remade[stage, kind] = _Beside(
+                -input_ if kind is Kind.RECOMPUTE else 0,
+                # A forward makes all of it the first time too, and lets go of it at its end.
+                activation - input_ if kind is Kind.FORWARD else 0,
+                waiting,
+                workspace,
+                after.get(kind, 0) + given.get(kind, 0),
+            )
+    return plain, remade
+
+
+def _workspace(stages: Stages, stage: int, *, halves: bool) -> int:
+    """What a stage takes while it runs, on top of the activations of all its layers.
+
+        0F    layer 0 runs: those of layers 1 and 2 are not there yet
+        0B    layer 0 runs: those of layers 1 and 2 are no longer there, or with `halves` only what their W needs
+
+    So what an early layer takes counts only in so far as it is more than that. The gradient that a backward begins with
+    stays until its end.
+    """
+    layers = stages.layers[stage]
+    begin = layers[-1].boundary if stage < len(stages.layers) - 1 else 0
+    most = gone = 0
+    for number, layer in reversed(list(enumerate(layers))):
+        own = max(layer.workspace, layer.halves_workspace) if halves else layer.workspace
+        own += begin if number < len(layers) - 1 else 0
+        own -= layer.passed if number > 0 else 0
+        most = max(most, own - gone)
+        gone += max(0, layer.activation - layer.overlap - (layer.kept_for_weight_grad if halves else 0))
+    return most
+
+
+def _sent(schedule: Schedule, stages: Stages, device: int) -> tuple[int, int]:
+    """Bytes of the messages that leave a device: the largest of each channel, after forwards and after backwards. Of
+    what a forward sends, only that which its stage does not hold anyway.
+    """
+    remade = {stage for stage, _ in schedule.recomputed}
     homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
-    largest: dict[tuple[int, int, str], int] = defaultdict(int)
-    for stage in range(1, len(homes)):
-        before, here, size = homes[stage - 1], homes[stage], stages.boundary[stage]
-        for channel in ((before, here, "activation"), (here, before, "gradient")):
-            largest[channel] = max(largest[channel], size)
-    held: dict[int, int] = defaultdict(int)
-    for channel, count in receive_buffers(schedule).items():
-        source, target, _ = channel
-        held[target] += (count + SPARE_BUFFERS) * largest[channel]
-        held[source] += largest[channel]
-    return held
+    forward: dict[int, int] = defaultdict(int)  # by the device they go to
+    backward: dict[int, int] = defaultdict(int)
+    for stage, size in enumerate(stages.boundary[1:], start=1):
+        before, here = homes[stage - 1], homes[stage]
+        if before != here and device == before:
+            held = 0 if stage - 1 in remade else stages.layers[stage - 1][-1].held_output
+            forward[here] = max(forward[here], size - held)
+        if before != here and device == here:
+            backward[before] = max(backward[before], size)
+    return sum(forward.values()), sum(backward.values())
 
 
 def in_flight_at_peak(schedule: Schedule, stages: Stages) -> tuple[float, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, PlanError
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan import units
-from gapless.plan.footprint import SLACK
 from gapless.plan.machine import Device
 from gapless.plan.measure import hop, measure
 from gapless.plan.plan import Plan
@@ -44,7 +43,7 @@ def make_plan(
     replicas: bool = False,
     links: Sequence[Link] | None = None,
     batch_dims: Any = None,
-    slack: float = SLACK,
+    slack: float | None = None,
     seconds: float = 10.0,
     time_limit: float = 60.0,
     progress: Progress | None = None,
@@ -61,7 +60,7 @@ def make_plan(
     optimizer        makes the optimizer, whose state and step are measured; None for one without either
     replicas         for a mesh: several pipelines side by side are tried too
     links            between the devices; by default between threads, as measured
-    slack            what the allocator loses, as a share of what comes and goes
+    slack            what the allocator loses, as a share of what comes and goes; by default what it is known to lose
     seconds          about how long to measure, at most three times
     time_limit       seconds to search, each time
     """
@@ -110,7 +109,7 @@ def _searched(
     microbatches: int | None,
     schedules: Sequence[str] | None,
     replicas: bool,
-    slack: float,
+    slack: float | None,
     time_limit: float,
 ) -> Found:
     """With every size that was measured; sizes that were not are scaled from the nearest one."""

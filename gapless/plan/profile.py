@@ -6,6 +6,9 @@ microbatch.
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+SLACK = 0.05  # what an allocator loses between blocks that come and go, as a share of them
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,18 @@ class Layer:
     parameters, gradients, optimizer_state   bytes; gradients as many as parameters, optimizer_state twice as many
                           (Adam) unless given
     activation            bytes that F leaves behind until I or B
-    kept_for_weight_grad  the part of them that stays until W; all of them unless given
+    kept_for_weight_grad  bytes that stay from I until W, the gradients that W needs among them; as many as the
+                          activation unless given
     boundary              bytes of what it returns, which is what crosses where a stage ends here
     overlap               the part of the activation that is not held where the layer before is in the same stage: what
                           that one holds anyway, or an input that no backward needs
-    workspace             bytes it takes while it runs, on top of all that is kept
+    workspace             bytes it takes while F or B runs, on top of all that is kept, with the gradient of what it
+                          returns
+    halves_workspace      the same for I and W; as many as for F and B unless given
+    libraries             bytes that libraries keep on a device where it has run; layers of one device share them
+    update_workspace      bytes that the optimizer step takes while it runs; the layers of a device are updated together
+    held_output           the part of what it returns that its activation has anyway
+    passed                the part of what it returns that it was given: its gradients are copied where a stage begins
     """
 
     name: str
@@ -51,6 +61,11 @@ class Layer:
     overhead: float = 0.0
     workspace: int = 0
     overlap: int = 0
+    libraries: int = 0
+    halves_workspace: int = 0
+    update_workspace: int = 0
+    held_output: int = 0
+    passed: int = 0
 
     @property
     def whole_backward(self) -> float:
@@ -74,6 +89,9 @@ class Layer:
             kept_for_weight_grad=math.ceil(self.kept_for_weight_grad * ratio),
             boundary=math.ceil(self.boundary * ratio),
             workspace=math.ceil(self.workspace * ratio),
+            halves_workspace=math.ceil(self.halves_workspace * ratio),
+            held_output=math.floor(self.held_output * ratio),
+            passed=math.floor(self.passed * ratio),
             overlap=math.floor(self.overlap * ratio),
         )
 
@@ -96,13 +114,50 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Seconds that it takes to begin an action of a stage, however many layers it has: a forward (F, R) or a backward
+    (I, B).
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+class Lost(NamedTuple):
+    """The share of its time that an action loses while another device runs forward, and while it runs backward."""
+
+    by_forward: float = 0.0
+    by_backward: float = 0.0
+
+
+_NOTHING = Lost()
+
+
+@dataclass(frozen=True)
+class Company:
+    """What a device loses by others of the same machine, in a forward (F, R), in a whole backward (B), and in one that
+    comes in halves (I, W).
+    """
+
+    forward: Lost = _NOTHING
+    backward: Lost = _NOTHING
+    halves: Lost = _NOTHING
+
+
+ALONE = Company()
+
+
+@dataclass(frozen=True)
 class Profile:
     """The layers in order, and the links from the innermost level out.
 
+    entry      what it takes to begin an action, on top of its layers
+    company    what devices that share a machine cost each other; times are of one device alone
     samples    in the microbatch that was measured
     input      bytes of the model's input for such a microbatch
     minibatch  samples in all, where the profile says so
-    reserved   bytes of each device that are taken by others: the driver, the libraries, other programs
+    reserved   bytes of each device that are taken by others: the driver, other programs
+    slack      what the device's allocator loses, as a share of what comes and goes
     """
 
     name: str
@@ -113,6 +168,9 @@ class Profile:
     minibatch: int | None = None
     reserved: int = 0
     device: str = ""
+    slack: float = SLACK
+    entry: Entry = Entry()
+    company: Company = ALONE
 
     def scaled(self, samples: int) -> "Profile":
         """The same model with microbatches of another size: what is not overhead grows with it."""

@@ -13,6 +13,7 @@ A number without a unit is seconds, bytes or bytes per second. What is wrong is 
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 from gapless.errors import ConfigError
 from gapless.plan import units
-from gapless.plan.profile import Layer, Link, Profile, Seconds
+from gapless.plan.profile import ALONE, SLACK, Company, Entry, Layer, Link, Lost, Profile, Seconds
 
 _LARGEST_FILE = 64 * 2**20
 _MOST_LAYERS = 1_000_000
@@ -38,11 +39,21 @@ _SIZES = (
     "kept_for_weight_grad",
     "boundary",
     "workspace",
+    "halves_workspace",
     "overlap",
+    "libraries",
+    "update_workspace",
+    "held_output",
+    "passed",
 )
 _LAYER_KEYS = ("layer", "name", "repeat", *_TIMES, "overhead", *_SIZES)
 _LINK_KEYS = ("name", "devices", "latency", "bandwidth")
-_PROFILE_KEYS = ("profile", "device", "samples", "minibatch", "input", "reserved", "layers", "links")
+_PROFILE_KEYS = (
+    *("profile", "device", "samples", "minibatch", "input", "reserved", "slack"),
+    *("entry", "company", "layers", "links"),
+)
+_ENTRY_KEYS = ("forward", "backward")
+_COMPANY_KEYS = ("forward", "backward", "halves")
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -67,7 +78,16 @@ def read_profile(path: str | Path) -> Profile:
 def profile_text(profile: Profile) -> str:
     """JSON with a line per layer and link; `parse_profile` gives the same profile back."""
     head: dict[str, Any] = {"profile": profile.name, "device": profile.device, "samples": profile.samples}
-    head |= {"minibatch": profile.minibatch, "input": profile.input, "reserved": profile.reserved}
+    head |= {
+        "minibatch": profile.minibatch,
+        "input": profile.input,
+        "reserved": profile.reserved,
+        "slack": profile.slack,
+    }
+    if profile.entry != Entry():
+        head["entry"] = asdict(profile.entry)
+    if profile.company != ALONE:
+        head["company"] = {key: getattr(profile.company, key)._asdict() for key in _COMPANY_KEYS}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items() if value is not None]
     layers = [{"layer": number, **_layer_to_json(layer)} for number, layer in enumerate(profile.layers)]
     links = [{key: value for key, value in asdict(link).items() if value is not None} for link in profile.links]
@@ -129,10 +149,37 @@ class _Reader:
             minibatch=self._count("the profile", data, "minibatch", 1) if data.get("minibatch") is not None else None,
             reserved=self._bytes("the profile", data, "reserved", 0),
             device=str(data.get("device", "")),
+            slack=self._number("the profile", data, "slack", _share, SLACK),
+            entry=self._entry(self._object("entry", data, _ENTRY_KEYS)),
+            company=self._company(self._object("company", data, _COMPANY_KEYS)),
         )
         if not self.faults and not any(layer.forward.median for layer in made.layers):
             self.faults.append(f"no time was measured: the forward of all {len(made.layers)} layers takes 0 seconds")
         return made
+
+    def _object(self, place: str, data: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+        """What stands under that key; nothing where it is not there."""
+        found = data.get(place, {})
+        if not isinstance(found, dict):
+            self.faults.append(f"{place} is {found!r:.40}, but it is an object with {', '.join(known)}")
+            return {}
+        self._check_keys(place, found, known)
+        return found
+
+    def _entry(self, data: dict[str, Any]) -> Entry:
+        return Entry(
+            *(
+                self._number("entry", data, key, lambda value: units.read(value, units.LATENCY), 0.0)
+                for key in _ENTRY_KEYS
+            )
+        )
+
+    def _company(self, data: dict[str, Any]) -> Company:
+        def lost(key: str) -> Lost:
+            found = self._object(key, data, Lost._fields)
+            return Lost(*(self._number(f"company, {key}", found, part, _part, 0.0) for part in Lost._fields))
+
+        return Company(*map(lost, _COMPANY_KEYS))
 
     def _layers(self, rows: list[Any]) -> Iterable[Layer]:
         expected = 0
@@ -171,10 +218,7 @@ class _Reader:
         parameters = self._bytes(place, row, "parameters")
         activation = self._bytes(place, row, "activation")
         kept = self._bytes(place, row, "kept_for_weight_grad", activation)
-        if kept > activation:
-            self.faults.append(
-                f"{place}: kept_for_weight_grad is {kept} bytes, but it is a part of the activation's {activation}"
-            )
+        workspace = self._bytes(place, row, "workspace", 0)
         overlap = self._bytes(place, row, "overlap", 0)
         if overlap > activation:
             self.faults.append(
@@ -195,8 +239,13 @@ class _Reader:
             backward=self._time(place, row, "backward") if row.get("backward") is not None else None,
             update=self._time(place, row, "update", Seconds(0.0)),
             overhead=self._number(place, row, "overhead", lambda value: units.read(value, units.SECONDS), 0.0),
-            workspace=self._bytes(place, row, "workspace", 0),
+            workspace=workspace,
+            halves_workspace=self._bytes(place, row, "halves_workspace", workspace),
             overlap=overlap,
+            libraries=self._bytes(place, row, "libraries", 0),
+            update_workspace=self._bytes(place, row, "update_workspace", 0),
+            held_output=self._bytes(place, row, "held_output", 0),
+            passed=self._bytes(place, row, "passed", 0),
         )
 
     def _links(self, rows: list[Any]) -> Iterable[Link]:
@@ -272,3 +321,15 @@ class _Reader:
                 near = get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
                 self.faults.append(f"{place} has {str(key)[:40]!r}, which is not understood; {hint}")
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"is {value!r:.40}, but it is a number of at least 0")
+    return float(value)
+
+
+def _part(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"is {value!r:.40}, but it is a part of a whole: from 0 to below 1")
+    return float(value)

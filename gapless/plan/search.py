@@ -15,7 +15,6 @@ from gapless.plan import choices as options
 from gapless.plan.choices import Choice
 from gapless.plan.drafts import Drafts, TooLargeError
 from gapless.plan.explain import explained
-from gapless.plan.footprint import SLACK
 from gapless.plan.judge import Judge
 from gapless.plan.machine import Device, Mesh, check_devices, check_reach
 from gapless.plan.plan import Plan
@@ -73,7 +72,7 @@ def search(
     recipes: Sequence[str] | None = None,
     replicas: bool = True,
     shard_optimizer: bool = False,
-    slack: float = SLACK,
+    slack: float | None = None,
     time_limit: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Found:
@@ -85,7 +84,7 @@ def search(
     recipes          only these; by default all, and `auto` where they do best
     replicas         several pipelines side by side are tried too; otherwise one of all devices
     shard_optimizer  the optimizer's state is shared out among replicas
-    slack            what the allocator loses, as a share of what comes and goes
+    slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
     time_limit       in seconds; what was found until then is the answer
     """
     there = [Device(memory)] * _at_least_one("devices", devices) if isinstance(devices, int) else list(devices)
@@ -247,7 +246,7 @@ def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
     if None in memories:
         return
     for number, layer in enumerate(profile.layers):
-        need = layer.parameters + layer.gradients + layer.optimizer_state + profile.reserved
+        need = layer.parameters + layer.gradients + layer.optimizer_state + layer.libraries + profile.reserved
         if need > most:
             raise PlanError(
                 f"layer {number} ({layer.name[:60]}) alone needs {show_bytes(need)} for its parameters "

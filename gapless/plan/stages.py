@@ -38,27 +38,27 @@ def make_stages(
     layers = tuple(profile.layers[first:last] for first, last in pairwise(ends))
     homes = [placement.device(stage, 0) for stage in range(len(counts))]
 
-    def time(of: Callable[[Layer], float]) -> tuple[float, ...]:
-        return tuple(sum(map(of, own)) / speeds[home] for own, home in zip(layers, homes, strict=True))
+    def time(of: Callable[[Layer], float], entry: float = 0.0) -> tuple[float, ...]:
+        return tuple((entry + sum(map(of, own))) / speeds[home] for own, home in zip(layers, homes, strict=True))
 
     def size_of(of: Callable[[Layer], int]) -> tuple[int, ...]:
         return tuple(sum(map(of, own)) for own in layers)
 
-    def kept(of: Callable[[Layer], int]) -> tuple[int, ...]:
-        """Layers of one stage hold what passes between them once."""
-        shared = [sum(layer.overlap for layer in own[1:]) for own in layers]
-        return tuple(max(0, size - less) for size, less in zip(size_of(of), shared, strict=True))
-
+    # Layers of one stage hold what passes between them once.
+    shared = [sum(layer.overlap for layer in own[1:]) for own in layers]
+    sizes = size_of(lambda layer: layer.activation)
+    activation = tuple(max(0, size - less) for size, less in zip(sizes, shared, strict=True))
     boundary = (profile.input, *(own[-1].boundary for own in layers[:-1]))
     costs = Costs(
-        forward=time(lambda layer: layer.forward.median),
-        input_grad=time(lambda layer: layer.input_grad.median),
+        forward=time(lambda layer: layer.forward.median, profile.entry.forward),
+        input_grad=time(lambda layer: layer.input_grad.median, profile.entry.backward),
         weight_grad=time(lambda layer: layer.weight_grad.median),
-        recompute=time(lambda layer: layer.recompute.median),
+        recompute=time(lambda layer: layer.recompute.median, profile.entry.forward),
         update=time(lambda layer: layer.update.median),
-        backward=time(lambda layer: layer.whole_backward),
-        activation=kept(lambda layer: layer.activation),
-        kept_for_weight_grad=kept(lambda layer: layer.kept_for_weight_grad),
+        backward=time(lambda layer: layer.whole_backward, profile.entry.backward),
+        activation=activation,
+        # Orders are made as if the gradients that W needs were a part of the activation; `footprint` counts all.
+        kept_for_weight_grad=tuple(map(min, size_of(lambda layer: layer.kept_for_weight_grad), activation)),
         boundary=boundary,
     )
     return Stages(layers, placement, _with_links(costs, profile, homes, mesh, boundary), boundary)

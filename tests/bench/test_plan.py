@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from gapless.bench import plan
+from gapless.bench import plan, plan_fit
 from gapless.cli import main
+from gapless.plan.meter import has_expandable_segments
 
 
 def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +37,28 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_needs_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", "--fit"]) != 0
     assert "--fit measures on an NVIDIA GPU, and there is none here" in capsys.readouterr().err
+
+
+def test_each_stream_counts_at_its_own_peak_and_the_caller_s_by_what_stays() -> None:
+    caller, one, other = 0, 7, 8
+    history = [
+        {"action": "alloc", "stream": caller, "size": 1000},
+        {"action": "alloc", "stream": one, "size": 300},
+        {"action": "free_requested", "stream": one, "size": 300},
+        {"action": "free_completed", "stream": one, "size": 300},
+        {"action": "alloc", "stream": other, "size": 200},
+        {"action": "alloc", "stream": one, "size": 100},
+        {"action": "alloc", "stream": caller, "size": 50},
+        {"action": "free_requested", "stream": caller, "size": 50},
+    ]
+    assert plan_fit._peaks(history, caller) == 1000 + 300 + 200
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_allocator_is_set_and_set_back() -> None:
+    gpu = torch.device("cuda", 0)
+    before = has_expandable_segments(gpu)
+    with plan_fit._expandable_segments("cuda:0"):
+        assert has_expandable_segments(gpu)
+    assert has_expandable_segments(gpu) == before

@@ -63,7 +63,9 @@ def test_the_report(gapless: Command, profile: str) -> None:
     assert memory[0] == "memory per device, of 100 MiB:"
     assert memory[1].startswith("   0  PPPGGGOOOOOOO")
     assert memory[1].endswith("%")
-    assert memory[-1] == "  P parameters  G gradients  O optimizer state  A activations  b buffers  s slack"
+    assert (
+        memory[-1] == "  P parameters  G gradients  O optimizer state  A activations  b buffers  w workspace  s slack"
+    )
     grid = out.splitlines()
     assert grid[-3].startswith("2 ")
     assert grid[-1].startswith("F forward")
@@ -105,6 +107,15 @@ def test_devices_may_differ(gapless: Command, profile: str) -> None:
     found = json.loads(gapless(line).out)
     assert found["best"]["partition"] == [4, 2]
     assert found["best"]["limits"] == [2**30, 2**29]
+
+
+def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({**PROFILE, "device": "cuda:0", "slack": 0.25}))
+    out = gapless(f"plan {file} {QUICK}").out.replace("\n", " ")
+    assert "measured with an allocator that loses 25% of what comes and goes; with PYTORCH_ALLOC_CONF=expandable" in out
+    file.write_text(json.dumps({**PROFILE, "device": "cuda:0"}))
+    assert "expandable" not in gapless(f"plan {file} {QUICK}").out
 
 
 def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:

@@ -28,10 +28,10 @@ def held(schedule: Schedule, profile: Profile = PROFILE, **more: float) -> tuple
 
 
 def test_each_part_of_1f1b_by_hand() -> None:
-    # 2 layers per stage. Device r holds 4-r microbatches; a receive takes 1 buffer and 1 spare one, a send takes 1.
+    # 2 layers per stage. Device r holds 4-r microbatches; what it sent last, to one side or the other, may wait there.
     found = held(make_schedule("1f1b", devices=4, microbatches=8), slack=0.5)
     assert [device.activations for device in found] == [800, 600, 400, 200]
-    assert [device.buffers for device in found] == [21, 42, 42, 21]
+    assert [device.buffers for device in found] == [7, 7, 7, 7]
     for device in found:
         assert (device.parameters, device.gradients, device.optimizer_state) == (20, 20, 40)
         assert (device.reserved, device.workspace) == (1000, 0)
@@ -43,14 +43,27 @@ def test_a_recompute_keeps_inputs_and_one_microbatch() -> None:
     plain = make_schedule("gpipe", devices=2, microbatches=6)
     again = lower.add_recompute(plain, early=False)
     assert [device.activations for device in held(plain)] == [6 * 400, 6 * 400]
-    # Its input is 5 bytes on the first device and 7 on the second.
-    assert [device.activations for device in held(again)] == [6 * 5 + 400, 6 * 7 + 400]
+    # Its input is 5 bytes on the first device and 7 on the second, and one of the six is among the 400 that are back.
+    assert [device.activations for device in held(again)] == [5 * 5 + 400, 5 * 7 + 400]
+
+
+def test_a_forward_that_is_recomputed_makes_it_all_the_first_time_too() -> None:
+    (found,) = held(Schedule.parse("0: 0F0 0F1 0R0 0F2 0B0 0R1 0B1 0R2 0B2"))
+    # While 0F2 runs there are three inputs, what 0R0 has brought back, and as much again.
+    assert found.activations == 5 + 2 * 800
 
 
 def test_what_weight_gradients_need_stays_longer() -> None:
     schedule = Schedule.parse("0: 0F0 0I0 0F1 0I1 0W0 0W1")
     profile = replace(PROFILE, layers=tuple(replace(layer, kept_for_weight_grad=30) for layer in PROFILE.layers))
     assert held(schedule, profile)[0].activations == 8 * (30 + 100)
+
+
+def test_weight_gradients_may_need_more_than_forwards_leave() -> None:
+    # A linear layer: F leaves its input, W needs the gradient of its output too.
+    schedule = Schedule.parse("0: 0F0 0I0 0F1 0I1 0W0 0W1")
+    profile = replace(PROFILE, layers=tuple(replace(layer, kept_for_weight_grad=170) for layer in PROFILE.layers))
+    assert held(schedule, profile)[0].activations == 8 * (170 + 170)
 
 
 def test_replicas_may_share_the_optimizer_s_state() -> None:
@@ -64,11 +77,65 @@ def test_the_hungriest_layer_s_workspace_counts_once() -> None:
     assert [device.workspace for device in found] == [10, 30, 50, 70]
 
 
+def test_what_an_early_layer_takes_counts_where_later_ones_hold_less() -> None:
+    layers = [replace(layer, workspace=10, halves_workspace=10) for layer in PROFILE.layers]
+    layers[0] = replace(layers[0], workspace=1000, halves_workspace=1000)
+    profile = replace(PROFILE, layers=tuple(layers))
+    # Seven layers of 100 bytes hold nothing yet, or nothing any more, while layer 0 runs.
+    assert held(Schedule.parse("0: 0F0 0B0"), profile)[0].workspace == 1000 - 7 * 100
+    # In halves, all of it waits for W.
+    assert held(Schedule.parse("0: 0F0 0I0 0W0"), profile)[0].workspace == 1000
+
+
+def test_the_gradient_that_a_backward_begins_with_stays_to_its_end() -> None:
+    first = replace(PROFILE.layers[0], workspace=200)
+    profile = replace(PROFILE, layers=(first, *PROFILE.layers[1:]))
+    assert held(make_schedule("1f1b", devices=4, microbatches=4), profile)[0].workspace == 200 + 7 - 100
+
+
+def test_a_message_that_its_stage_holds_anyway_takes_nothing() -> None:
+    layers = tuple(replace(layer, held_output=5) for layer in PROFILE.layers)
+    schedule = make_schedule("gpipe", devices=2, microbatches=2)
+    assert held(schedule, replace(PROFILE, layers=layers))[0].buffers == 2
+    # With remat the stage lets go of it, and only the message has it.
+    again = lower.add_recompute(schedule, early=False)
+    assert held(again, replace(PROFILE, layers=layers))[0].buffers == 7
+
+
+def test_gradients_of_what_a_layer_passes_on_are_copied_only_where_a_stage_begins() -> None:
+    layers = tuple(replace(layer, workspace=300 + 10 * n, passed=40) for n, layer in enumerate(PROFILE.layers))
+    (found,) = held(Schedule.parse("0: 0F0 0B0"), replace(PROFILE, layers=layers))
+    assert found.workspace == 370 - 40
+    (alone,) = held(Schedule.parse("0: 0F0 0B0"), replace(PROFILE, layers=layers[:1]))
+    assert alone.workspace == 300
+
+
+def test_what_libraries_keep_is_shared_by_the_layers_of_a_device() -> None:
+    layers = tuple(replace(layer, libraries=66 * (number == 7)) for number, layer in enumerate(PROFILE.layers))
+    found = held(make_schedule("1f1b", devices=4, microbatches=4), replace(PROFILE, layers=layers))
+    assert [device.reserved for device in found] == [1000, 1000, 1000, 1066]
+
+
+def test_an_optimizer_step_counts_where_it_takes_more_than_the_actions() -> None:
+    schedule = make_schedule("1f1b", devices=4, microbatches=8)
+    layers = tuple(replace(layer, update_workspace=204) for layer in PROFILE.layers)
+    found = held(schedule, replace(PROFILE, layers=layers))
+    assert [(device.activations, device.workspace) for device in found] == [(800, 0), (600, 0), (0, 408), (0, 408)]
+
+
+def test_what_the_allocator_loses_is_the_profile_s_unless_given() -> None:
+    schedule = make_schedule("1f1b", devices=1, microbatches=4)
+    profile = replace(PROFILE, slack=0.25)
+    assert held(schedule, profile)[0].slack == 0.25 * 800
+    assert held(schedule, profile, slack=0.5)[0].slack == 0.5 * 800
+    assert held(schedule)[0].slack == 0.05 * 800
+
+
 def test_a_vee_has_no_message_where_it_turns() -> None:
     schedule = make_schedule("zb-v", devices=2, microbatches=4)
     assert schedule.placement == vee(2)
-    # Four channels between the two devices, one of each kind each way: 2 x (2 receives + 1 send) x 7 bytes.
-    assert [device.buffers for device in held(schedule)] == [42, 42]
+    # Forwards go from device 0 to 1 and, from stage 2 to 3, back: one message of each device.
+    assert [device.buffers for device in held(schedule)] == [7, 7]
 
 
 def test_how_often_a_stage_is_there_at_the_peak() -> None:

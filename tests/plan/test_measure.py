@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.plan.measure import hop, measure
-from gapless.plan.meter import StorageMeter, bytes_of
-from gapless.plan.profile import Profile
+from gapless.plan.meter import PAGE, SEGMENTED_SLACK, StorageMeter, bytes_of, has_expandable_segments
+from gapless.plan.profile import ALONE, Profile
 from gapless.plan.profile_file import parse_profile, profile_text
 from gapless.zoo.emulated import Emulated
 
@@ -37,6 +37,30 @@ def test_sizes_are_right_to_the_byte(alone: bool) -> None:
     assert (tanh.activation, tanh.overlap) == (2 * BOUNDARY, BOUNDARY)
     assert last.overlap == BOUNDARY  # what tanh keeps is the input of the next
     assert last.activation >= 2 * BOUNDARY  # its input, and the difference that the loss needs
+    assert tanh.workspace == 2 * BOUNDARY  # the gradient that its backward begins with, and the one that it makes
+
+
+def test_what_a_layer_returns_may_be_held_anyway() -> None:
+    class Skip(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, 2 * x
+
+    class Sum(nn.Module):
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            return value[0] + value[1]
+
+    linear, tanh, skip, _ = profiled([nn.Linear(WIDTH, WIDTH), nn.Tanh(), Skip(), Sum()]).layers
+    assert (linear.held_output, tanh.held_output) == (0, BOUNDARY)  # tanh needs its result for the backward
+    assert (linear.passed, tanh.passed, skip.passed) == (0, 0, BOUNDARY)
+
+
+def test_what_waits_for_a_weight_gradient_is_the_input_and_the_gradient() -> None:
+    linear, tanh, _ = profiled(layers()).layers
+    assert linear.kept_for_weight_grad == 2 * BOUNDARY
+    assert tanh.kept_for_weight_grad == 0
+    # Its W makes the gradients of weight and bias, one after the other.
+    assert linear.halves_workspace >= linear.parameters
+    assert (linear.libraries, profiled(layers()).slack) == (0, 0.05)  # a CPU's keep nothing
 
 
 def test_what_was_not_run_has_no_times() -> None:
@@ -61,6 +85,18 @@ def test_times_are_those_of_the_actions() -> None:
         assert 0.006 <= layer.weight_grad.median < 0.03
         assert 0.0095 <= layer.whole_backward < 0.05
         assert 0.002 <= layer.recompute.median < 0.01
+
+
+def test_a_device_alone_loses_nothing_and_two_are_measured_beside_each_other() -> None:
+    assert profiled(layers()).company == ALONE
+    company = profiled(layers(), side_by_side=2, threads=1).company
+    shares = [share for lost in (company.forward, company.backward, company.halves) for share in lost]
+    assert all(0 <= share < 1 for share in shares)
+
+
+def test_what_it_takes_to_begin_a_stage_is_no_part_of_its_layers() -> None:
+    profile = profiled([nn.Tanh() for _ in range(8)])
+    assert profile.entry.backward > 0  # eight backwards, or one: there is next to nothing else to do
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -136,3 +172,8 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator() -> None:
     assert linear.forward.median > 0
     assert linear.activation >= BOUNDARY
     assert profile.device.startswith("cuda")
+    assert linear.libraries > 0  # cuBLAS has a workspace
+    assert linear.update_workspace >= linear.parameters  # AdamW updates all parameters at once
+    assert profile.layers[1].libraries == 0
+    assert profile.reserved == PAGE
+    assert profile.slack == (0.05 if has_expandable_segments(torch.device("cuda")) else SEGMENTED_SLACK)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gapless.errors import ConfigError
-from gapless.plan.profile import Layer, Link, Profile, Seconds
+from gapless.plan.profile import Company, Entry, Layer, Link, Lost, Profile, Seconds
 from gapless.plan.profile_file import parse_profile, profile_text, read_profile, write_profile
 
 BLOCK = {"name": "block", "forward": "1.5 ms", "parameters": "12 MiB", "activation": "6 MiB", "boundary": "1 MiB"}
@@ -55,11 +55,28 @@ def full_profile() -> Profile:
             kept_for_weight_grad=40,
             boundary=10,
             workspace=7,
+            halves_workspace=9,
+            libraries=33,
+            update_workspace=5,
+            held_output=8,
+            passed=3,
         )
         for number in range(3)
     )
     links = (Link("nvlink", 8, 8e-6, 2e11), Link("infiniband", None, 2e-5, None))
-    return Profile("mine", layers, links, samples=4, input=12, minibatch=64, reserved=2**20, device="a GPU")
+    return Profile(
+        "mine",
+        layers,
+        links,
+        samples=4,
+        input=12,
+        minibatch=64,
+        reserved=2**20,
+        device="a GPU",
+        slack=0.25,
+        entry=Entry(1e-4, 2e-4),
+        company=Company(Lost(0.3, 0.2), Lost(0.1, 0.0), Lost(0.25, 0.125)),
+    )
 
 
 def test_it_is_written_and_read_back_as_it_was(tmp_path: Path) -> None:
@@ -79,6 +96,17 @@ def test_another_microbatch_scales_what_is_not_overhead() -> None:
     assert (half.layers[0].activation, half.layers[0].boundary) == (3 * 2**20, 2**19)
     assert half.layers[0].parameters == 12 * 2**20
     assert (half.samples, half.input) == (2, 50)
+
+
+def test_what_devices_lose_by_each_other_is_a_part_of_their_time() -> None:
+    company = {"forward": {"by_forward": 1}, "halves": {"by_backwards": 0.5}, "backward": 0.5}
+    with pytest.raises(ConfigError) as caught:
+        parsed(BLOCK, company=company, entry=3)
+    assert str(caught.value) == (
+        "entry is 3, but it is an object with forward, backward; "
+        "company, forward: by_forward is 1, but it is a part of a whole: from 0 to below 1; "
+        "backward is 0.5, but it is an object with by_forward, by_backward; and 1 more"
+    )
 
 
 def test_the_link_between_two_devices_is_the_innermost_that_has_both() -> None:
@@ -102,10 +130,6 @@ def test_the_link_between_two_devices_is_the_innermost_that_has_both() -> None:
         ({"activation": "6 ms"}, "layer 0 (block): activation is '6 ms', but it is a number of bytes such as '24 MiB'"),
         ({"parameters": 0.5}, "layer 0 (block): parameters is 0.5 bytes, but bytes are whole: is the unit right"),
         ({"foward": 1}, "layer 0 (block) has 'foward', which is not understood; did you mean forward?"),
-        (
-            {"kept_for_weight_grad": "7 MiB"},
-            "layer 0 (block): kept_for_weight_grad is 7340032 bytes, but it is a part of the activation's 6291456",
-        ),
         ({"layer": 3}, "layer 0 is missing: the first one is 3"),
         ({"repeat": 0}, "layer 0 (block): repeat is 0, but it is a whole number of at least 1"),
         ({"repeat": 10**8}, "layer 0 (block) ends at layer 100000000, but a profile has at most 1,000,000"),
@@ -123,6 +147,8 @@ def test_a_bad_layer_is_one_clear_sentence(change: dict[str, Any], message: str)
     [
         ({"samples": 0}, "the profile: samples is 0, but it is a whole number of at least 1"),
         ({"reserved": -1}, "the profile: reserved is -1 bytes, but it can't be negative"),
+        ({"slack": -0.1}, "the profile: slack is -0.1, but it is a number of at least 0"),
+        ({"slack": "5%"}, "the profile: slack is '5%', but it is a number of at least 0"),
         ({"layer": []}, "the profile has 'layer', which is not understood; did you mean layers?"),
         ({"links": 3}, '"links" is no list'),
         ({"links": [{"bandwidth": 100}]}, "link 0: bandwidth is 100 bytes/s, but a bandwidth from 100000 to 1e+15"),
