@@ -118,13 +118,16 @@ class Links:
         assert self.waits_in is not None
         return self._explain(self.ranks[self.waits_in.source], error)
 
-    def close(self, broken: Callable[[], bool] = lambda: False) -> None:
-        """Everything handed over goes out first. Programs may outlive the connections, so these let go of them."""
+    def close(self, broken: Callable[[], bool] = lambda: False, patience: float = 60.0) -> None:
+        """Everything handed over goes out first, but for so many seconds others are waited for at the most. Programs
+        may outlive the connections, so these let go of them.
+        """
+        deadline = time.monotonic() + patience
         for outgoing in self._outgoing.values():
             self.courier.put((Outgoing.settle, outgoing))
         self.courier.close(broken)
         for outgoing in self._outgoing.values():
-            while not outgoing.is_over() and not broken():
+            while not outgoing.is_over() and not broken() and time.monotonic() < deadline:
                 time.sleep(_A_MOMENT)
             outgoing.close()
         for incoming in self._incoming.values():

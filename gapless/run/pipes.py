@@ -54,7 +54,7 @@ class Inbox:
         with contextlib.suppress(OSError):  # there may be a limit for all pipes of a user
             fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, _CAPACITY)
         self._came: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-        self._begun: dict[tuple[int, int], bytes] = {}
+        self._begun: dict[tuple[int, int], list[bytes]] = {}
         self._rest = b""
         self.left: set[int] = set()  # devices from which nothing will come any more
         self.broken = False
@@ -76,11 +76,12 @@ class Inbox:
             if stop > end:
                 break
             at, piece, channel = stop, data[start:stop], (source, tag)
-            if self._begun:
-                piece = self._begun.pop(channel, b"") + piece
             if goes_on:
-                self._begun[channel] = piece
-            elif tag == _LEFT:
+                self._begun.setdefault(channel, []).append(piece)
+                continue
+            if channel in self._begun:
+                piece = b"".join([*self._begun.pop(channel), piece])
+            if tag == _LEFT:
                 self.left.add(source)
             elif tag == _BROKEN:
                 self.broken = True

@@ -320,7 +320,7 @@ class Ranks:
 
     def close(self) -> None:
         self._watch.say_goodbye()
-        self._links.close(lambda: self._watch.news is not None)
+        self._links.close(lambda: self._watch.news is not None, self._watch.timeout)
         self._buckets, self._sums, self._pace = {}, None, Pace(())
         self._groups.close()
         self._watch.close()
