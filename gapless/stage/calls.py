@@ -94,8 +94,7 @@ class Calls:
         self._compiled_loss = CompiledCalls(loss) if is_compiled(loss) else None
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
-        outside = loss is None and not spread
-        outside = outside and all(way is Way.OUTSIDE and not _is_traced(layer) for layer, way in self._layers)
+        outside = all(way is Way.OUTSIDE and not _is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and _plainly_called(layer) for layer in layers):
             self._bare = list(layers)
@@ -141,7 +140,9 @@ class Calls:
         return list(dict.fromkeys(found))
 
     def bare(self) -> list[Callable[..., Any]] | None:
-        """The layers, where nothing they do needs to be seen, so that they may be called just so; else None."""
+        """The layers, where nothing they do needs to be seen, so that they may be called just so with one tensor; else
+        None.
+        """
         if self._bare is None or _has_any_global_hook():
             return None
         for layer in self._bare:

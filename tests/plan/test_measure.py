@@ -76,15 +76,15 @@ def test_a_model_without_data_is_measured_without_running_it() -> None:
 
 
 def test_times_are_those_of_the_actions() -> None:
-    model: list[nn.Module] = [Emulated(forward=0.002, input_grad=0.004, weight_grad=0.006) for _ in range(2)]
+    """What it takes to begin a stage is taken off, and a busy machine takes longer."""
+    model: list[nn.Module] = [Emulated(forward=0.004, input_grad=0.012, weight_grad=0.024) for _ in range(2)]
     x = torch.zeros(2, 1).requires_grad_()
     first, second = measure(model, x, None, loss=lambda y, _: y.sum(), seconds=0.01).layers
     for layer in (first, second):
-        assert 0.002 <= layer.forward.median < 0.01
-        assert 0.004 <= layer.input_grad.median < 0.02
-        assert 0.006 <= layer.weight_grad.median < 0.03
-        assert 0.0095 <= layer.whole_backward < 0.05
-        assert 0.002 <= layer.recompute.median < 0.01
+        assert 0.8 * 0.004 <= layer.forward.median < layer.input_grad.median
+        assert 0.8 * 0.012 <= layer.input_grad.median < layer.weight_grad.median
+        assert 0.8 * 0.024 <= layer.weight_grad.median < layer.whole_backward
+        assert 0.8 * 0.004 <= layer.recompute.median < layer.input_grad.median
 
 
 def test_a_device_alone_loses_nothing_and_two_are_measured_beside_each_other() -> None:
