@@ -77,6 +77,9 @@ def two_hosts(*, delay: float, rate: float) -> Iterator[Hosts]:
                 pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
             stack.callback(_remove, name)
             assert _run("-n", name, "link", "set", "lo", "up").returncode == 0
+        own = _run("netns", "exec", names[0], *_OWN_PROCESSES, "true")
+        if own.returncode:
+            pytest.skip(f"no process namespaces here: {own.stderr.strip()}")
         if _netem(names, delay, rate):
             yield Hosts(names, "netem")
         else:
