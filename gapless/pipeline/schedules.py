@@ -31,7 +31,10 @@ class Schedules:
             schedule = fitting_schedule(asked, self.num_devices, microbatches)
         else:
             if not find_recipe(asked).synchronous:
-                raise ScheduleError(f"{asked} updates weights on its way; a Pipeline runs schedules that do not")
+                raise ScheduleError(
+                    f"{asked} updates weights on its way; a Pipeline runs schedules that do not: "
+                    "`gapless schedules` tells which do"
+                )
             schedule = make_schedule(
                 asked,
                 devices=self.num_devices,
@@ -51,7 +54,10 @@ class Schedules:
         """Of each stage."""
         remat = [self.remat] * num_stages if isinstance(self.remat, str) else list(self.remat)
         if len(remat) != num_stages:
-            raise ConfigError(f"remat lists {len(remat)} stages, but the schedule has {num_stages}")
+            raise ConfigError(
+                f"remat lists {len(remat)} stages, but the schedule has {num_stages}: list one word for each stage, or "
+                "give one word for all"
+            )
         if isinstance(self.asked, Schedule):  # one with R in it recomputes, whatever else was asked for
             for stage in {stage for stage, _ in self.asked.recomputed}:
                 remat[stage] = "stage"

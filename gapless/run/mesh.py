@@ -66,7 +66,10 @@ def take_seat(mesh: Any) -> Seat:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"rank {dist.get_rank()} is not in the mesh: only its ranks make the pipeline")
     if mesh.device_type not in ("cpu", "cuda"):
-        raise ConfigError(f"the mesh is of {mesh.device_type} devices, which are neither cpu nor cuda")
+        raise ConfigError(
+            f"the mesh is of {mesh.device_type} devices, which are neither cpu nor cuda: make it with "
+            "init_device_mesh('cpu', ...) or ('cuda', ...)"
+        )
     here = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Seat(
         mesh,
