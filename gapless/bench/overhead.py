@@ -6,6 +6,7 @@ import torch
 
 from gapless.bench.rounds import Progress, median, ratio, silent, take_turns, timed
 from gapless.pipeline import Pipeline
+from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.plain import plain_step
 from gapless.zoo.gpt import gpt, next_token_loss
 
@@ -23,9 +24,7 @@ def run(
     rounds: int,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with intra_op_threads(threads):
         model = gpt(width=width, depth=depth, context=length)
         ids = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(0))
         inputs, target = ids[:, :-1], ids[:, 1:]
@@ -43,8 +42,6 @@ def run(
                 ),
             }
             seconds = take_turns(contestants, rounds, progress)
-    finally:
-        torch.set_num_threads(before)
     return {
         "benchmark": "overhead",
         "model": f"gpt of {depth} layers, width {width}",

@@ -24,10 +24,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from gapless.bench.contest import Contest, from_json
+from gapless.stage.intra_op import set_intra_op_threads
 
 
 class Side(Protocol):
@@ -40,7 +40,7 @@ class Side(Protocol):
 
 
 def _work(rank: int, side: Side, contest: Contest, names: Sequence[str], folder: str, lead: Connection) -> None:
-    torch.set_num_threads(1)
+    set_intra_op_threads(1)  # as under torchrun
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
+from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.stage import Stage
 from gapless.view import text
 from gapless.zoo.gpt import Block
@@ -26,9 +27,7 @@ Once = Callable[[Tensor, Tensor], Parts]
 def run(
     *, width: int, samples: int, length: int, times: int, rounds: int, progress: Progress = silent
 ) -> dict[str, Any]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with intra_op_threads(1):
         blocks = {
             "mlp": (
                 nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
@@ -40,8 +39,6 @@ def run(
             _row(name, block, torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape), times, rounds, progress)
             for name, (block, shape) in blocks.items()
         ]
-    finally:
-        torch.set_num_threads(before)
     return {"benchmark": "split", "width": width, "times": times, "rows": rows, "target": TARGET}
 
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
-
 from gapless.bench.contest import Contest
 from gapless.bench.emulated import pipeline, step
 from gapless.bench.peer import Peer
 from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
+from gapless.stage.intra_op import intra_op_threads
 
 TARGET = 1.2
 
@@ -24,15 +23,11 @@ def run(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have
-    try:
+    with intra_op_threads(1):  # as the ranks have
         progress("starting torch.distributed.pipelining")
         with pipeline(contest, "1f1b") as pipe, Peer(contest, ["1f1b"]) as peer:
             contestants = {"gapless": step(contest, pipe, steps), "torch": lambda: peer.step("1f1b", steps)}
             seconds = take_turns(contestants, rounds, progress)
-    finally:
-        torch.set_num_threads(before)
     return {
         "benchmark": "tiny",
         "devices": devices,

@@ -12,7 +12,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from gapless.plan.sizes import Sizes, fake_sizes, measured_sizes
 from gapless.plan.task import Optimizer, Task, moved
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.intra_op import intra_op_threads
 
 Progress = Callable[[int, int], None]
 
@@ -69,7 +69,7 @@ def measure(
     if sizes_alone:
         sizes, timed = fake_sizes(task, device, optimizer), _Timed(Times(), Entry(), ALONE)
     else:
-        with _threads(threads):
+        with intra_op_threads(threads):
             sizes = measured_sizes(task, device, optimizer)
         timed = _timed(task, device, optimizer, threads, side_by_side, seconds, progress)
     return Profile(
@@ -172,7 +172,7 @@ class _Phases:
 
     def _work(self, index: int, runner: Runner) -> None:
         try:
-            with _threads(self._threads):
+            with intra_op_threads(self._threads):
                 with self._turn:
                     self.alone[index] = self._by_itself(index, runner)
                 self._together.wait()
@@ -252,17 +252,6 @@ def _spans(alone: Sequence[Taken], beside: Sequence[Taken]) -> list[Span]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(count: int) -> AbstractContextManager[object]:
-    """Intra-op threads of the calling thread."""
-    before = torch.get_num_threads()
-    if before == count:
-        return nullcontext()
-    stack = ExitStack()
-    torch.set_num_threads(count)
-    stack.callback(torch.set_num_threads, before)
-    return stack
 
 
 def hop(rounds: int = 200) -> Link:

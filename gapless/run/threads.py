@@ -17,6 +17,7 @@ from gapless.run.cores import Cores
 from gapless.run.transport import StoppedError
 from gapless.schedule.action import Schedule
 from gapless.schedule.verify import Channel, messages
+from gapless.stage.intra_op import set_intra_op_threads
 
 _STOP = object()
 
@@ -192,8 +193,7 @@ def _close(parts: Iterable[Closing]) -> None:
 
 
 def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:
-    torch.get_num_threads()  # torch sets a thread up at its first call; later that would undo the next line
-    torch.set_num_threads(intra_op_threads)
+    set_intra_op_threads(intra_op_threads)
     ready.down()
     while (task := inbox.get()) is not None:
         task()

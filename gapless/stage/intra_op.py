@@ -1,0 +1,50 @@
+"""How many threads the kernels of a CPU may take, for the calling thread alone.
+
+Not all of them obey torch.set_num_threads: on ARM, matrix products go through oneDNN to the Arm Compute Library, which
+asks OpenMP for a thread per core whatever was set, and devices side by side would have more threads than there are
+cores. Where one thread is meant, OpenMP is told to run nothing in parallel, which it keeps for each thread by
+itself. Bits stay the same: the work is cut as before, and done one piece after another.
+"""
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+def set_intra_op_threads(count: int) -> None:
+    """For the rest of this thread's life."""
+    torch.get_num_threads()  # torch sets a thread up at its first call; later that would undo the next line
+    torch.set_num_threads(count)
+    openmp = _openmp()
+    if openmp is not None:
+        openmp.omp_set_max_active_levels(0 if count == 1 else 1)
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    openmp = _openmp()
+    levels = openmp.omp_get_max_active_levels() if openmp is not None else 0
+    set_intra_op_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if openmp is not None:
+            openmp.omp_set_max_active_levels(levels)
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """The library that torch has loaded, where the Arm Compute Library may use it."""
+    maps = Path("/proc/self/maps")
+    if platform.machine() != "aarch64" or not maps.exists():
+        return None
+    loaded = (line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line)
+    path = next(loaded, None)
+    return None if path is None else ctypes.CDLL(path)
