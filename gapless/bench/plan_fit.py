@@ -3,9 +3,10 @@
     planned   the limit is what was predicted, or a little more: the run must not fail
     refused   the limit is a little less than predicted: with 15% less than that the run must fail
 
-All devices of a pipeline are on one GPU, each with a stream of its own, so the limit is the sum of what they are
-predicted to take. What each holds at its own peak is read from the allocator's history, stream by stream: that is what
-a GPU of its own would have to hold. Together they may hold less, since they need not have their peaks at once.
+All devices of a pipeline are on one GPU, each with a stream of its own and copies of what comes from the others, so the
+limit is the sum of what they are predicted to take. What each holds at its own peak is read from the allocator's
+history, stream by stream: that is what a GPU of its own would have to hold. Together they may hold less, since they
+need not have their peaks at once.
 
 Torch's allocator runs with expandable segments. Without them it loses up to a quarter of what comes and goes.
 """
@@ -19,7 +20,15 @@ from typing import Any
 
 import torch
 
-from gapless.bench.plan_settings import Subject, planned, small_gpt, small_resnet
+from gapless.bench.apart import keep_apart
+from gapless.bench.plan_settings import (
+    Subject,
+    planned,
+    small_gpt,
+    small_resnet,
+    small_transformer,
+    small_unet,
+)
 from gapless.bench.rounds import Progress
 from gapless.errors import ConfigError
 from gapless.pipeline import Pipeline
@@ -44,6 +53,8 @@ def subjects() -> list[Callable[[], Subject]]:
     return [
         lambda: small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
         lambda: small_resnet(50, width=64, side=224, samples=16),
+        lambda: small_transformer(width=512, depth=6, vocab=8000, length=256, samples=8),
+        lambda: small_unet(depth=4, width=64, side=256, samples=8),
     ]
 
 
@@ -130,6 +141,7 @@ def _run(
     try:
         layers = copy.deepcopy(list(subject.layers))
         pipe = subject.pipeline(plan, [gpu] * plan.num_devices, layers)
+        keep_apart(pipe)
         optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)
         inputs, target = subject.batch(plan.minibatch)
         for _ in range(2):

@@ -9,9 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
+from gapless.bench.apart import keep_apart
 from gapless.bench.plan_settings import (
     Subject,
     emulated,
@@ -154,21 +152,20 @@ def _live(subject: Subject, plan: Plan) -> int:
     """The most bytes that the actions of a device have made and that are there at a time, summed over the devices."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
 
-    def watched(call: Callable[..., Any], meter: StorageMeter, first: bool) -> Callable[..., Any]:
-        def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def watched(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with meter.on():
-                if first:  # the minibatch is the caller's; a device of its own would have a copy
-                    args = (tree_map_only(Tensor, Tensor.clone, args[0]), *args[1:])
-                return call(microbatch, *args, **kwargs)
+                return call(*args, **kwargs)
 
         return run
 
     inputs, target = subject.batch(plan.minibatch)
     with _pipeline(subject, plan) as pipe:
+        keep_apart(pipe, [meter.on for meter in meters])
         for number, stage in enumerate(pipe._stages):
             meter = meters[plan.schedule.placement.device(number, 0)]
             for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, watched(getattr(stage, name), meter, number == 0 and name == "forward"))
+                setattr(stage, name, watched(getattr(stage, name), meter))
         pipe.step(inputs, target)
         before = sum(meter.live() for meter in meters)  # gradients are there by now
         for meter in meters:

@@ -19,6 +19,8 @@ from gapless.plan.units import show_bytes
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
 
 _TRIES = 60  # to share a device's memory among its stages
 _MESSAGES = 6  # that `auto` leaves room for: a device has two neighbours, and messages go both ways
@@ -34,15 +36,23 @@ class TooLargeError(PlanError):
 
 @dataclass(frozen=True)
 class Draft:
-    """`remat` are the stages that are recomputed, `schedule` is `plain` with these recomputes."""
+    """`remat` are the stages that are recomputed, `timeline` is of `plain` with these recomputes."""
 
     choice: Choice
     counts: tuple[int, ...]
     remat: frozenset[int]
     stages: Stages
     plain: Schedule
-    schedule: Schedule
+    timeline: Timeline
     held: tuple[Footprint, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
+    def seconds(self) -> float:
+        return float(self.timeline.makespan)
 
 
 class Drafts:
@@ -65,11 +75,12 @@ class Drafts:
         plain = self._plain[choice, counts]
         schedule = lower.add_recompute(plain, stages.costs, stages=remat, early=False) if remat else plain
         stages = replace(stages, costs=in_company(stages.costs, schedule, profile.company))
-        return Draft(choice, counts, remat, stages, plain, schedule, self.held(choice, stages, schedule))
+        timeline = simulate(schedule, stages.costs)
+        return Draft(choice, counts, remat, stages, plain, timeline, self.held(choice, stages, timeline))
 
-    def held(self, choice: Choice, stages: Stages, schedule: Schedule) -> tuple[Footprint, ...]:
+    def held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
         profile = self.profile(choice.samples)
-        return footprints(profile, stages, schedule, optimizer_shards=self.shards(choice), slack=self.slack)
+        return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
 
     def _schedule(self, choice: Choice, stages: Stages) -> Schedule:
         K, M, v = choice.mesh.num_devices, choice.microbatches, choice.stages_per_device
@@ -99,7 +110,7 @@ class Drafts:
             others = profile.reserved + max(layer.libraries for layer in own)
             fixed = others + sum(kept(layer, self.shards(choice)) for layer in own)
             messages = _MESSAGES * max(stages.boundary[stage] for stage in held)
-            beside = messages + max(max(layer.workspace, layer.halves_workspace) for layer in own)
+            beside = messages + max(layer.most_workspace for layer in own)
             least = fixed + (1 + self.slack) * (beside + float(sum(activation[stage] for stage in held)))
             if least > limit:
                 raise TooLargeError(

@@ -11,12 +11,13 @@ from gapless.plan.choices import Choice
 from gapless.plan.drafts import Draft, Drafts, TooLargeError, kept
 from gapless.plan.footprint import Footprint, in_flight_at_peak, over_limit
 from gapless.plan.plan import Plan
-from gapless.plan.prediction import predict
+from gapless.plan.prediction import breakdown
 from gapless.plan.stages import Stages
 from gapless.plan.units import show_bytes
 from gapless.schedule import lower
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Kind
 from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
 _FAR = 1.25  # times the best step: lowering has not been seen to gain more
@@ -107,27 +108,27 @@ class Judge:
         if Kind.BACKWARD in schedule.kinds:
             schedule = lower.split(schedule, stages.costs)
         schedule = lower.fuse(schedule, stages.costs)
-        if draft.remat:
-            late = lower.add_recompute(schedule, stages.costs, stages=draft.remat, early=False)
-            schedule = lower.add_recompute(schedule, stages.costs, stages=draft.remat)
-            if over_limit(self.drafts.held(choice, stages, schedule), self.drafts.limits(choice)):
-                schedule = late
-        held = self.drafts.held(choice, stages, schedule)
-        if over_limit(held, self.drafts.limits(choice)):
-            schedule, held = draft.schedule, draft.held
-        return self._made(draft, schedule, held)
+        orders = [schedule]
+        if draft.remat:  # early if there is room for it, or late
+            orders = [
+                lower.add_recompute(schedule, stages.costs, stages=draft.remat, early=early) for early in (True, False)
+            ]
+        for order in orders:
+            timeline = simulate(order, stages.costs)
+            held = self.drafts.held(choice, stages, timeline)
+            if not over_limit(held, self.drafts.limits(choice)):
+                return self._made(draft, timeline, held)
+        return self._made(draft, draft.timeline, draft.held)
 
     def _quickest(self, drafts: Sequence[Draft], best: float) -> Plan:
-        seconds = [float(simulate(draft.schedule, draft.stages.costs).makespan) for draft in drafts]
-        draft = drafts[min(range(len(drafts)), key=seconds.__getitem__)]
-        if min(seconds) > _FAR * best:
-            return self._made(draft, draft.schedule, draft.held)
+        draft = min(drafts, key=lambda draft: draft.seconds)
+        if draft.seconds > _FAR * best:
+            return self._made(draft, draft.timeline, draft.held)
         return self.finished(draft)
 
-    def _made(self, draft: Draft, schedule: Schedule, held: tuple[Footprint, ...]) -> Plan:
-        choice, stages = draft.choice, draft.stages
+    def _made(self, draft: Draft, timeline: Timeline, held: tuple[Footprint, ...]) -> Plan:
+        choice, stages, schedule = draft.choice, draft.stages, timeline.schedule
         recomputed = {stage for stage, _ in schedule.recomputed}
-        _, breakdown = predict(self.drafts.profile(choice.samples), stages, schedule, choice.mesh)
         return Plan(
             recipe=choice.recipe,
             schedule=schedule.renamed(choice.recipe),
@@ -136,7 +137,7 @@ class Judge:
             samples=choice.samples,
             mesh=choice.mesh,
             costs=stages.costs,
-            breakdown=breakdown,
+            breakdown=breakdown(self.drafts.profile(choice.samples), stages, timeline, choice.mesh),
             memory=held,
             limits=tuple(self.drafts.limits(choice)),
         )

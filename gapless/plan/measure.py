@@ -50,6 +50,7 @@ def measure(
     seconds: float = 10.0,
     sizes_alone: bool = False,
     name: str = "",
+    names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of these layers for this microbatch on this device.
@@ -58,6 +59,7 @@ def measure(
     side_by_side  how many such devices will share this machine's processors
     seconds       about how long to measure; at least five rounds
     optimizer     makes the optimizer whose state and step are measured; None for one without either
+    names         of the layers; by default their classes
     sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
     progress      is called with the rounds done and the rounds in all
     """
@@ -72,10 +74,12 @@ def measure(
         with intra_op_threads(threads):
             sizes = measured_sizes(task, device, optimizer)
         timed = _timed(task, device, optimizer, threads, side_by_side, seconds, progress)
+    names = [type(layer).__name__ for layer in model] if names is None else names
     return Profile(
         name=name,
         layers=tuple(
-            _layer(layer, number, size, timed) for number, (layer, size) in enumerate(zip(model, sizes, strict=True))
+            _layer(f"{number}.{each}", number, size, timed)
+            for number, (each, size) in enumerate(zip(names, sizes, strict=True))
         ),
         samples=mb.batch_size(inputs),
         input=sizes[0].input,
@@ -93,7 +97,7 @@ class _Timed(NamedTuple):
     company: Company
 
 
-def _layer(layer: Any, number: int, size: Sizes, timed: _Timed) -> Layer:
+def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
     def seconds(letter: str, entry: float = 0.0) -> Seconds:
         found = timed.times.of(number, letter)
         return Seconds(max(_OWN * found.median, found.median - entry), found.spread)
@@ -101,7 +105,7 @@ def _layer(layer: Any, number: int, size: Sizes, timed: _Timed) -> Layer:
     forward, input_grad = seconds("F", timed.entry.forward), seconds("I", timed.entry.backward)
     recording = max(0.0, timed.times.of(number, "f").median - timed.times.of(number, "F").median)
     return Layer(
-        name=f"{number}.{type(layer).__name__}",
+        name=name,
         forward=forward,
         # What it takes the forward to record for W: only a backward in halves needs that, so it counts there.
         input_grad=Seconds(input_grad.median + recording, input_grad.spread),
@@ -117,7 +121,9 @@ def _layer(layer: Any, number: int, size: Sizes, timed: _Timed) -> Layer:
         boundary=size.boundary,
         overlap=size.overlap,
         workspace=size.workspace,
+        forward_workspace=size.forward_workspace,
         halves_workspace=size.halves_workspace,
+        weight_workspace=size.weight_workspace,
         libraries=size.libraries,
         update_workspace=size.update_workspace,
         held_output=size.held_output,
@@ -165,8 +171,13 @@ class _Phases:
         others = [threading.Thread(target=self._work, args=pair) for pair in enumerate(self._runners)]
         for thread in others:
             thread.start()
-        for thread in others:
-            thread.join()
+        try:
+            for thread in others:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: nobody begins another round
+            self._failures.append(error)
+            self._together.abort()
+            raise
         if self._failures:
             raise self._failures[0]
 
@@ -180,6 +191,8 @@ class _Phases:
                 for kind, found in self.beside.items() if len(self._runners) > 1 else ():
                     chance = random.Random(index)
                     for _ in range(_MORE * self._rounds):
+                        if self._failures:
+                            return
                         begin = time.perf_counter()
                         runner.stages(kind)
                         # Or the same would always be beside the same.
@@ -207,6 +220,8 @@ class _Phases:
             self._rounds = max(_LEAST, min(_MOST, int(self._seconds / taken) if taken else _MOST))
         _handed_over(runner)
         for done in range(self._rounds):
+            if self._failures:
+                return []
             if self._progress is not None:
                 self._progress(index * self._rounds + done, len(self._runners) * self._rounds)
             runner.round(index + done)

@@ -11,7 +11,7 @@ from functools import cached_property
 from gapless.plan.machine import Mesh
 from gapless.plan.profile import Profile
 from gapless.plan.stages import Stages
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Kind
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 
@@ -38,11 +38,6 @@ class Breakdown:
     @cached_property
     def total(self) -> float:
         return float(sum(astuple(self)))
-
-
-def predict(profile: Profile, stages: Stages, schedule: Schedule, mesh: Mesh) -> tuple[Timeline, Breakdown]:
-    timeline = simulate(schedule, stages.costs)
-    return timeline, breakdown(profile, stages, timeline, mesh)
 
 
 def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) -> Breakdown:

@@ -36,9 +36,9 @@ class Layer:
     boundary              bytes of what it returns, which is what crosses where a stage ends here
     overlap               the part of the activation that is not held where the layer before is in the same stage: what
                           that one holds anyway, or an input that no backward needs
-    workspace             bytes it takes while F or B runs, on top of all that is kept, with the gradient of what it
-                          returns
-    halves_workspace      the same for I and W; as many as for F and B unless given
+    workspace             bytes it takes while B runs, on top of all that is kept, with the gradient of what it returns
+    forward_workspace, halves_workspace, weight_workspace   the same for F and R, for I and for W; as many as for B
+                          unless given, and for W as many as for I
     libraries             bytes that libraries keep on a device where it has run; layers of one device share them
     update_workspace      bytes that the optimizer step takes while it runs; the layers of a device are updated together
     held_output           the part of what it returns that its activation has anyway
@@ -60,9 +60,11 @@ class Layer:
     update: Seconds = Seconds(0.0)
     overhead: float = 0.0
     workspace: int = 0
+    forward_workspace: int = 0
+    halves_workspace: int = 0
+    weight_workspace: int = 0
     overlap: int = 0
     libraries: int = 0
-    halves_workspace: int = 0
     update_workspace: int = 0
     held_output: int = 0
     passed: int = 0
@@ -70,6 +72,10 @@ class Layer:
     @property
     def whole_backward(self) -> float:
         return self.input_grad.median + self.weight_grad.median if self.backward is None else self.backward.median
+
+    @property
+    def most_workspace(self) -> int:
+        return max(self.workspace, self.forward_workspace, self.halves_workspace, self.weight_workspace)
 
     def scaled(self, ratio: float) -> "Layer":
         """The layer for a microbatch of `ratio` times the samples."""
@@ -89,7 +95,9 @@ class Layer:
             kept_for_weight_grad=math.ceil(self.kept_for_weight_grad * ratio),
             boundary=math.ceil(self.boundary * ratio),
             workspace=math.ceil(self.workspace * ratio),
+            forward_workspace=math.ceil(self.forward_workspace * ratio),
             halves_workspace=math.ceil(self.halves_workspace * ratio),
+            weight_workspace=math.ceil(self.weight_workspace * ratio),
             held_output=math.floor(self.held_output * ratio),
             passed=math.floor(self.passed * ratio),
             overlap=math.floor(self.overlap * ratio),

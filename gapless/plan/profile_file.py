@@ -39,7 +39,9 @@ _SIZES = (
     "kept_for_weight_grad",
     "boundary",
     "workspace",
+    "forward_workspace",
     "halves_workspace",
+    "weight_workspace",
     "overlap",
     "libraries",
     "update_workspace",
@@ -219,6 +221,7 @@ class _Reader:
         activation = self._bytes(place, row, "activation")
         kept = self._bytes(place, row, "kept_for_weight_grad", activation)
         workspace = self._bytes(place, row, "workspace", 0)
+        halves_workspace = self._bytes(place, row, "halves_workspace", workspace)
         overlap = self._bytes(place, row, "overlap", 0)
         if overlap > activation:
             self.faults.append(
@@ -240,7 +243,9 @@ class _Reader:
             update=self._time(place, row, "update", Seconds(0.0)),
             overhead=self._number(place, row, "overhead", lambda value: units.read(value, units.SECONDS), 0.0),
             workspace=workspace,
-            halves_workspace=self._bytes(place, row, "halves_workspace", workspace),
+            forward_workspace=self._bytes(place, row, "forward_workspace", workspace),
+            halves_workspace=halves_workspace,
+            weight_workspace=self._bytes(place, row, "weight_workspace", halves_workspace),
             overlap=overlap,
             libraries=self._bytes(place, row, "libraries", 0),
             update_workspace=self._bytes(place, row, "update_workspace", 0),

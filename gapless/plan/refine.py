@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 from gapless.errors import GaplessError
 from gapless.plan.choices import Choice
-from gapless.plan.drafts import Draft
 from gapless.plan.judge import Judge
 from gapless.plan.plan import Plan
-from gapless.schedule.simulate import simulate
 
 _MOST_ACTIONS = 600_000  # that are simulated in all
 
@@ -23,7 +21,6 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
     if choice.recipe == "auto":
         tries //= 50  # a schedule of its own for every try
     best = judge.drafts.make(choice, plan.partition, remat)
-    value = _makespan(best)
     moved = True
     while moved and tries > 0 and not out_of_time():
         moved = False
@@ -39,11 +36,7 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
                     draft = judge.drafts.make(choice, tuple(counts), remat)
                 except GaplessError:
                     continue
-                if judge.drafts.fits(draft) and _makespan(draft) < value * (1 - 1e-9):
-                    best, value, moved = draft, _makespan(draft), True
+                if judge.drafts.fits(draft) and draft.seconds < best.seconds * (1 - 1e-9):
+                    best, moved = draft, True
     better = judge.finished(best)
     return better if better.step_seconds < plan.step_seconds * (1 - 1e-9) else plan
-
-
-def _makespan(draft: Draft) -> float:
-    return float(simulate(draft.schedule, draft.stages.costs).makespan)

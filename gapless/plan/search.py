@@ -47,6 +47,10 @@ class Progress(NamedTuple):
     total: int
     best: Plan | None
 
+    def __str__(self) -> str:
+        best = f"best {show_seconds(self.best.step_seconds)}" if self.best else "nothing fits yet"
+        return f"{self.done}/{self.total} choices, {best}"
+
 
 @dataclass(frozen=True)
 class Found:

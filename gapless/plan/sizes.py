@@ -38,7 +38,9 @@ class Sizes:
     boundary: int = 0
     overlap: int = 0
     workspace: int = 0
+    forward_workspace: int = 0
     halves_workspace: int = 0
+    weight_workspace: int = 0
     libraries: int = 0
     update_workspace: int = 0
     held_output: int = 0
@@ -130,14 +132,15 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[Siz
             # As in a pipeline: whoever calls holds the gradients to begin with until the end.
             grads = ones_like_outputs(outputs) if stage.loss is None else None
             back = stage.backward_input(0, grads) if halves else stage.backward(0, grads)
-            taken = max(forward, meter.peak()) - held
+            size.forward_workspace = max(size.forward_workspace, forward - held)
+            taken = meter.peak() - held
             del back, grads
             if halves:
                 held = meter.live()
                 size.kept_for_weight_grad = held - start
                 meter.peak()
                 stage.backward_weight(0)
-                size.halves_workspace = max(taken, meter.peak() - held)
+                size.halves_workspace, size.weight_workspace = taken, meter.peak() - held
             else:
                 size.workspace = taken
     stage.finish()

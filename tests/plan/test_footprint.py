@@ -12,6 +12,7 @@ from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.placement import vee
 from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
 from tests.plan import profiles
 
 PROFILE = Profile("", tuple(profiles.layer(1e-3, 10, 100, 7) for _ in range(8)), input=5, reserved=1000)
@@ -24,7 +25,8 @@ def stages_for(schedule: Schedule, profile: Profile = PROFILE) -> Stages:
 
 
 def held(schedule: Schedule, profile: Profile = PROFILE, **more: float) -> tuple[Footprint, ...]:
-    return footprints(profile, stages_for(schedule, profile), schedule, **more)  # type: ignore[arg-type]
+    stages = stages_for(schedule, profile)
+    return footprints(profile, stages, simulate(schedule, stages.costs), **more)  # type: ignore[arg-type]
 
 
 def test_each_part_of_1f1b_by_hand() -> None:
@@ -87,6 +89,25 @@ def test_what_an_early_layer_takes_counts_where_later_ones_hold_less() -> None:
     assert held(Schedule.parse("0: 0F0 0I0 0W0"), profile)[0].workspace == 1000
 
 
+def test_each_kind_of_action_takes_its_own() -> None:
+    layer = replace(PROFILE.layers[0], kept_for_weight_grad=40, workspace=1, halves_workspace=20, weight_workspace=3)
+    layer = replace(layer, forward_workspace=400)
+    assert layer.most_workspace == 400
+    profile = replace(PROFILE, layers=(layer,))
+
+    def most(text: str) -> tuple[int, int]:
+        (found,) = held(Schedule.parse(text), profile)
+        return found.activations, found.workspace
+
+    assert most("0: 0F0 0I0 0W0") == (100, 400)
+    assert most("0: 0F0 0F1 0B0 0B1") == (200, 400)
+    profile = replace(PROFILE, layers=(replace(layer, forward_workspace=0),))
+    assert most("0: 0F0 0B0") == (100, 1)
+    assert most("0: 0F0 0I0 0W0") == (100, 20)
+    profile = replace(PROFILE, layers=(replace(layer, forward_workspace=0, weight_workspace=90),))
+    assert most("0: 0F0 0I0 0W0") == (40, 90)
+
+
 def test_the_gradient_that_a_backward_begins_with_stays_to_its_end() -> None:
     first = replace(PROFILE.layers[0], workspace=200)
     profile = replace(PROFILE, layers=(first, *PROFILE.layers[1:]))
@@ -134,17 +155,27 @@ def test_what_the_allocator_loses_is_the_profile_s_unless_given() -> None:
 def test_a_vee_has_no_message_where_it_turns() -> None:
     schedule = make_schedule("zb-v", devices=2, microbatches=4)
     assert schedule.placement == vee(2)
-    # Forwards go from device 0 to 1 and, from stage 2 to 3, back: one message of each device.
-    assert [device.buffers for device in held(schedule)] == [7, 7]
+    # Forwards go from device 0 to 1 and, from stage 2 to 3, back. Two of device 0 wait while device 1 runs 1F0 and 2F0.
+    assert [device.buffers for device in held(schedule)] == [14, 7]
+
+
+def test_messages_that_nobody_has_taken_yet_are_counted() -> None:
+    # Device 1 takes ten times as long, so what device 0 sends piles up: all but the one that is being worked on.
+    fast = tuple(profiles.layer(1e-3 if n < 4 else 1e-2, 10, 100, 7) for n in range(8))
+    gpipe = make_schedule("gpipe", devices=2, microbatches=6)
+    assert held(gpipe, replace(PROFILE, layers=fast))[0].buffers == 7 * 4
+    # Where the stage holds it anyway, the message takes nothing more.
+    kept = tuple(replace(layer, held_output=7) for layer in fast)
+    assert held(gpipe, replace(PROFILE, layers=kept))[0].buffers == 0
 
 
 def test_how_often_a_stage_is_there_at_the_peak() -> None:
     schedule = make_schedule("1f1b", devices=4, microbatches=8)
     assert in_flight_at_peak(schedule, stages_for(schedule)) == (4, 3, 2, 1)
     vee_ = make_schedule("zb-v", devices=2, microbatches=6)
-    times, stages = in_flight_at_peak(vee_, stages_for(vee_)), stages_for(vee_)
+    times = in_flight_at_peak(vee_, stages_for(vee_))
     for device, own in enumerate(vee_.placement.stages):
-        assert 200 * sum(times[stage] for stage in own) == footprints(PROFILE, stages, vee_)[device].activations
+        assert 200 * sum(times[stage] for stage in own) == held(vee_)[device].activations
 
 
 def test_the_fullest_device_comes_first() -> None:

@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.plan.measure import hop, measure
-from gapless.plan.meter import PAGE, SEGMENTED_SLACK, StorageMeter, bytes_of, has_expandable_segments
+from gapless.plan.meter import (
+    EXPANDABLE_SLACK,
+    PAGE,
+    SEGMENTED_SLACK,
+    StorageMeter,
+    bytes_of,
+    has_expandable_segments,
+)
 from gapless.plan.profile import ALONE, Profile
 from gapless.plan.profile_file import parse_profile, profile_text
 from gapless.zoo.emulated import Emulated
@@ -59,7 +66,8 @@ def test_what_waits_for_a_weight_gradient_is_the_input_and_the_gradient() -> Non
     assert linear.kept_for_weight_grad == 2 * BOUNDARY
     assert tanh.kept_for_weight_grad == 0
     # Its W makes the gradients of weight and bias, one after the other.
-    assert linear.halves_workspace >= linear.parameters
+    assert linear.weight_workspace >= linear.parameters
+    assert linear.forward_workspace == BOUNDARY  # its result, which it does not keep
     assert (linear.libraries, profiled(layers()).slack) == (0, 0.05)  # a CPU's keep nothing
 
 
@@ -176,4 +184,4 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator() -> None:
     assert linear.update_workspace >= linear.parameters  # AdamW updates all parameters at once
     assert profile.layers[1].libraries == 0
     assert profile.reserved == PAGE
-    assert profile.slack == (0.05 if has_expandable_segments(torch.device("cuda")) else SEGMENTED_SLACK)
+    assert profile.slack == (EXPANDABLE_SLACK if has_expandable_segments(torch.device("cuda")) else SEGMENTED_SLACK)

@@ -6,11 +6,12 @@ import pytest
 
 from gapless.errors import ConfigError
 from gapless.plan.machine import Device, Mesh, check_devices
-from gapless.plan.prediction import Breakdown, predict
+from gapless.plan.prediction import Breakdown, breakdown
 from gapless.plan.profile import Link, Profile, Seconds
 from gapless.plan.stages import Stages, make_stages
 from gapless.schedule import lower
 from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
 from tests.plan import profiles
 
 MS = 1e-3
@@ -30,7 +31,8 @@ def parts(
     if remat:
         schedule = lower.add_recompute(schedule, early=False)
     stages = make_stages(profile, counts, schedule.placement, mesh, [1.0] * K)
-    timeline, found = predict(profile, stages, schedule, mesh)
+    timeline = simulate(schedule, stages.costs)
+    found = breakdown(profile, stages, timeline, mesh)
     extra = found.update + max(mesh.sum_seconds(profile, device, size) for device, size in enumerate(gradients(stages)))
     assert found.total == pytest.approx(float(timeline.makespan) + extra)
     return found

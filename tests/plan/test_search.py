@@ -52,7 +52,7 @@ def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> N
         assert plan.breakdown.total == pytest.approx(plan.step_seconds)
         scaled = UNEVEN.scaled(plan.samples)
         stages = make_stages(scaled, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
-        assert plan.memory == footprints(scaled, stages, plan.schedule)
+        assert plan.memory == footprints(scaled, stages, simulate(plan.schedule, stages.costs))
         assert {stage for stage, _ in plan.schedule.recomputed} == {
             stage for stage, kind in enumerate(plan.remat) if kind == "stage"
         }
