@@ -2,13 +2,13 @@
 
 The first microbatch is the example, so nothing is traced before there is one; the parameters exist before, so an
 optimizer can. The first trace decides where the model is cut; every later one (eval mode, another kind of batch) is cut
-so that parameters stay in their stages.
+so that parameters stay in their stages. With a plan's cuts parameters have their stages from the start.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 
-from .cut import Crossing, choose, follow
+from .cut import Crossing, choose, follow, homes_of, is_graph_of
+from .cuts import Cuts
 from .piece import Piece, Slot
 from .trace import Trace
 
@@ -28,14 +29,17 @@ class Captured:
     `Layers`.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device], cuts: Cuts | None = None) -> None:
         """`devices`: that of each stage."""
+        if cuts is not None:
+            _check_same(cuts, model)
         self.module = model
         self._devices = list(devices)
         self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._traces: list[tuple[tuple[bool, ...], Trace]] = []
         self._known: dict[Any, int] = {}
-        self._homes: dict[str, set[int]] = {}
+        self._cuts = cuts
+        self._homes = {} if cuts is None else cuts.homes
         self.layers = [Slot() for _ in devices]
 
     @property
@@ -53,7 +57,7 @@ class Captured:
 
     def prepare(self, part: Any) -> tuple[Any, ...]:
         """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
-        flat, spec = _flat(part)
+        flat, spec = flat_of(part)
         # Torch's own modules look at these, and take other kernels where nothing is to be learnt.
         modes = (torch.is_grad_enabled(), *(module.training for module in self.module.modules()))
         key = (modes, spec, tuple(_key(leaf) for leaf in flat))
@@ -84,30 +88,70 @@ class Captured:
 
     def _cut(self, trace: Trace) -> None:
         crossing = Crossing(trace)
-        num_stages = len(self.layers)
-        first = not self._traces
-        cuts = choose(crossing, num_stages) if first else follow(crossing, self._homes, num_stages)
-        bounds = [-1, *cuts, len(trace.nodes) - 1]
-        for name, uses in crossing.parameters().items():
-            here = {stage for stage, (a, b) in enumerate(pairwise(bounds)) if any(a < use <= b for use in uses)}
-            self._homes.setdefault(name, here)
-        for stage, (start, end) in enumerate(pairwise(bounds)):
-            last = stage == num_stages - 1
-            target = self._devices[stage]
-            piece = Piece(
-                trace.nodes[start + 1 : end + 1],
-                trace.inputs if stage == 0 else crossing.values(start),
-                [] if last else crossing.values(end),
-                model=self.module,
-                numbers=trace.numbers,
-                end=len(trace.numbers) if last else None,
-                moved=None if target == self._origin else (self._origin, target),
-                result=(trace.results, trace.out_spec) if last else None,
-            )
-            self.layers[stage].pieces.append(piece)
+        cuts = self._places(crossing)
+        for name, stages in homes_of(crossing, cuts).items():
+            self._homes.setdefault(name, stages)
+        moved = [None if target == self._origin else (self._origin, target) for target in self._devices]
+        for slot, piece in zip(self.layers, pieces_of(crossing, cuts, self.module, moved), strict=True):
+            slot.pieces.append(piece)
+
+    def _places(self, crossing: Crossing) -> list[int]:
+        if self._cuts is not None:
+            _check_same(self._cuts, self.module, crossing.parameters())
+            if is_graph_of(self._cuts, crossing):
+                return list(self._cuts.after)
+        elif not self._traces:
+            return choose(crossing, len(self.layers))
+        return follow(crossing, self._homes, len(self.layers))
 
 
-def _flat(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def pieces_of(
+    crossing: Crossing,
+    cuts: Sequence[int],
+    model: nn.Module,
+    moved: Sequence[tuple[torch.device, torch.device] | None],
+) -> list[Piece]:
+    """The trace in pieces, of which each may be `moved` to another device than that of the trace."""
+    trace = crossing.trace
+    bounds = [-1, *cuts, len(trace.nodes) - 1]
+    last = len(cuts)
+    return [
+        Piece(
+            trace.nodes[start + 1 : end + 1],
+            trace.inputs if number == 0 else crossing.values(start),
+            [] if number == last else crossing.values(end),
+            model=model,
+            numbers=trace.numbers,
+            end=len(trace.numbers) if number == last else None,
+            moved=moved[number],
+            result=(trace.results, trace.out_spec) if number == last else None,
+        )
+        for number, (start, end) in enumerate(pairwise(bounds))
+    ]
+
+
+def _check_same(cuts: Cuts, model: nn.Module, used: Iterable[str] = ()) -> None:
+    """The model has what the plan knows, and a graph of it has `used` no other parameters."""
+    known, there = cuts.homes, set(tensor_names(model))
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing = [name for name in known if name not in there]
+    others = [name for name in used if name in trained and name not in known]
+    if not missing and not others:
+        return
+    fact = f"lacks {len(missing)} of the parameters and buffers" if missing else f"uses {len(others)} parameters more"
+    raise ConfigError(
+        f"the plan is for another model: this {type(model).__name__} {fact}, such as {(missing or others)[0]}; make a "
+        "plan for it"
+    )
+
+
+def tensor_names(model: nn.Module) -> list[str]:
+    """Of all parameters and buffers, also those that are there under several names."""
+    parameters, buffers = (listed(remove_duplicate=False) for listed in (model.named_parameters, model.named_buffers))
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def flat_of(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """A tuple is positional arguments, a dict keyword arguments."""
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((part,), {})
     if isinstance(part, tuple):

@@ -23,6 +23,7 @@ from torch.fx import Node
 from gapless.errors import PartitionError
 
 from .changes import tensors_of, unbroken
+from .cuts import Cuts
 from .operators import PYTHON
 from .trace import Trace
 
@@ -70,14 +71,14 @@ class Crossing:
 
 def choose(crossing: Crossing, num_stages: int) -> list[int]:
     """Positions of the cuts: the slowest stage within a few percent of the best, and then the fewest bytes."""
-    places = _candidates(crossing, num_stages)
+    sums = [0.0, *accumulate(crossing.costs)]
+    total = sums[-1]
+    places = _candidates(crossing, total / _CANDIDATES if len(crossing.costs) > _CANDIDATES else 0.0)
     if len(places) < num_stages - 1:
         raise PartitionError(
             f"the traced model can be cut in {len(places)} places, but {num_stages} stages were asked for: use fewer "
             "devices or stages per device, or cut it by hand with layers="
         )
-    sums = [0.0, *accumulate(crossing.costs)]
-    total = sums[-1]
     ends = [*(sums[place + 1] for place in places), total]
     bound = _least_bound(ends, num_stages) * _SLACK
     infinity = math.inf
@@ -99,6 +100,24 @@ def choose(crossing: Crossing, num_stages: int) -> list[int]:
         assert at >= 0, "the bound leaves room for every stage"
         cuts.append(places[at])
     return cuts[::-1]
+
+
+def even_cuts(crossing: Crossing, most: int) -> list[int]:
+    """Positions of the cuts that make up to so many layers of about the same cost, each where little crosses."""
+    return _candidates(crossing, sum(crossing.costs) / (most - 1))
+
+
+def homes_of(crossing: Crossing, cuts: Sequence[int]) -> dict[str, set[int]]:
+    """The stages that use each parameter, buffer or constant, by its name."""
+    return {name: {bisect_left(cuts, use) for use in uses} for name, uses in crossing.parameters().items()}
+
+
+def is_graph_of(cuts: Cuts, crossing: Crossing) -> bool:
+    """Whether it may be cut just there, with the same parameters in each stage."""
+    if len(crossing.costs) != cuts.num_nodes or not all(crossing.allowed[place] for place in cuts.after):
+        return False
+    known = cuts.homes
+    return all(stages == known.get(name, stages) for name, stages in homes_of(crossing, cuts.after).items())
 
 
 def follow(crossing: Crossing, homes: dict[str, set[int]], num_stages: int) -> list[int]:
@@ -132,16 +151,16 @@ def _placed(crossing: Crossing, low: Sequence[int], high: Sequence[int]) -> list
         if not places:
             raise PartitionError(
                 f"this kind of batch leads to another graph, in which cut {len(cuts)} can't be where the first batch "
-                "had it: pass batches that take the same way through the model, or cut it by hand with layers="
+                "or the plan has it: pass batches that take the same way through the model, or cut it by hand with "
+                "layers="
             )
         cuts.append(min(places, key=lambda place: crossing.bytes[place]))
     return cuts
 
 
-def _candidates(crossing: Crossing, num_stages: int) -> list[int]:
-    """Allowed positions; of those that cost the same on both sides the one where least crosses."""
+def _candidates(crossing: Crossing, step: float) -> list[int]:
+    """Allowed positions; of those in one `step` of the cost the one where least crosses."""
     sums = list(accumulate(crossing.costs))
-    step = sums[-1] / _CANDIDATES if len(sums) > _CANDIDATES else 0.0
     best: dict[float, int] = {}
     for place, reached in enumerate(sums[:-1]):
         if not crossing.allowed[place] or reached == 0.0 or reached == sums[-1]:

@@ -11,6 +11,7 @@ draws) are written in the form its table knows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,15 +66,15 @@ class Piece:
         for node in self._nodes:
             if node in self._numbers:
                 graph.call_function(_place, (place, self._numbers[node]))
-            copy = graph.node_copy(node, values.__getitem__)
+            made = graph.node_copy(node, values.__getitem__)
             target: Any = PYTHON.get(node.target, node.target)
-            copy.meta = {}
+            made.meta = {}
             if self._moved is not None:
-                copy.args, copy.kwargs = _moved((copy.args, copy.kwargs), self._moved)
+                made.args, made.kwargs = _moved((made.args, made.kwargs), self._moved)
             if node in self._numbers or target in COUNTING or (split and is_heavy(node)):
-                target, copy.args = answered(target), (answer, *copy.args)
-            copy.target = target
-            values[node] = copy
+                target, made.args = answered(target), (answer, *made.args)
+            made.target = target
+            values[node] = made
         if self._end is not None:
             graph.call_function(_place, (place, self._end))
         graph.output(torch.fx.map_arg(self._kept, values.__getitem__))
@@ -92,6 +93,24 @@ class Piece:
             ]
         out = self._runs[split](place, answer, *values, *held)
         return tuple(out) if self.spec is None else pytree.tree_unflatten(out, self.spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        """The graph is shared, what it uses is copied."""
+        made = copy.copy(self)
+        made._homes = copy.deepcopy(self._homes, memo)
+        return made
+
+    def apart(self) -> tuple[Piece, nn.ModuleList]:
+        """The same piece with modules of its own, which hold what it uses and nothing else."""
+        made, holders = copy.copy(self), {id(owner): nn.Module() for owner, _ in self._homes}
+        made._homes = [(holders[id(owner)], name) for owner, name in self._homes]
+        for (owner, name), (holder, _) in zip(self._homes, made._homes, strict=True):
+            value = getattr(owner, name)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                holder._buffers[name] = value
+            else:
+                setattr(holder, name, value)
+        return made, nn.ModuleList(holders.values())
 
     def unseen(self) -> list[nn.Parameter]:
         """Parameters that some call uses whose weight gradient can't wait."""

@@ -21,6 +21,7 @@ from gapless.model.materialise import Init
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
     at_least_one,
+    check_cuts,
     check_data,
     check_options,
     check_plan,
@@ -124,11 +125,13 @@ class Pipeline:
         check_options(schedule, loss, loss_weight)
         if isinstance(schedule, Plan):
             check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
+            check_cuts(schedule, model, traced=layers is None and not is_sequence(model))
             microbatches, partition, remat = schedule.microbatches, schedule.partition, schedule.remat
             costs, stages_per_device = schedule.costs, schedule.stages_per_device
         count = len(self.devices)
         stages_per_device = stages_per_device_of(schedule, stages_per_device, partition, count)
         self._costs = costs
+        self._cuts = schedule.cuts if isinstance(schedule, Plan) else None
         self._schedules = Schedules(schedule, count, stages_per_device, costs, memory_limit, objective, remat)
         self.microbatches = at_least_one("microbatches", microbatches)
         self._loss, self._loss_weight = loss or own_loss, loss_weight
@@ -154,8 +157,9 @@ class Pipeline:
         else:
             assert isinstance(model, nn.Module)
             check_data(model, "a model that is traced needs data first, or its layers= with init=")
-            self._model = Captured(model, self._stage_devices)
-            check_uncounted(partition)
+            if self._cuts is None:
+                check_uncounted(partition)
+            self._model = Captured(model, self._stage_devices, self._cuts)
             self._world.agree(self._facts())
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
@@ -332,6 +336,7 @@ class Pipeline:
             "schedule": self.schedule.name or "one without a name",
             "stages": self.schedule.num_stages,
             "partition": list(self.partition),
+            "cuts": None if self._cuts is None else list(self._cuts.after),
             "seed": self.seed,
             "remat": self._schedules.remat_of(self.schedule.num_stages),
             "loss": named(self._loss),

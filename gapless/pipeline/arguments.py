@@ -84,6 +84,21 @@ def check_data(layer: nn.Module, way_out: str = "give init=, a function or a che
         raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
 
 
+def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
+    """It is for a model that is cut in the same way: in its graph, or between its layers."""
+    name = type(model).__name__
+    if traced and plan.cuts is None:
+        raise ConfigError(
+            f"the plan counts {sum(plan.partition)} layers of a sequence, but this {name} is traced: give its layers "
+            "with layers=, or make a plan for it"
+        )
+    if not traced and plan.cuts is not None:
+        raise ConfigError(
+            f"the plan cuts a traced graph of {plan.cuts.num_nodes} nodes, but this {name} is cut between its layers: "
+            "make a plan for these"
+        )
+
+
 def check_uncounted(partition: Sequence[int] | None) -> None:
     if partition is not None:
         raise PartitionError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ConfigError, GaplessError
+from gapless.model.cuts import Cuts
 from gapless.plan.footprint import Footprint
 from gapless.plan.machine import Mesh
 from gapless.plan.prediction import Breakdown
@@ -27,13 +28,14 @@ class Plan:
     """What a Pipeline needs to know, and what it may expect.
 
     recipe     the name of the schedule that `schedule` was made from
-    partition  layers per stage
+    partition  layers per stage; of a module that is traced, pieces of its graph
     remat      per stage "none" or "stage"
     samples    in one microbatch
     mesh       how many pipelines of how many devices
     costs      of the stages: seconds and bytes
     breakdown  of the predicted step, in seconds
     memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
+    cuts       of a module that is traced: where its graph is cut
     """
 
     recipe: str
@@ -46,6 +48,7 @@ class Plan:
     breakdown: Breakdown
     memory: tuple[Footprint, ...]
     limits: tuple[int | None, ...]
+    cuts: Cuts | None = None
 
     def __post_init__(self) -> None:
         stages, devices = self.schedule.num_stages, self.schedule.num_devices
@@ -55,6 +58,8 @@ class Plan:
                 f"the schedule has {stages} stages on {devices} devices, but the plan has a partition of "
                 f"{len(self.partition)}, remat for {len(self.remat)} and the memory of {len(self.memory)}"
             )
+        if self.cuts is not None:
+            self.cuts.check(stages)
 
     @property
     def num_devices(self) -> int:
@@ -89,7 +94,7 @@ class Plan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What to pass to a Pipeline beside the model and its devices."""
+        """What to pass to a Pipeline beside the layers and their devices."""
         return {
             "schedule": self.schedule,
             "partition": self.partition,
@@ -123,6 +128,7 @@ class Plan:
             "microbatches": self.microbatches,
             "samples": self.samples,
             "partition": list(self.partition),
+            **({} if self.cuts is None else {"cuts": self.cuts.to_json()}),
             "remat": list(self.remat),
             "step_seconds": self.step_seconds,
             "breakdown": asdict(self.breakdown),
@@ -146,6 +152,7 @@ class Plan:
                 breakdown=Breakdown(**data["breakdown"]),
                 memory=tuple(Footprint(**held) for held in data["memory"]),
                 limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
+                cuts=Cuts.from_json(data["cuts"]) if "cuts" in data else None,
             )
         except GaplessError as error:
             raise ConfigError(f"that is no plan: {error}") from None

@@ -2,20 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, PlanError
+from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan import units
+from gapless.plan.choices import check_recipes
 from gapless.plan.machine import Device
 from gapless.plan.measure import hop, measure
 from gapless.plan.plan import Plan
 from gapless.plan.profile import Link, Profile
 from gapless.plan.search import Found, search
+from gapless.plan.search import Progress as Searched
 from gapless.plan.task import Optimizer
+from gapless.plan.traced import Graph, Tracer
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 
@@ -25,6 +29,13 @@ Progress = Callable[[str], None]
 
 _DEPTH = 4  # microbatches per device to begin with
 _ROUNDS = 3  # of measuring and searching
+
+
+class Planned(NamedTuple):
+    """All that was found, and the profile it was found with."""
+
+    profile: Profile
+    found: Found
 
 
 def make_plan(
@@ -56,7 +67,7 @@ def make_plan(
                      limit on the CPU
     microbatches     only this many; by default several numbers are tried
     schedules        only these; by default all with a flush
-    layers           of a module that is no sequence: callables that together are the model
+    layers           of a module that can't be traced: callables that together are the model
     optimizer        makes the optimizer, whose state and step are measured; None for one without either
     replicas         for a mesh: several pipelines side by side are tried too
     links            between the devices; by default between threads, as measured
@@ -64,20 +75,84 @@ def make_plan(
     seconds          about how long to measure, at most three times
     time_limit       seconds to search, each time
     """
-    progress = progress or (lambda line: None)
-    parts = _layers(model, layers)
+    return planned(
+        model,
+        example,
+        target,
+        devices=devices,
+        loss=loss,
+        memory=memory,
+        microbatches=microbatches,
+        schedules=schedules,
+        layers=layers,
+        optimizer=optimizer,
+        batchnorm=batchnorm,
+        replicas=replicas,
+        links=links,
+        batch_dims=batch_dims,
+        slack=slack,
+        seconds=seconds,
+        time_limit=time_limit,
+        progress=progress,
+    ).found.best
+
+
+def planned(
+    model: nn.Module | Sequence[Layer],
+    example: Any,
+    target: Any = None,
+    *,
+    devices: Devices,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    memory: Memory | None = None,
+    speeds: Sequence[float] | None = None,
+    microbatches: int | None = None,
+    schedules: Sequence[str] | None = None,
+    layers: Sequence[Layer] | None = None,
+    optimizer: Optimizer | None = torch.optim.AdamW,
+    batchnorm: BatchNorm = "microbatch",
+    replicas: bool = False,
+    links: Sequence[Link] | None = None,
+    batch_dims: Any = None,
+    slack: float | None = None,
+    seconds: float = 10.0,
+    time_limit: float = 60.0,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Planned:
+    """As `make_plan`, with every plan that was found and the profile.
+
+    speeds  of the devices as shares of the first one's, where they differ
+    name    of the profile
+    """
+    told = progress or (lambda line: None)
+    if schedules is not None:
+        check_recipes(schedules)
     there = _devices(devices)
-    memories = _memories(memory, there)
+    parts: Sequence[Layer] = ()
+    names: Sequence[str] | None = None
+    tracer: Tracer | None = None
+    if layers is not None or is_sequence(model):
+        parts = Layers(model, layers).layers
+    else:
+        assert isinstance(model, nn.Module)
+        tracer, loss = Tracer(model, there[0], len(there)), loss or own_loss
+    machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
     size = mb.batch_size(example, batch_dims)
     links = _links(there) if links is None else tuple(links)
     asked = microbatches if microbatches is not None else min(size, _DEPTH * len(there))
     profiles: dict[int, Profile] = {}  # by the samples in a microbatch
-    found: Found | None = None
+    graphs: dict[int, Graph] = {}  # likewise
+    best: Planned | None = None
     for _ in range(_ROUNDS):
         inputs = mb.split(example, asked, batch_dims)[0]
         samples = mb.sizes(size, min(asked, size))[0]
         targets = None if target is None else mb.split(target, min(asked, size), size=size)[0]
-        progress(f"measuring {len(parts)} layers with microbatches of {samples}")
+        if tracer is not None:
+            told("tracing")
+            graphs[samples], inputs = tracer.graph(inputs)
+            parts, names = graphs[samples].layers, graphs[samples].names
+        told(f"measuring {len(parts)} layers with microbatches of {samples}")
         profile = measure(
             parts,
             inputs,
@@ -89,64 +164,66 @@ def make_plan(
             threads=max(1, torch.get_num_threads() // len(there)),
             side_by_side=len(there),
             seconds=seconds / (1 if not profiles else 2),
-            name=type(model).__name__,
+            name=name or type(model).__name__,
+            names=names,
         )
         profiles[samples] = _with(profile, links, samples, size)
-        progress("searching")
-        found = _searched(profiles, there, memories, size, microbatches, schedules, replicas, slack, time_limit)
-        if found.best.samples in profiles:
+        best = _searched(
+            profiles,
+            machine,
+            size,
+            microbatches,
+            schedules,
+            replicas,
+            slack,
+            time_limit,
+            lambda searched: told(f"searching: {searched}"),
+        )
+        plan = best.found.best
+        if plan.samples in profiles:
             break
-        asked = found.best.microbatches * found.best.mesh.replicas
-    assert found is not None
-    return found.best
+        asked = plan.microbatches * plan.mesh.replicas
+    assert best is not None
+    return best if tracer is None else Planned(best.profile, graphs[best.profile.samples].with_cuts(best.found))
 
 
 def _searched(
     profiles: dict[int, Profile],
-    there: Sequence[torch.device],
-    memories: Sequence[int | None],
+    machine: Sequence[Device],
     minibatch: int,
     microbatches: int | None,
     schedules: Sequence[str] | None,
     replicas: bool,
     slack: float | None,
     time_limit: float,
-) -> Found:
+    progress: Callable[[Searched], None],
+) -> Planned:
     """With every size that was measured; sizes that were not are scaled from the nearest one."""
-    founds, errors = [], []
+    made, errors = [], []
     for profile in profiles.values():
         try:
-            founds.append(
-                search(
-                    profile,
-                    [Device(memory) for memory in memories],
-                    minibatch=minibatch,
-                    microbatches=microbatches,
-                    recipes=schedules,
-                    replicas=replicas,
-                    slack=slack,
-                    time_limit=time_limit,
-                )
+            found = search(
+                profile,
+                machine,
+                minibatch=minibatch,
+                microbatches=microbatches,
+                recipes=schedules,
+                replicas=replicas,
+                slack=slack,
+                time_limit=time_limit,
+                progress=progress,
             )
+            made.append(Planned(profile, found))
         except PlanError as error:
             errors.append(error)
-    if not founds:
+    if not made:
         raise errors[-1]
-    known = [found for found, samples in zip(founds, profiles, strict=False) if found.best.samples == samples]
-    return min(known or founds[-1:], key=lambda found: found.best.step_seconds)
+    known = [each for each in made if each.found.best.samples == each.profile.samples]
+    return min(known or made[-1:], key=lambda each: each.found.best.step_seconds)
 
 
 def _with(profile: Profile, links: Sequence[Link], samples: int, minibatch: int) -> Profile:
     return replace(profile, links=tuple(links), samples=samples, minibatch=minibatch)
-
-
-def _layers(model: Any, layers: Sequence[Layer] | None) -> list[Layer]:
-    if layers is None and not is_sequence(model):
-        raise ConfigError(
-            f"a {type(model).__name__} is no sequence of layers, and a plan counts layers: give them with layers=, "
-            "callables that together are the model"
-        )
-    return Layers(model, layers).layers
 
 
 def _devices(devices: Devices) -> list[torch.device]:

@@ -131,7 +131,7 @@ def test_what_makes_no_sense_is_said(more: dict[str, object], message: str) -> N
         gapless.make_plan(model(), *batch(), loss=F.mse_loss, **options)  # type: ignore[arg-type]
 
 
-def test_a_module_that_is_no_sequence_needs_its_layers() -> None:
+def test_layers_of_a_module_may_be_given() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,12 +142,11 @@ def test_a_module_that_is_no_sequence_needs_its_layers() -> None:
             return y
 
     whole = Whole()
-    with pytest.raises(ConfigError, match="a Whole is no sequence of layers, and a plan counts layers"):
-        gapless.make_plan(whole, *batch(), devices=2, loss=F.mse_loss)
     layers = list(whole.parts)
     found = gapless.make_plan(
         whole, *batch(), devices=["cpu"] * 2, layers=layers, schedules=["1f1b"], microbatches=4, seconds=0.01
     )
+    assert (sum(found.partition), found.cuts) == (6, None)
     with gapless.Pipeline(whole, devices=["cpu"] * 2, schedule=found, layers=layers, loss=F.mse_loss) as pipe:
         pipe.step(*batch())
 

@@ -1,16 +1,22 @@
 """A traced module, with a parameter that several ranks share: the bits of the plain loop."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # what tracing needs, once for all ranks
+import torch.distributed as dist
 import torch.export
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import gapless
+from gapless.errors import ConfigError
 from gapless.model.plain import Reference
+from gapless.plan.plan import Plan
 from tests.pipelines import SEED, assert_same, tokens
 from tests.run.forked import launch
 from tests.run.test_distributed import TiedGpt, line, logits_loss
@@ -24,7 +30,20 @@ def captured_models() -> None:
         _captured(mesh, TiedGpt(), data, schedule)
 
 
-def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str) -> None:
+def planned_model(file: str) -> None:
+    mesh, plan = line(), Plan.read(file)
+    torch.manual_seed(2)
+    pipe = _captured(mesh, TiedGpt(), [tokens(8)], plan)
+    assert plan.cuts is not None
+    rank = dist.get_rank()
+    held = {name for name, _ in pipe.named_parameters()} - {"embedding.weight"}
+    assert held == set(plan.cuts.parameters[rank]) - {"head.weight"}
+    other = replace(plan, cuts=replace(plan.cuts, after=(plan.cuts.after[0] + rank,)))
+    with pytest.raises(ConfigError, match="cuts"):
+        gapless.Pipeline(TiedGpt(), mesh=mesh, loss=logits_loss, schedule=other)
+
+
+def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str | Plan) -> gapless.Pipeline:
     reference = copy.deepcopy(model)
     plain_loop = Reference(reference)
     with gapless.Pipeline(
@@ -38,7 +57,15 @@ def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str) -> N
             for name, parameter in pipe.named_parameters():
                 assert_same(parameter.grad, names[name].grad, f"captured, step {number}, {name}")
         assert len(list(pipe.named_parameters())) < len(list(model.parameters()))
+    return pipe
 
 
 def test_captured_models_give_the_bits_of_the_plain_loop() -> None:
     launch(captured_models, 2)
+
+
+def test_ranks_cut_a_traced_model_where_the_plan_says(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"schedules": ["1f1b"], "microbatches": 4, "seconds": 0.01}
+    plan = gapless.make_plan(TiedGpt(), *tokens(8), devices=["cpu"] * 2, loss=logits_loss, **options)
+    plan.write(tmp_path / "plan.json")
+    launch(planned_model, 2, str(tmp_path / "plan.json"))
