@@ -1,6 +1,7 @@
 """The docs live: their commands are run and their output compared, their Python executed, their links followed.
 
-```console   lines after `$` are run, what follows is what they print; a line `...` stands for any number of lines
+```console   lines after `$` are run, beside the examples; what follows is what they print; a line `...` stands for any
+             number of lines
 ```python    executed, the blocks of a file one after the other
 ```text, sh  only read
 """
@@ -41,6 +42,7 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name)
 def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     for block in blocks(page, "console"):
         for command, said in commands(block):

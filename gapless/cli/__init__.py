@@ -1,7 +1,7 @@
 """The command line: one small file per command, each of which parses, calls and prints.
 
-What goes wrong is one sentence on standard error and exit code 2; Ctrl-C is exit code 130. Results go to standard
-output.
+What goes wrong is one sentence on standard error and exit code 2 (1 where training itself failed); Ctrl-C is exit code
+130. Results go to standard output.
 """
 
 import argparse
@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "all schedules, ranked for these costs and this memory",
     "verify": "check a schedule in a file, and prove that it can't hang",
     "plan": "how to cut a model, with which schedule, whether it fits and how long a step takes",
+    "train": "train what a config describes: a model, its data, its optimizer",
     "bench": "measure: schedules against their bound, and gapless against its peers",
 }
 

@@ -254,6 +254,12 @@ def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline],
         print(f"wrote {path}", file=sys.stderr)
 
 
+def show_progress(line: str) -> None:
+    """One line on standard error that is written over by the next, on a terminal only; an empty one wipes it away."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"\r\x1b[K{line[: width() - 1]}", end="", file=sys.stderr, flush=True)
+
+
 def print_json(data: Any) -> None:
     print(json.dumps(data))
 

@@ -14,22 +14,28 @@ from gapless.plan import units
 from gapless.plan.machine import Device
 from gapless.plan.plan import Plan
 from gapless.plan.profile import SLACK, Profile
-from gapless.plan.profile_file import read_profile
-from gapless.plan.search import Found, Progress, search
+from gapless.plan.profile_file import read_profile, write_profile
+from gapless.plan.search import Found, search
 from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     parser = options.parser(commands, "plan", purpose, "gapless plan profile.json --devices 8 --memory 24GiB")
     parser.add_argument(
-        "profile", metavar="PROFILE", help="a JSON file with the costs of the layers (docs/planning.md)"
+        "source",
+        metavar="PROFILE",
+        help="a JSON file with the costs of the layers (docs/planning.md), or a CONFIG, a .toml file with a model and "
+        "its data (docs/training.md), which is measured",
     )
     sizes = parser.add_argument_group("devices and sizes")
-    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="N", help="devices there are (default 4)")
+    sizes.add_argument("--devices", "-K", type=int, metavar="N", help="devices there are (default: the config's, or 4)")
     sizes.add_argument("--memory", metavar="SIZE", help="of each device, as 24GiB; a list 24GiB,16GiB is per device")
     sizes.add_argument("--speeds", metavar="X,X", help="of the devices, where they differ; 1 is as profiled")
-    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: the profile's)")
+    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: as the file says)")
     sizes.add_argument("--microbatches", "-M", type=int, metavar="M", help="only so many (default: several are tried)")
+    measured = parser.add_argument_group("of a config")
+    measured.add_argument("--seconds", type=float, metavar="S", help="to measure, about (default 10)")
+    measured.add_argument("--profile", metavar="FILE", help="write what was measured, to plan with it again")
     searched = parser.add_argument_group("search")
     searched.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all with a flush, and auto)")
     searched.add_argument("--shard-optimizer", action="store_true", help="replicas share out the optimizer's state")
@@ -48,20 +54,10 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    profile = read_profile(arguments.profile)
-    found = search(
-        profile,
-        _devices(arguments),
-        minibatch=arguments.minibatch,
-        microbatches=arguments.microbatches,
-        recipes=tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None,
-        shard_optimizer=arguments.shard_optimizer,
-        slack=arguments.slack,
-        time_limit=arguments.time_limit,
-        progress=_show_progress if sys.stderr.isatty() else None,
-    )
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    try:
+        profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
+    finally:
+        options.show_progress("")
     _write(arguments, profile, found)
     if arguments.json:
         options.print_json(as_json(profile, found))
@@ -72,21 +68,71 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
+    for name in ("seconds", "profile"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
+    profile = read_profile(arguments.source)
+    found = search(
+        profile,
+        _devices(arguments, 4 if arguments.devices is None else arguments.devices),
+        minibatch=arguments.minibatch,
+        microbatches=arguments.microbatches,
+        recipes=_schedules(arguments),
+        shard_optimizer=arguments.shard_optimizer,
+        slack=arguments.slack,
+        time_limit=arguments.time_limit,
+        progress=lambda progress: options.show_progress(str(progress)),
+    )
+    return profile, found
+
+
+def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
+    if arguments.shard_optimizer:
+        raise ConfigError(
+            "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what is measured with "
+            "--profile, and plan that"
+        )
+    from gapless.train.config import read_config  # torch is loaded here, and not before
+    from gapless.train.job import build
+
+    config = read_config(arguments.source).changed(devices=arguments.devices, minibatch=arguments.minibatch)
+    count = config.num_devices
+    options.show_progress("making the model")
+    made = build(config).planned(
+        memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
+        speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
+        microbatches=arguments.microbatches,
+        schedules=_schedules(arguments),
+        slack=arguments.slack,
+        seconds=10.0 if arguments.seconds is None else arguments.seconds,
+        time_limit=arguments.time_limit,
+        progress=options.show_progress,
+    )
+    if arguments.profile:
+        write_profile(made.profile, arguments.profile)
+        print(f"wrote {arguments.profile}", file=sys.stderr)
+    return made
+
+
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("devices", "minibatch", "microbatches", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}, but it must be at least 1")
-    for name in ("slack", "time_limit"):
+    if arguments.devices is not None and arguments.devices > 4096:
+        raise ConfigError(f"--devices is {arguments.devices}, but a plan is made for at most 4096")
+    for name in ("slack", "time_limit", "seconds"):
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it is a number of at least 0")
 
 
-def _devices(arguments: argparse.Namespace) -> list[Device]:
-    count = arguments.devices
-    if count > 4096:
-        raise ConfigError(f"--devices is {count}, but a plan is made for at most 4096")
+def _schedules(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    return tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None
+
+
+def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:
     memories = _listed("--memory", arguments.memory, count, _memory)
     speeds = _listed("--speeds", arguments.speeds, count, _speed)
     return [Device(memory, 1.0 if speed is None else speed) for memory, speed in zip(memories, speeds, strict=True)]
@@ -123,11 +169,6 @@ def _speed(word: str) -> float:
     if not 0 < speed < math.inf:
         raise ConfigError(f"is {word[:40]!r}, but a speed is a number above 0")
     return speed
-
-
-def _show_progress(progress: Progress) -> None:
-    best = f"best {units.show_seconds(progress.best.step_seconds)}" if progress.best else "nothing fits yet"
-    print(f"\r\x1b[K{progress.done}/{progress.total} choices, {best}", end="", file=sys.stderr, flush=True)
 
 
 def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> None:

@@ -50,8 +50,10 @@ WITH_SIZE = ["--devices", "--microbatches", "--stages-per-device", "--minibatche
 
 
 def words(chance: random.Random, files: list[str]) -> list[str]:
-    line = [chance.choice(["schedules", "show", "show", "simulate", "simulate", "compare", "verify", "shwo", ""])]
-    if line[0] in ("show", "simulate", "verify"):
+    line = [
+        chance.choice(["schedules", "show", "show", "simulate", "simulate", "compare", "verify", "train", "shwo", ""])
+    ]
+    if line[0] in ("show", "simulate", "verify", "train"):
         line.append(chance.choice([*QUICK, *QUICK, *files, *files, "zbv", "", "/", "\0", "a" * 5000, "né.txt"]))
     line += ["-K", str(chance.randint(1, 4)), "-M", str(chance.randint(1, 6))] if chance.random() < 0.8 else []
     for _ in range(chance.randint(0, 4)):

@@ -36,9 +36,7 @@ def test_the_example_of_each_command_runs(
     example = out.split("example: ")[1].strip()
     folder = tmp_path_factory.mktemp("example")
     script = example.replace("gapless ", f"{sys.executable} -m gapless ")
-    run = subprocess.run(
-        script, shell=True, cwd=folder, capture_output=True, text=True, check=False, env=_environment()
-    )
+    run = subprocess.run(script, shell=True, cwd=folder, capture_output=True, text=True, check=False, env=environment())
     assert run.returncode == 0, run.stderr
 
 
@@ -53,12 +51,12 @@ def test_an_unknown_option_suggests_the_nearest(gapless: Command) -> None:
     assert gapless("--zzz").err == "gapless: '--zzz' is not understood; `gapless --help` shows how\n"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return {**os.environ, "PYTHONPATH": root}
 
 
-def _seconds_used(process: int) -> float:
+def seconds_used(process: int) -> float:
     with open(f"/proc/{process}/stat") as file:
         fields = file.read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -68,7 +66,7 @@ def _seconds_used(process: int) -> float:
 def test_ctrl_c_ends_a_long_command_without_a_traceback() -> None:
     words = [sys.executable, "-m", "gapless", "compare", "--devices", "64", "--microbatches", "2000"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while _seconds_used(process.pid) < 1.0:  # it is at work, however busy the machine
+        while seconds_used(process.pid) < 1.0:  # it is at work, however busy the machine
             assert process.poll() is None, "the command should take longer than this"
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

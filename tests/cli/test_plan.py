@@ -1,8 +1,10 @@
 """`gapless plan`: the ranking, the reasons, the memory, and one sentence for what is wrong."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from gapless.plan.plan import Plan
 from tests.cli.conftest import Command
+from tests.cli.test_main import environment, seconds_used
+from tests.train.configs import GPT, write
 
 BLOCK = {
     "name": "block",
@@ -184,3 +188,87 @@ def test_planning_loads_no_torch(profile: str) -> None:
     words = ["plan", profile, "--devices", "2", "--schedules", "1f1b", "--html", f"{profile}.html"]
     run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+# -- of a config ------------------------------------------------------------------------------------------------------
+
+MEASURED = "--seconds 0.01 --schedules 1f1b,zb-h1 --microbatches 2"
+
+
+def test_a_config_is_measured_and_planned_as_a_profile_is(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path, text=GPT)
+    profile, plan, page = (tmp_path / name for name in ("profile.json", "plan.json", "plan.html"))
+    code, out, err = gapless(f"plan {config} {MEASURED} --memory 1GiB --profile {profile} --write {plan} --html {page}")
+    assert (code, err) == (0, f"wrote {profile}\nwrote {page}\nwrote {plan}\n")
+    blocks = out.split("\n\n")
+    assert blocks[0] == "gpt: 5 layers, 24.12 KiB of parameters, minibatch of 4"
+    assert len(blocks[1].splitlines()) == 3
+    assert blocks[3].startswith("layers per stage: ")
+    assert blocks[5].startswith("memory per device, of 1 GiB:")
+    assert out.splitlines()[-1].startswith("F forward")
+    assert Plan.read(plan).limits == (2**30,) * 2
+    # What was measured gives the same plan again, beside some with replicas.
+    again = json.loads(gapless(f"plan {profile} --schedules 1f1b,zb-h1 -M 2 -K 2 --memory 1GiB --json").out)
+    steps = {other["step_seconds"] for other in again["plans"] if other["replicas"] == 1}
+    assert json.loads(plan.read_text())["step_seconds"] in steps
+
+
+def test_options_go_before_what_a_config_says(gapless: Command, tmp_path: Path) -> None:
+    line = (
+        f"plan {write(tmp_path, text=GPT)} {MEASURED} --minibatch 8 --devices 3 --speeds 1,1,2 --memory 1GiB,1GiB,2GiB"
+    )
+    found = json.loads(gapless(f"{line} --json").out)
+    assert found["profile"] == "gpt"
+    assert found["best"]["limits"] == [2**30, 2**30, 2**31]
+    assert found["best"]["devices"] == 3
+    assert found["best"]["samples"] * found["best"]["microbatches"] == 8
+
+
+def test_the_memory_of_a_config_is_the_limit_and_auto_keeps_to_what_it_says(gapless: Command, tmp_path: Path) -> None:
+    config = write(
+        tmp_path, ("microbatches = 2", "microbatches = 2\nschedule = '1f1b'\nplan = 'auto'\nmemory = '2GiB'"), text=GPT
+    )
+    found = json.loads(gapless(f"plan {config} --seconds 0.01 --json").out)
+    assert [(plan["recipe"], plan["microbatches"]) for plan in found["plans"]] == [("1f1b", 2)]
+    assert found["best"]["limits"] == [2**31] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shard-optimizer", "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what"),
+        ("--schedules zbv", "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ("--microbatches 9", "9 microbatches can't be made of a minibatch of 4 samples"),
+        ("--memory 1GiB,2GiB,3GiB", "--memory lists 3 devices, but there are 2"),
+        ("--memory 2MiB,lots", "--memory is 'lots', but it is a number of bytes such as '24 MiB'"),
+        ("--devices 99999", "--devices is 99999, but a plan is made for at most 4096"),
+        ("--seconds -1", "--seconds is -1, but it is a number of at least 0"),
+    ],
+)
+def test_what_does_not_fit_a_config_is_one_sentence(gapless: Command, tmp_path: Path, line: str, message: str) -> None:
+    code, out, err = gapless(f"plan {write(tmp_path, text=GPT)} {line}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"gapless: {message}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--seconds 1", "--profile out.json"])
+def test_a_profile_is_not_measured_again(gapless: Command, profile: str, option: str) -> None:
+    name = option.split()[0]
+    said = f"gapless: {name} is for a config, a .toml file: a profile has been measured already\n"
+    assert gapless(f"plan {profile} {option}") == (2, "", said)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_ends_measuring_soon(tmp_path: Path) -> None:
+    config = write(tmp_path, ("width = 8, depth = 2", "width = 512, depth = 24"), text=GPT)
+    words = [sys.executable, "-m", "gapless", "plan", str(config), "--seconds", "600"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        while seconds_used(process.pid) < 8.0:  # it measures by now, for a long time to come
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "gapless: stopped\n")

@@ -1,0 +1,120 @@
+"""The functions that a config names: found in a file or a module, called with its arguments, and where one of them
+fails, that is told with its place. The error itself stays as the cause.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import gapless
+from gapless.errors import ConfigError, GaplessError
+from gapless.train.config import Part
+
+_TORCH, _GAPLESS = (os.path.join(package.__path__[0], "") for package in (torch, gapless))
+_ZOO = os.path.join(_GAPLESS, "zoo", "")
+
+
+def load(part: Part, folder: Path) -> Callable[..., Any]:
+    """The function, from a file below `folder` or from a module."""
+    home, _, name = part.where.rpartition(":")
+    at = str(folder.resolve())
+    if part.where == part.name and at not in sys.path:
+        sys.path.insert(0, at)  # as Python does for a script: its neighbours can be imported
+    with told(f"{part.key}.name: loading {home}"):
+        module = _from_file(part, folder / home) if home.endswith(".py") else _imported(part, home)
+    function = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    near = get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{part.key}.name is {part.name!r}, but {home} has no function {name}{hint}")
+
+
+def _from_file(part: Part, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError(f"{part.key}.name is {part.name!r}, but there is no file {file}")
+    name = str(file.resolve())
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _imported(part: Part, name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{part.key}.name is {part.name!r}, but there is no module {error.name}: a file is 'file.py:function'"
+        ) from None
+
+
+def call(function: Callable[..., Any], part: Part, *given: Any, **offered: Any) -> Any:
+    """Call it with the arguments of the config, and of what is offered with that which it takes."""
+    arguments = fitting(function, part, *given, **offered)
+    with told(f"{part.key}: {part.name}"):
+        return function(*given, **arguments)
+
+
+def fitting(function: Callable[..., Any], part: Part, *given: Any, **offered: Any) -> Mapping[str, Any]:
+    """The arguments of the config, checked, with that of what is offered which the function takes."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one written in C
+        return part.arguments
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    if len(names) == len(signature.parameters):
+        for key in part.arguments:
+            if key not in names:
+                near = get_close_matches(key, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names[len(given) :]) or 'none'}"
+                raise ConfigError(f"{part.key}.arguments has {key!r}, which {part.name} does not take; {hint}")
+    arguments = {**{key: value for key, value in offered.items() if key in names}, **part.arguments}
+    try:
+        signature.bind(*given, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{part.key}.arguments do not fit {part.name}: {error}") from None
+    return arguments
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Errors that are not gapless's own become one sentence, with the place at which they were raised."""
+    try:
+        yield
+    except GaplessError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} failed with {described(error)}") from error
+
+
+def described(error: Exception) -> str:
+    """`ValueError: too wide, at models.py, line 7, in make`: of all places the last that is no library's."""
+    said = " ".join(str(error).split())[:400]
+    place, at = error.__traceback__, ""
+    while place is not None:
+        code = place.tb_frame.f_code
+        if code.co_filename.startswith(_ZOO) or not code.co_filename.startswith((_TORCH, _GAPLESS, "<")):
+            at = f", at {Path(code.co_filename).name}, line {place.tb_lineno}, in {code.co_name}"
+        place = place.tb_next
+    notes = [note.removeprefix("gapless: raised ") for note in getattr(error, "__notes__", ())]
+    return f"{type(error).__name__}{': ' if said else ''}{said}{at}{f' ({notes[0]})' if notes else ''}"

@@ -1,0 +1,146 @@
+"""`gapless train`: the pipeline, the plan, the losses, a summary, and one sentence for what is wrong."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.cli.test_main import environment
+from tests.train.configs import GPT, write
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_it_shows_the_pipeline_the_steps_and_a_summary(gapless: Command, tmp_path: Path) -> None:
+    code, out, err = gapless(f"train {write(tmp_path)}")
+    assert (code, err) == (0, "")
+    pipeline, steps, summary = out.strip().split("\n\n")
+    assert pipeline.splitlines()[0].startswith("Pipeline: zb-h1, 2 devices, 2 stages, 4 microbatches, predicted bubble")
+    assert pipeline.splitlines()[1].startswith("  stage 0 on device 0 (cpu): layers 0 to ")
+    first, last = steps.splitlines()
+    assert re.fullmatch(r"step 1 of 6   loss \d\.\d+ +\d+\.\d ms per step   [\d.]+ samples/s", first)
+    assert last.startswith("step 6 of 6   loss ")
+    assert re.fullmatch(r"6 steps, last loss \d\.\d+, \d+\.\d ms per step \(median\)", summary)
+
+
+def test_json_is_one_object_and_the_same_losses_every_time(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path)
+    code, out, err = gapless(f"train {config} --json")
+    assert code == 0
+    assert "step 6 of 6   loss " in err
+    found = json.loads(out)
+    assert found["steps"] == len(found["losses"]) == 6
+    assert found["loss"] == found["losses"][-1]
+    assert found["plan"] is found["partition"] is found["predicted_step_seconds"] is None
+    for options in ("", "--schedule gpipe", "--devices 3 --schedule zb-v"):  # all in the plain loop's bits
+        assert json.loads(gapless(f"train {config} --json {options}").out)["losses"] == found["losses"]
+
+
+def test_options_go_before_what_the_config_says(gapless: Command, tmp_path: Path) -> None:
+    out = gapless(f"train {write(tmp_path)} --steps 1 --devices 3 --schedule gpipe --microbatches 2").out
+    assert out.startswith("Pipeline: gpipe, 3 devices, 3 stages, 2 microbatches")
+    assert out.splitlines()[-1].startswith("1 step, last loss ")
+
+
+def test_a_plan_is_made_first_and_compared_with_what_came(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path)
+    code, out, err = gapless(f"train {config} --plan auto --schedule 1f1b --microbatches 3 --steps 2")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"the plan takes the place of schedule, microbatches in {config}"
+    assert lines[1].startswith("Pipeline: 1f1b, 2 devices, 2 stages, 3 microbatches")
+    assert re.fullmatch(
+        r"plan: 1f1b on 2 devices, 3 microbatches of 2; layers per stage \d,\d; predicted .* per step, .* samples/s",
+        lines[4],
+    )
+    assert re.fullmatch(r"predicted [\d.]+ ms, measured [\d.]+ ms: [+-][\d.]+%", lines[-1])
+
+
+def test_a_plan_in_a_file_is_taken_as_it_is(gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = write(tmp_path), tmp_path / "plan.json"
+    assert gapless(f"plan {config} --seconds 0.01 --schedules gpipe -M 2 --write {plan} --json").code == 0
+    monkeypatch.chdir(tmp_path.parent)
+    found = json.loads(gapless(f"train {config} --plan {plan.relative_to(tmp_path.parent)} --json").out)
+    written = json.loads(plan.read_text())
+    assert found["plan"] == "gpipe on 2 devices, 2 microbatches of 3"
+    assert found["partition"] == written["partition"]
+    assert found["predicted_step_seconds"] == written["step_seconds"]
+    assert found["losses"] == json.loads(gapless(f"train {config} --microbatches 2 --json").out)["losses"]
+    assert gapless(f"train {config} --plan {plan} --devices 4").err == (
+        "gapless: the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 4 devices: make one for these\n"
+    )
+    code, _, err = gapless(f"train {config} --plan {plan} --microbatches 3")
+    assert (code, err) == (
+        2,
+        "gapless: microbatches is 3, but the plan has 2: leave out what the plan says, or make another\n",
+    )
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_exit_code_1(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path, ("cross_entropy", "mine.py:no_number"))
+    code, out, err = gapless(f"train {config}")
+    assert code == 1
+    assert out.startswith("Pipeline: ")
+    assert err == (
+        "gapless: stopped after 0 of 6 steps: the loss of step 1 is nan; a smaller learning rate or clip = 1.0 may "
+        "help\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "message"),
+    [
+        ((), "--steps 0", "--steps is 0, but it must be at least 1"),
+        ((), "--schedule zbv", "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ((), "--schedule 2bw", "2bw"),
+        ((), "--plan nowhere.json", ""),
+        ((), "--stepz 3", "'--stepz' is not understood; did you mean --steps?"),
+        ((("clip", "clop"),), "", "{}: train.clop is not understood; did you mean clip?"),
+        (((":make", ":made"),), "", "model.name is 'mine.py:made', but mine.py has no function made; did you mean"),
+        (((":batches", ":triples"),), "", "data: batch 1 of mine.py:triples is a tuple of 3, but it is a pair"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    gapless: Command, tmp_path: Path, changes: tuple[tuple[str, str], ...], line: str, message: str
+) -> None:
+    config = write(tmp_path, *changes)
+    code, _, err = gapless(f"train {config} {line}")
+    assert code == 2
+    assert err.startswith(f"gapless: {message.format(config)}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_file_that_is_none_is_one_sentence(gapless: Command) -> None:
+    assert gapless("train nowhere.toml") == (2, "", "gapless: nowhere.toml is not a file that can be read\n")
+
+
+def test_the_help_shows_an_example(gapless: Command) -> None:
+    code, out, _ = gapless("train --help")
+    assert code == 0
+    assert "example: gapless train examples/gpt.toml --plan auto" in out
+
+
+def test_the_example_trains(gapless: Command) -> None:
+    code, out, _ = gapless(f"train {ROOT / 'examples' / 'gpt.toml'} --steps 2")
+    assert code == 0
+    assert out.startswith("Pipeline: zb-h1, 4 devices")
+
+
+def test_ctrl_c_says_how_far_it_got(tmp_path: Path) -> None:
+    config = write(tmp_path, ("microbatches = 2", "microbatches = 2\n[train]\nsteps = 1000000"), text=GPT)
+    words = [sys.executable, "-m", "gapless", "train", str(config)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step "):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.fullmatch(r"gapless: stopped after \d+ of 1000000 steps, last loss \d\.\d+\n", err)

@@ -1,0 +1,148 @@
+"""A config says what it means, and all that is wrong with it is said at once."""
+
+import contextlib
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gapless.errors import ConfigError
+from gapless.train.config import Layout, Part, parse_config, read_config
+from tests.train.configs import CONFIG, GPT, write
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_a_config_is_read_as_it_says(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    assert config.folder == tmp_path
+    assert config.model == Part("model", "mine.py:make", "mine.py:make", {"depth": 5, "dropout": 0.25})
+    assert config.data == Part("data", "mine.py:batches", "mine.py:batches")
+    assert config.loss == Part("loss", "cross_entropy", "torch.nn.functional:cross_entropy")
+    assert config.optimizer == Part("optimizer", "AdamW", "torch.optim:AdamW", {"lr": 0.01})
+    assert config.pipeline == Layout(("cpu", "cpu"), schedule="zb-h1", microbatches=4)
+    assert (config.minibatch, config.steps, config.clip, config.seed) == (6, 6, 0.5, 7)
+
+
+def test_what_is_not_said_is_what_most_want() -> None:
+    config = parse_config('[model]\nname = "gpt"\n[data]\nname = "python-source"\nminibatch = 4\n', Path())
+    assert config.loss == Part("loss", "next_token", "gapless.zoo.gpt:next_token_loss")
+    assert config.optimizer == Part("optimizer", "AdamW", "torch.optim:AdamW")
+    assert config.pipeline == Layout(devices=4)
+    assert (config.steps, config.clip, config.seed, config.num_devices) == (100, None, 0, 4)
+    own = parse_config('[model]\nname = "a.b:c"\n[data]\nname = "d.py:e"\nminibatch = 4\n', Path())
+    assert own.loss is None  # the model's own
+
+
+def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        ("clip", "clipp"),
+        ("steps = 6", "steps = 0"),
+        ("minibatch = 6", "minibatch = '6'"),
+        ("AdamW", "adamw"),
+        ("[loss]", "[los]"),
+        ("zb-h1", "zbh1"),
+        ('["cpu", "cpu"]', '["cpu", "gpu"]'),
+    )
+    with pytest.raises(ConfigError) as error:
+        read_config(file)
+    assert str(error.value).split("; ") == [
+        f"{file}: los is not understood",
+        "did you mean loss?",
+        "optimizer.name is 'adamw', which is not known",
+        "did you mean AdamW?",
+        "train.clipp is not understood",
+        "did you mean clip?",
+        "data.minibatch is '6', but it is a whole number of at least 1",
+        "pipeline.devices has 'gpu', but a device is 'cpu', or as 'cuda:0'",
+        "pipeline.schedule is 'zbh1', but there is no schedule named 'zbh1'",
+        "did you mean zb-h1?",
+        "train.steps is 0, but it is a whole number of at least 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("mine.py:make", "gtp", "model.name is 'gtp', which is not known; did you mean gpt?"),
+        ("mine.py:make", "lstm", "it is gpt, resnet, transformer, unet, or your own as 'file.py:function'"),
+        ("mine.py:make", "mine.py:", "model.name is 'mine.py:', which is not known"),
+        ('"mine.py:make"', "3", "model.name is 3, but it is a text"),
+        ("cross_entropy", "entropy", "loss.name is 'entropy', which is not known; did you mean cross_entropy?"),
+        ('"cross_entropy"', '""', "loss.name is '', but it is a text"),
+        ("{ lr = 0.01 }", "0.01", "optimizer.arguments is 0.01, but it is a table, as { width = 64, depth = 8 }"),
+        ("minibatch = 6", "", "data.minibatch is missing: samples in a step, as 16"),
+        ('name = "mine.py:batches"', "", "data.name is missing: python-source, or 'file.py:function'"),
+        ('["cpu", "cpu"]', "0", "pipeline.devices is 0, but it is a whole number of at least 1"),
+        ('["cpu", "cpu"]', '"cpu"', "pipeline.devices is 'cpu', but it is a number, or a list as ['cuda:0', 'cuda:1']"),
+        ("microbatches = 4", "memory = '24 GB/s'", "pipeline.memory is '24 GB/s', but it is a number of bytes"),
+        ("microbatches = 4", "remat = 'all'", "pipeline.remat is 'all', but it is none, stage, layer, or a list"),
+        ("microbatches = 4", "partition = 3", "pipeline.partition is 3, but it is a list of whole numbers"),
+        ("microbatches = 4", "mocrobatches = 4", "pipeline.mocrobatches is not understood; did you mean microbatches?"),
+        ("clip = 0.5", "clip = nan", "train.clip is nan, but it is a number above 0"),
+        ("clip = 0.5", "zzz = 1", "train.zzz is not understood; train takes steps, clip, seed"),
+        ("seed = 7", "seed = -1", "train.seed is -1, but it is a whole number of at least 0"),
+        ("seed = 7", "seed = = 7", "it is not TOML: Invalid value (at line 25, column 8)"),
+        (
+            "microbatches = 4",
+            "plan = 'auto'\npartition = [3, 3]",
+            "pipeline.partition is given, but plan = 'auto' chooses it: leave one of them out",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config(write(tmp_path, (old, new)))
+    assert message in str(error.value)
+    assert str(error.value).startswith(str(tmp_path))
+
+
+def test_a_config_without_a_model_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config("model = 3", Path())
+    assert str(error.value) == (
+        "model is 3, but it is a table: write [model] and below it name = ...; [data] is missing: write [data] and "
+        "below it name = ..."
+    )
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml is not a file that can be read"):
+        read_config("nowhere.toml")
+    (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"a\.toml is not text; a config is a TOML file"):
+        read_config(tmp_path / "a.toml")
+    (tmp_path / "b.toml").write_bytes(b"#" * 2**21)
+    with pytest.raises(ConfigError, match=r"b\.toml has 2 MiB, but a config is smaller"):
+        read_config(tmp_path / "b.toml")
+
+
+def test_options_take_the_place_of_what_the_file_says(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path))
+    assert config.changed() == config
+    assert config.changed(steps=3, minibatch=9) == replace(config, steps=3, minibatch=9)
+    assert config.changed(devices=3, microbatches=2).pipeline == Layout(3, schedule="zb-h1", microbatches=2)
+    assert config.changed(plan="auto").pipeline == Layout(("cpu", "cpu"), plan="auto")
+    assert config.changed(plan="auto", microbatches=2).pipeline == Layout(("cpu", "cpu"), plan="auto", microbatches=2)
+
+
+def test_the_docs_show_the_example_as_it_is() -> None:
+    example = (ROOT / "examples" / "gpt.toml").read_text()
+    read_config(ROOT / "examples" / "gpt.toml")
+    assert f"```toml\n{example}```" in (ROOT / "docs" / "training.md").read_text()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_100_mutated_configs_are_read_or_refused(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(100):
+        characters = list(chance.choice([CONFIG, GPT]))
+        for _ in range(chance.randint(1, 5)):
+            at = chance.randrange(len(characters))
+            characters[at : at + chance.randint(0, 8)] = chance.choices(
+                'abc019[]{}=".,:-\n \0é', k=chance.randint(0, 3)
+            )
+        with contextlib.suppress(ConfigError):
+            parse_config("".join(characters), Path())
