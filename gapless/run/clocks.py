@@ -71,7 +71,7 @@ def offset(group: Any, device: int) -> float:
         waiting.wait()
         back = time.perf_counter()
         best = min(best, (back - sent, float(answer[0]) - (sent + back) / 2))
-        same = float(answer[1]) == _host()
+        same = float(answer[1]) == host_number()
     return 0.0 if same else best[1]
 
 
@@ -80,10 +80,10 @@ def _empty() -> torch.Tensor:
 
 
 def _now() -> torch.Tensor:
-    return torch.tensor([time.perf_counter(), _host()], dtype=torch.float64)
+    return torch.tensor([time.perf_counter(), host_number()], dtype=torch.float64)
 
 
-def _host() -> float:
+def host_number() -> float:
     """A number that processes of one host have in common: of what was started when the clock was."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     number = uuid.UUID(boot.read_text().strip()).int if boot.exists() else uuid.getnode()

@@ -81,6 +81,19 @@ def take_seat(mesh: Any) -> Seat:
     )
 
 
+def in_one_line(mesh: Any) -> DeviceMesh:
+    """All ranks of a mesh as one pipeline, in its order."""
+    seat = take_seat(mesh)
+    if mesh.ndim == 1:
+        return seat.mesh
+    if seat.num_devices * seat.num_replicas != mesh.size():
+        raise ConfigError(
+            "several ranks of the mesh are one device (tp), and only links between single ranks are measured: measure "
+            "a mesh without tp, or give links by hand"
+        )
+    return DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("pp",))
+
+
 def facts_of(mesh: DeviceMesh) -> dict[str, Any]:
     """What must be the same on all ranks, before anything else is."""
     return {

@@ -21,6 +21,7 @@ from gapless.run.executor import Batch, Program
 from gapless.run.gradients import clip_everywhere
 from gapless.run.holders import Holders
 from gapless.run.homes import Homes
+from gapless.run.hops import Hop, measure_hops
 from gapless.run.memory import GpuMemory
 from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
 from gapless.run.pace import Pace, Row, planned_work
@@ -317,6 +318,11 @@ class Ranks:
         if self._clock is None:
             self._clock = Clock(self._groups.pp, self.seat.device)
         return self._clock.timeline(program.schedule, program.marks[self.seat.device], self.lanes[0])
+
+    def hops(self) -> list[Hop]:
+        """From each device of this pipeline to the next: every rank has all of them."""
+        with self.call():
+            return measure_hops(self._links, self._groups.pp, self.seat.torch_device)
 
     def close(self) -> None:
         self._watch.say_goodbye()

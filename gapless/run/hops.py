@@ -1,0 +1,82 @@
+"""What it takes from each device to the next, measured through the very channels that a pipeline uses.
+
+device d       activation ->               one hop at a time: small messages for the latency, large ones for the
+device d + 1               <- gradient     bandwidth; half of what it takes there and back
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from gapless.run.clocks import host_number
+from gapless.run.distributed import Links
+
+_SMALL, _MOST = 1 << 10, 16 << 20  # bytes
+_LONG = 0.02  # seconds there and back that tell enough of a bandwidth
+_WARM_UP, _SMALL_ROUNDS, _LARGE_ROUNDS = 3, 50, 7
+
+
+class Hop(NamedTuple):
+    """From a device to the next, or back."""
+
+    latency: float  # seconds
+    bandwidth: float  # bytes a second
+    near: bool  # both are on one host
+
+
+def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
+    """Of all devices, in order. Every rank of the group calls it, and all get the same."""
+    count = len(links.ranks)
+    mine = torch.tensor([0.0, 0.0, host_number()], dtype=torch.float64)
+    for first in range(count - 1):
+        if links.device == first:
+            mine[:2] = torch.tensor(_asked(links, first + 1, device), dtype=torch.float64)
+        elif links.device == first + 1:
+            _answer(links, first, device)
+        group.barrier().wait()  # or two hops would share a wire
+    rows = [torch.empty_like(mine) for _ in range(count)]
+    if count > 1:
+        group.allgather([rows], [mine]).wait()
+    found = [row.tolist() for row in rows]
+    return [Hop(latency, bandwidth, host == after[2]) for (latency, bandwidth, host), after in pairwise(found)]
+
+
+def _asked(links: Links, target: int, device: torch.device) -> tuple[float, float]:
+    """Latency and bandwidth to the next device, which answers."""
+    send, receive = links.outgoing(target, "activation").hand, links.incoming(target, "gradient").get
+
+    def there_and_back(size: int, rounds: int) -> float:
+        ball = [torch.empty(size, dtype=torch.uint8, device=device)]
+        taken = []
+        for _ in range(_WARM_UP + rounds):
+            begin = time.perf_counter()
+            send(ball)
+            _arrived(receive(), device)
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken[_WARM_UP:])
+
+    small = there_and_back(_SMALL, _SMALL_ROUNDS)
+    size, large = _SMALL, small
+    while large - small < _LONG and size < _MOST:
+        size *= 8
+        large = there_and_back(size, _LARGE_ROUNDS)
+    send([torch.empty(0, dtype=torch.uint8, device=device)])
+    return small / 2, (size - _SMALL) / max((large - small) / 2, 1e-9)
+
+
+def _answer(links: Links, source: int, device: torch.device) -> None:
+    """Sends back whatever comes, until nothing does."""
+    receive, send = links.incoming(source, "activation").get, links.outgoing(source, "gradient").hand
+    while (came := _arrived(receive(), device))[0].numel():
+        send(came)
+
+
+def _arrived(tree: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    there = [tensor.to(device) for tensor in tree]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return there
