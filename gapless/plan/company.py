@@ -8,10 +8,12 @@ the schedule:
     1:    F0 B0    F1 ...        the other B0 has no company either
 
 Stages are measured alone and beside each other. While others run, an action loses a share of its time, and that share
-is found from all that was measured (`fitted`). The other way round, what each action of a schedule loses follows from
-what runs beside it, which follows from how long each takes: a few rounds of simulation settle that (`in_company`).
+is found from all that was measured (`fitted`). Where there are more devices than processors, they take turns. The
+other way round, what each action of a schedule loses follows from what runs beside it, which follows from how long each
+takes: a few rounds of simulation settle that (`in_company`).
 """
 
+import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
@@ -139,7 +141,7 @@ def in_company(costs: Costs, schedule: Schedule, company: Company) -> Costs:
     alone = costs.durations(schedule.placement)
     found = costs
     for _ in range(_ROUNDS):
-        near = _beside_stages(schedule, found)
+        near = _beside_stages(schedule, found, company.at_once or math.inf)
         changes = {
             name: tuple(float(time) / _kept(company, kind, near[stage]) for stage, time in enumerate(alone[kind]))
             for kind, name in _NAMES.items()
@@ -148,27 +150,43 @@ def in_company(costs: Costs, schedule: Schedule, company: Company) -> Costs:
     return found
 
 
-def _beside_stages(schedule: Schedule, costs: Costs) -> list[dict[bool, Beside]]:
-    """Per stage what runs beside its forwards (True) and its backwards (False), for each second of theirs."""
+class _Around(NamedTuple):
+    """For each second of a stage's forwards or backwards: what runs beside it, and the share of it that is its turn."""
+
+    near: Beside
+    turn: float
+
+
+def _beside_stages(schedule: Schedule, costs: Costs, at_once: float) -> list[dict[bool, _Around]]:
+    """Per stage what is around its forwards (True) and its backwards (False)."""
     timeline = simulate(schedule, costs)
     rows = [
         [Span(float(begin), float(end), action.kind in (_F, _R)) for action, begin, end in timeline.spans(device)]
         for device in range(schedule.num_devices)
     ]
-    sums = [{True: [0.0, 0.0, 0.0], False: [0.0, 0.0, 0.0]} for _ in range(schedule.num_stages)]
+    sums = [{True: [0.0] * 4, False: [0.0] * 4} for _ in range(schedule.num_stages)]
     for actions, spans, nears in zip(schedule.rows, rows, beside(rows), strict=True):
         for action, span, near in zip(actions, spans, nears, strict=True):
+            own = span.end - span.begin
+            wanting = 1 + sum(near) / own if own else 1.0
+            turn = min(1.0, at_once / wanting)
+            # While it has its turn, so many fewer are beside it.
+            fewer = (wanting * turn - 1) / (wanting - 1) if turn < 1 else 1.0
             mine = sums[action.stage][span.forward]
-            for place, seconds in enumerate((*near, span.end - span.begin)):
+            for place, seconds in enumerate((*(max(0.0, fewer) * each for each in near), turn * own, own)):
                 mine[place] += seconds
     return [
-        {forward: Beside(f / own, b / own) if own else Beside(0.0, 0.0) for forward, (f, b, own) in each.items()}
+        {
+            forward: _Around(Beside(f / own, b / own), turn / own) if own else _Around(Beside(0.0, 0.0), 1.0)
+            for forward, (f, b, turn, own) in each.items()
+        }
         for each in sums
     ]
 
 
-def _kept(company: Company, kind: Kind, near: Mapping[bool, Beside]) -> float:
+def _kept(company: Company, kind: Kind, around: Mapping[bool, _Around]) -> float:
     """The share of its time that an action does not lose."""
     forward = kind in (_F, _R)
     lost = company.forward if forward else company.backward if kind is _B else company.halves
-    return 1 - min(_MOST, sum(share * seconds for share, seconds in zip(lost, near[forward], strict=True)))
+    near, turn = around[forward]
+    return turn * (1 - min(_MOST, sum(share * seconds for share, seconds in zip(lost, near, strict=True))))

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +151,10 @@ def _timed(
     times = Times()
     for notes in (*phases.alone, *phases.updates):
         times.add(notes)
-    return _Timed(times, _entry(times, runners[0].groups), _company(phases) if count > 1 else ALONE)
+    company = _company(phases) if count > 1 else ALONE
+    if device.type == "cpu" and side_by_side * phases.processors > _cores():
+        company = replace(company, at_once=_cores() / phases.processors)
+    return _Timed(times, _entry(times, runners[0].groups), company)
 
 
 class _Phases:
@@ -166,6 +170,7 @@ class _Phases:
         self.alone: list[Sequence[Taken]] = [()] * len(runners)
         self.beside = {kind: list(self.alone) for kind in ("whole", "halves")}
         self.updates: list[Sequence[Taken]] = [()] * len(runners)
+        self.processors = 1.0  # that one alone keeps busy
 
     def run(self) -> None:
         others = [threading.Thread(target=self._work, args=pair) for pair in enumerate(self._runners)]
@@ -219,12 +224,14 @@ class _Phases:
         if not self._rounds:
             self._rounds = max(_LEAST, min(_MOST, int(self._seconds / taken) if taken else _MOST))
         _handed_over(runner)
+        begin, used = time.perf_counter(), time.process_time()
         for done in range(self._rounds):
             if self._failures:
                 return []
             if self._progress is not None:
                 self._progress(index * self._rounds + done, len(self._runners) * self._rounds)
             runner.round(index + done)
+        self.processors = (time.process_time() - used) / (time.perf_counter() - begin)
         return _handed_over(runner)
 
 

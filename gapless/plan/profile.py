@@ -145,11 +145,14 @@ _NOTHING = Lost()
 class Company:
     """What a device loses by others of the same machine, in a forward (F, R), in a whole backward (B), and in one that
     comes in halves (I, W).
+
+    at_once  how many devices it has processors for; where more want to run they take turns. None: for all
     """
 
     forward: Lost = _NOTHING
     backward: Lost = _NOTHING
     halves: Lost = _NOTHING
+    at_once: float | None = None
 
 
 ALONE = Company()

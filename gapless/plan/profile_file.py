@@ -55,7 +55,8 @@ _PROFILE_KEYS = (
     *("entry", "company", "layers", "links"),
 )
 _ENTRY_KEYS = ("forward", "backward")
-_COMPANY_KEYS = ("forward", "backward", "halves")
+_LOST_KEYS = ("forward", "backward", "halves")
+_COMPANY_KEYS = (*_LOST_KEYS, "at_once")
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -89,7 +90,9 @@ def profile_text(profile: Profile) -> str:
     if profile.entry != Entry():
         head["entry"] = asdict(profile.entry)
     if profile.company != ALONE:
-        head["company"] = {key: getattr(profile.company, key)._asdict() for key in _COMPANY_KEYS}
+        head["company"] = {key: getattr(profile.company, key)._asdict() for key in _LOST_KEYS}
+        if profile.company.at_once is not None:
+            head["company"]["at_once"] = profile.company.at_once
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items() if value is not None]
     layers = [{"layer": number, **_layer_to_json(layer)} for number, layer in enumerate(profile.layers)]
     links = [{key: value for key, value in asdict(link).items() if value is not None} for link in profile.links]
@@ -181,7 +184,9 @@ class _Reader:
             found = self._object(key, data, Lost._fields)
             return Lost(*(self._number(f"company, {key}", found, part, _part, 0.0) for part in Lost._fields))
 
-        return Company(*map(lost, _COMPANY_KEYS))
+        at_once = self._number("company", data, "at_once", _above_zero, 1.0) if "at_once" in data else None
+        forward, backward, halves = map(lost, _LOST_KEYS)
+        return Company(forward, backward, halves, at_once)
 
     def _layers(self, rows: list[Any]) -> Iterable[Layer]:
         expected = 0
@@ -331,6 +336,12 @@ class _Reader:
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(f"is {value!r:.40}, but it is a number of at least 0")
+    return float(value)
+
+
+def _above_zero(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"is {value!r:.40}, but it is a number above 0")
     return float(value)
 
 

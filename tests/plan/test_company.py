@@ -93,6 +93,17 @@ def test_only_what_meets_is_slower() -> None:
     assert 1.9 < ratio < 2.0
 
 
+def test_more_devices_than_processors_take_turns() -> None:
+    # All four want to run all the time but at the ends, and two can.
+    busy = make_schedule("gpipe", devices=4, microbatches=64)
+    plain = simulate(busy, Costs()).makespan
+    assert 1.8 < simulate(busy, in_company(Costs(), busy, Company(at_once=2.0))).makespan / plain < 2.0
+    assert simulate(busy, in_company(Costs(), busy, Company(at_once=4.0))).makespan == plain
+    # What those who run at once cost each other comes on top, and is not that of all four.
+    company = Company(Lost(0.2, 0.2), Lost(0.2, 0.2), Lost(0.2, 0.2), at_once=2.0)
+    assert 2.2 < simulate(busy, in_company(Costs(), busy, company)).makespan / plain < 2.5
+
+
 def test_forwards_beside_forwards_are_what_gpipe_has_and_1f1b_has_not() -> None:
     company = Company(forward=Lost(0.5, 0.0))
     costs = Costs(forward=1, backward=1)

@@ -77,7 +77,7 @@ def full_profile() -> Profile:
         device="a GPU",
         slack=0.25,
         entry=Entry(1e-4, 2e-4),
-        company=Company(Lost(0.3, 0.2), Lost(0.1, 0.0), Lost(0.25, 0.125)),
+        company=Company(Lost(0.3, 0.2), Lost(0.1, 0.0), Lost(0.25, 0.125), 1.5),
     )
 
 
