@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
     from gapless.model.plain import plain_step as plain_step
     from gapless.pipeline import Pipeline as Pipeline
+    from gapless.pipeline.links import measure_links as measure_links
+    from gapless.pipeline.planning import make_plan as make_plan
     from gapless.pipeline.result import Result as Result
-    from gapless.plan.planner import make_plan as make_plan
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
     from gapless.schedule.recipes import make_schedule as make_schedule
@@ -30,8 +31,9 @@ _HOMES = {
     "Result": "gapless.pipeline.result",
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
-    "make_plan": "gapless.plan.planner",
+    "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
+    "measure_links": "gapless.pipeline.links",
     "plain_step": "gapless.model.plain",
     "seed_of": "gapless.stage.seeds",
     "simulate": "gapless.schedule.simulate",
@@ -48,6 +50,7 @@ __all__ = [
     "__version__",
     "make_plan",
     "make_schedule",
+    "measure_links",
     "plain_step",
     "seed_of",
     "simulate",

@@ -19,6 +19,7 @@ PUBLIC = [
     "__version__",
     "make_plan",
     "make_schedule",
+    "measure_links",
     "plain_step",
     "seed_of",
     "simulate",

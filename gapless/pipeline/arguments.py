@@ -113,11 +113,15 @@ def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
     return value
 
 
-def world_of(devices: int | Sequence[torch.device | str] | None, mesh: Any, timeout: float) -> "Alone | Ranks":
-    """One process with a thread per device, or one of many processes."""
+def check_where(devices: Any, mesh: Any) -> None:
     if (devices is None) == (mesh is None):
         given = "neither is given" if mesh is None else "both are given"
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
+
+
+def world_of(devices: int | Sequence[torch.device | str] | None, mesh: Any, timeout: float) -> "Alone | Ranks":
+    """One process with a thread per device, or one of many processes."""
+    check_where(devices, mesh)
     if devices is not None:
         return Alone(torch_devices(devices))
     from gapless.run.ranks import Ranks  # here alone: torch.distributed need not be there

@@ -13,7 +13,7 @@ from gapless.plan.company import in_company
 from gapless.plan.footprint import Footprint, footprints, over_limit
 from gapless.plan.machine import Device
 from gapless.plan.partition import partition
-from gapless.plan.profile import Layer, Profile
+from gapless.plan.profile import Company, Layer, Profile
 from gapless.plan.stages import Stages, make_stages
 from gapless.plan.units import show_bytes
 from gapless.schedule import lower
@@ -74,7 +74,7 @@ class Drafts:
             self._plain[choice, counts] = self._schedule(choice, stages)
         plain = self._plain[choice, counts]
         schedule = lower.add_recompute(plain, stages.costs, stages=remat, early=False) if remat else plain
-        stages = replace(stages, costs=in_company(stages.costs, schedule, profile.company))
+        stages = replace(stages, costs=in_company(stages.costs, schedule, _company(profile, choice.mesh.replicas)))
         timeline = simulate(schedule, stages.costs)
         return Draft(choice, counts, remat, stages, plain, timeline, self.held(choice, stages, timeline))
 
@@ -169,6 +169,12 @@ class Drafts:
 
     def speeds(self, choice: Choice) -> list[float]:
         return [device.speed for device in self.devices[: choice.mesh.num_devices]]
+
+
+def _company(profile: Profile, replicas: int) -> Company:
+    """That of one pipeline: replicas take turns with it, too."""
+    found = profile.company
+    return found if found.at_once is None else replace(found, at_once=found.at_once / replicas)
 
 
 def _named_schedule(recipe: str, devices: int, microbatches: int, stages_per_device: int) -> Schedule:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,10 @@ from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan import units
 from gapless.plan.choices import check_recipes
-from gapless.plan.machine import Device
+from gapless.plan.machine import Device, Mesh
 from gapless.plan.measure import hop, measure
-from gapless.plan.plan import Plan
 from gapless.plan.profile import Link, Profile
 from gapless.plan.search import Found, search
-from gapless.plan.search import Progress as Searched
 from gapless.plan.task import Optimizer
 from gapless.plan.traced import Graph, Tracer
 from gapless.stage import microbatch as mb
@@ -38,65 +37,6 @@ class Planned(NamedTuple):
     found: Found
 
 
-def make_plan(
-    model: nn.Module | Sequence[Layer],
-    example: Any,
-    target: Any = None,
-    *,
-    devices: Devices,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    memory: Memory | None = None,
-    microbatches: int | None = None,
-    schedules: Sequence[str] | None = None,
-    layers: Sequence[Layer] | None = None,
-    optimizer: Optimizer | None = torch.optim.AdamW,
-    batchnorm: BatchNorm = "microbatch",
-    replicas: bool = False,
-    links: Sequence[Link] | None = None,
-    batch_dims: Any = None,
-    slack: float | None = None,
-    seconds: float = 10.0,
-    time_limit: float = 60.0,
-    progress: Progress | None = None,
-) -> Plan:
-    """The quickest plan for this model that fits: `Pipeline(model, schedule=plan, ...)` takes it as it is.
-
-    example, target  a minibatch, as `step` takes it; `target` where there is a loss
-    devices          how many, or a list of torch devices, all of one kind, of which the first is measured
-    memory           bytes of each device, or as "24GiB"; a list has one for each; by default what a GPU has, and no
-                     limit on the CPU
-    microbatches     only this many; by default several numbers are tried
-    schedules        only these; by default all with a flush
-    layers           of a module that can't be traced: callables that together are the model
-    optimizer        makes the optimizer, whose state and step are measured; None for one without either
-    replicas         for a mesh: several pipelines side by side are tried too
-    links            between the devices; by default between threads, as measured
-    slack            what the allocator loses, as a share of what comes and goes; by default what it is known to lose
-    seconds          about how long to measure, at most three times
-    time_limit       seconds to search, each time
-    """
-    return planned(
-        model,
-        example,
-        target,
-        devices=devices,
-        loss=loss,
-        memory=memory,
-        microbatches=microbatches,
-        schedules=schedules,
-        layers=layers,
-        optimizer=optimizer,
-        batchnorm=batchnorm,
-        replicas=replicas,
-        links=links,
-        batch_dims=batch_dims,
-        slack=slack,
-        seconds=seconds,
-        time_limit=time_limit,
-        progress=progress,
-    ).found.best
-
-
 def planned(
     model: nn.Module | Sequence[Layer],
     example: Any,
@@ -112,18 +52,24 @@ def planned(
     optimizer: Optimizer | None = torch.optim.AdamW,
     batchnorm: BatchNorm = "microbatch",
     replicas: bool = False,
+    mesh: Mesh | None = None,
     links: Sequence[Link] | None = None,
     batch_dims: Any = None,
     slack: float | None = None,
+    threads: int | None = None,
+    side_by_side: int | None = None,
     seconds: float = 10.0,
     time_limit: float = 60.0,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Planned:
-    """As `make_plan`, with every plan that was found and the profile.
+    """As `gapless.make_plan`, with every plan that was found and the profile.
 
-    speeds  of the devices as shares of the first one's, where they differ
-    name    of the profile
+    speeds        of the devices as shares of the first one's, where they differ
+    mesh          only this one; then the example is the share of one replica
+    threads       intra-op threads of a CPU device; by default the caller's, shared among the devices
+    side_by_side  how many of the devices share this machine's processors; all of them unless given
+    name          of the profile
     """
     told = progress or (lambda line: None)
     if schedules is not None:
@@ -139,8 +85,21 @@ def planned(
         tracer, loss = Tracer(model, there[0], len(there)), loss or own_loss
     machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
     size = mb.batch_size(example, batch_dims)
+    pipelines = 1 if mesh is None else mesh.replicas  # that have a minibatch like the example each
     links = _links(there) if links is None else tuple(links)
-    asked = microbatches if microbatches is not None else min(size, _DEPTH * len(there))
+    asked = microbatches if microbatches is not None else min(size, _DEPTH * len(there) // pipelines)
+    find = partial(
+        search,
+        devices=machine,
+        minibatch=pipelines * size,
+        microbatches=microbatches,
+        recipes=schedules,
+        replicas=replicas,
+        mesh=mesh,
+        slack=slack,
+        time_limit=time_limit,
+        progress=lambda searched: told(f"searching: {searched}"),
+    )
     profiles: dict[int, Profile] = {}  # by the samples in a microbatch
     graphs: dict[int, Graph] = {}  # likewise
     best: Planned | None = None
@@ -161,69 +120,34 @@ def planned(
             device=there[0],
             optimizer=optimizer,
             batchnorm=batchnorm,
-            threads=max(1, torch.get_num_threads() // len(there)),
-            side_by_side=len(there),
+            threads=threads or max(1, torch.get_num_threads() // len(there)),
+            side_by_side=side_by_side or len(there),
             seconds=seconds / (1 if not profiles else 2),
             name=name or type(model).__name__,
             names=names,
         )
-        profiles[samples] = _with(profile, links, samples, size)
-        best = _searched(
-            profiles,
-            machine,
-            size,
-            microbatches,
-            schedules,
-            replicas,
-            slack,
-            time_limit,
-            lambda searched: told(f"searching: {searched}"),
-        )
+        profiles[samples] = replace(profile, links=links, samples=samples, minibatch=pipelines * size)
+        best = _searched(profiles, find)
         plan = best.found.best
         if plan.samples in profiles:
             break
-        asked = plan.microbatches * plan.mesh.replicas
+        asked = plan.microbatches * plan.mesh.replicas // pipelines
     assert best is not None
     return best if tracer is None else Planned(best.profile, graphs[best.profile.samples].with_cuts(best.found))
 
 
-def _searched(
-    profiles: dict[int, Profile],
-    machine: Sequence[Device],
-    minibatch: int,
-    microbatches: int | None,
-    schedules: Sequence[str] | None,
-    replicas: bool,
-    slack: float | None,
-    time_limit: float,
-    progress: Callable[[Searched], None],
-) -> Planned:
+def _searched(profiles: dict[int, Profile], find: Callable[[Profile], Found]) -> Planned:
     """With every size that was measured; sizes that were not are scaled from the nearest one."""
     made, errors = [], []
     for profile in profiles.values():
         try:
-            found = search(
-                profile,
-                machine,
-                minibatch=minibatch,
-                microbatches=microbatches,
-                recipes=schedules,
-                replicas=replicas,
-                slack=slack,
-                time_limit=time_limit,
-                progress=progress,
-            )
-            made.append(Planned(profile, found))
+            made.append(Planned(profile, find(profile)))
         except PlanError as error:
             errors.append(error)
     if not made:
         raise errors[-1]
     known = [each for each in made if each.found.best.samples == each.profile.samples]
     return min(known or made[-1:], key=lambda each: each.found.best.step_seconds)
-
-
-def _with(profile: Profile, links: Sequence[Link], samples: int, minibatch: int) -> Profile:
-    return replace(profile, links=tuple(links), samples=samples, minibatch=minibatch)
 
 
 def _devices(devices: Devices) -> list[torch.device]:

@@ -75,6 +75,7 @@ def search(
     microbatches: int | None = None,
     recipes: Sequence[str] | None = None,
     replicas: bool = True,
+    mesh: Mesh | None = None,
     shard_optimizer: bool = False,
     slack: float | None = None,
     time_limit: float | None = None,
@@ -87,6 +88,7 @@ def search(
     microbatches     only this many; by default several numbers are tried
     recipes          only these; by default all, and `auto` where they do best
     replicas         several pipelines side by side are tried too; otherwise one of all devices
+    mesh             only this one
     shard_optimizer  the optimizer's state is shared out among replicas
     slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
     time_limit       in seconds; what was found until then is the answer
@@ -105,9 +107,9 @@ def search(
     judge = Judge(Drafts(profile, there, shard_optimizer=shard_optimizer, slack=slack))
     run = _Search(judge, minibatch, microbatches, recipes, len(profile.layers), time_limit, progress)
     even = replicas and len(set(there)) == 1
-    meshes = options.meshes(len(there), even=even, levels=len(profile.links))
+    meshes = [mesh] if mesh else options.meshes(len(there), even=even, levels=len(profile.links))
     run.try_all(meshes)
-    if not run.found and not run.missed:
+    if not run.found and not run.missed and not mesh:
         run.try_all(options.shorter(len(there)))
     if not run.found:
         raise PlanError(_why_none(run, profile, there, minibatch))

@@ -15,9 +15,9 @@ import torch
 from gapless.run.clocks import host_number
 from gapless.run.distributed import Links
 
-_SMALL, _MOST = 1 << 10, 16 << 20  # bytes
-_LONG = 0.02  # seconds there and back that tell enough of a bandwidth
-_WARM_UP, _SMALL_ROUNDS, _LARGE_ROUNDS = 3, 50, 7
+_SMALL, _MOST = 1 << 10, 32 << 20  # bytes
+_LONG = 0.05  # seconds there and back that tell enough of a bandwidth
+_SETTLED = 33  # messages after which receives that are posted ahead have the size of the last ones
 
 
 class Hop(NamedTuple):
@@ -31,7 +31,7 @@ class Hop(NamedTuple):
 def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
     """Of all devices, in order. Every rank of the group calls it, and all get the same."""
     count = len(links.ranks)
-    mine = torch.tensor([0.0, 0.0, host_number()], dtype=torch.float64)
+    mine = torch.tensor([0.0, 0.0, host_number(), float(links.device + 1 in links.near)], dtype=torch.float64)
     for first in range(count - 1):
         if links.device == first:
             mine[:2] = torch.tensor(_asked(links, first + 1, device), dtype=torch.float64)
@@ -42,28 +42,32 @@ def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
     if count > 1:
         group.allgather([rows], [mine]).wait()
     found = [row.tolist() for row in rows]
-    return [Hop(latency, bandwidth, host == after[2]) for (latency, bandwidth, host), after in pairwise(found)]
+    return [
+        # Processes that share no memory are not on one host, whatever their kernel; GPUs do not share it that way.
+        Hop(latency, bandwidth, bool(near) if links.inbox is not None else host == after[2])
+        for (latency, bandwidth, host, near), after in pairwise(found)
+    ]
 
 
 def _asked(links: Links, target: int, device: torch.device) -> tuple[float, float]:
     """Latency and bandwidth to the next device, which answers."""
     send, receive = links.outgoing(target, "activation").hand, links.incoming(target, "gradient").get
 
-    def there_and_back(size: int, rounds: int) -> float:
+    def there_and_back(size: int, rounds: int, before: int) -> float:
         ball = [torch.empty(size, dtype=torch.uint8, device=device)]
         taken = []
-        for _ in range(_WARM_UP + rounds):
+        for _ in range(before + rounds):
             begin = time.perf_counter()
             send(ball)
             _arrived(receive(), device)
             taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[_WARM_UP:])
+        return statistics.median(taken[before:])
 
-    small = there_and_back(_SMALL, _SMALL_ROUNDS)
-    size, large = _SMALL, small
-    while large - small < _LONG and size < _MOST:
+    small = there_and_back(_SMALL, 50, 3)
+    size = _SMALL
+    while size < _MOST and there_and_back(size, 3, 1) < small + _LONG:
         size *= 8
-        large = there_and_back(size, _LARGE_ROUNDS)
+    large = there_and_back(size, 9, _SETTLED)
     send([torch.empty(0, dtype=torch.uint8, device=device)])
     return small / 2, (size - _SMALL) / max((large - small) / 2, 1e-9)
 

@@ -44,6 +44,12 @@ class Seat:
         return tuple(self.mesh.mesh.movedim(names.index("pp"), -1).flatten().tolist())
 
     @property
+    def replicas_inside(self) -> bool:
+        """Whether the replicas of a device are neighbours in the mesh, and not the devices of a pipeline."""
+        names = self.mesh.mesh_dim_names or ()
+        return "dp" in names and names.index("dp") > names.index("pp")
+
+    @property
     def num_devices(self) -> int:
         return len(self.pp_ranks)
 

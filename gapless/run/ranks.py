@@ -324,6 +324,18 @@ class Ranks:
         with self.call():
             return measure_hops(self._links, self._groups.pp, self.seat.torch_device)
 
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What the first device makes, on every rank."""
+        with self.call():
+            if self.seat.device > 0:
+                (came,) = self._links.incoming(0, "loss").get()
+                return bytes(came.tolist()).decode()
+            text = make()
+            letters = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.seat.torch_device)
+            for device in range(1, self.seat.num_devices):
+                self._links.outgoing(device, "loss").hand([letters])
+            return text
+
     def close(self) -> None:
         self._watch.say_goodbye()
         self._links.close(lambda: self._watch.news is not None, self._watch.timeout)

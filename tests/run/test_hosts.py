@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ WARM_UP, LEAST, LONGEST = 2, 3, 20  # steps of a schedule, and seconds in all
 def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
         found = torchrun(hosts, ranks, "exact", tmp_path / "found.json", timeout=110)
-    assert found == ["1f1b", "zb-v"]
+    assert found["exact"] == ["1f1b", "zb-v"]
+    *near, (name, devices, latency, bandwidth) = found["links"]
+    assert (name, devices) == ("between hosts", None)
+    assert DELAY < latency < 2 * DELAY
+    assert bandwidth == pytest.approx(RATE, rel=0.3)
+    assert [(name, devices) for name, devices, *_ in near] == ([("one host", ranks)] if ranks > 1 else [])
 
 
 @pytest.mark.slow
@@ -70,7 +76,7 @@ def torchrun(hosts: Hosts, ranks: int, what: str, file: Path, timeout: float) ->
 def main(what: str, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found: Any = exact() if what == "exact" else measured()
+    found: Any = {"exact": exact(), "links": links()} if what == "exact" else measured()
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.barrier()
@@ -83,6 +89,11 @@ def exact() -> list[str]:
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, names)
     return [name for name in names if all(name in found for found in everywhere)]
+
+
+def links() -> list[tuple[Any, ...]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    return [astuple(link) for link in gapless.measure_links(mesh)]
 
 
 def is_exact(schedule: str, devices: int) -> bool:
