@@ -171,9 +171,9 @@ def _beside_stages(schedule: Schedule, costs: Costs, at_once: float) -> list[dic
             wanting = 1 + sum(near) / own if own else 1.0
             turn = min(1.0, at_once / wanting)
             # While it has its turn, so many fewer are beside it.
-            fewer = (wanting * turn - 1) / (wanting - 1) if turn < 1 else 1.0
+            fewer = max(0.0, wanting * turn - 1) / (wanting - 1) if wanting > 1 else 0.0
             mine = sums[action.stage][span.forward]
-            for place, seconds in enumerate((*(max(0.0, fewer) * each for each in near), turn * own, own)):
+            for place, seconds in enumerate((*(fewer * each for each in near), turn * own, own)):
                 mine[place] += seconds
     return [
         {

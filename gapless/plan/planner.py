@@ -1,6 +1,7 @@
 """From a model to a plan: measure it, search, and measure again if the best plan has microbatches of another size."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, PlanError
 from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.plan import profile as profiled
 from gapless.plan import units
 from gapless.plan.choices import check_recipes
+from gapless.plan.explain import explained
 from gapless.plan.machine import Device, Mesh
 from gapless.plan.measure import hop, measure
 from gapless.plan.profile import Link, Profile
@@ -75,19 +78,25 @@ def planned(
     if schedules is not None:
         check_recipes(schedules)
     there = _devices(devices)
-    parts: Sequence[Layer] = ()
-    names: Sequence[str] | None = None
-    tracer: Tracer | None = None
-    if layers is not None or is_sequence(model):
-        parts = Layers(model, layers).layers
-    else:
-        assert isinstance(model, nn.Module)
-        tracer, loss = Tracer(model, there[0], len(there)), loss or own_loss
     machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
     size = mb.batch_size(example, batch_dims)
     pipelines = 1 if mesh is None else mesh.replicas  # that have a minibatch like the example each
-    links = _links(there) if links is None else tuple(links)
-    asked = microbatches if microbatches is not None else min(size, _DEPTH * len(there) // pipelines)
+    sizes = _Sizes(
+        model,
+        layers,
+        _Batch(example, target, batch_dims, size),
+        there,
+        told,
+        links=_links(there) if links is None else tuple(links),
+        minibatch=pipelines * size,
+        loss=loss,
+        optimizer=optimizer,
+        batchnorm=batchnorm,
+        threads=threads or max(1, torch.get_num_threads() // len(there)),
+        side_by_side=side_by_side or len(there),
+        seconds=seconds / 2,
+        name=name or type(model).__name__,
+    )
     find = partial(
         search,
         devices=machine,
@@ -100,54 +109,139 @@ def planned(
         time_limit=time_limit,
         progress=lambda searched: told(f"searching: {searched}"),
     )
-    profiles: dict[int, Profile] = {}  # by the samples in a microbatch
-    graphs: dict[int, Graph] = {}  # likewise
-    best: Planned | None = None
+    if microbatches is not None:
+        asked = [microbatches]
+    else:  # and twice as many samples, which tells what does not grow with them
+        most = min(size, _DEPTH * len(there) // pipelines)
+        asked = [most, max(1, most // 2)]
+    founds: dict[int, Found] = {}  # by the samples in a microbatch
     for _ in range(_ROUNDS):
-        inputs = mb.split(example, asked, batch_dims)[0]
-        samples = mb.sizes(size, min(asked, size))[0]
-        targets = None if target is None else mb.split(target, min(asked, size), size=size)[0]
-        if tracer is not None:
-            told("tracing")
-            graphs[samples], inputs = tracer.graph(inputs)
-            parts, names = graphs[samples].layers, graphs[samples].names
-        told(f"measuring {len(parts)} layers with microbatches of {samples}")
-        profile = measure(
-            parts,
-            inputs,
-            targets,
-            loss=loss,
-            device=there[0],
-            optimizer=optimizer,
-            batchnorm=batchnorm,
-            threads=threads or max(1, torch.get_num_threads() // len(there)),
-            side_by_side=side_by_side or len(there),
-            seconds=seconds / (1 if not profiles else 2),
-            name=name or type(model).__name__,
-            names=names,
-        )
-        profiles[samples] = replace(profile, links=links, samples=samples, minibatch=pipelines * size)
-        best = _searched(profiles, find)
+        for count in asked:
+            sizes.measure(count)
+        errors = []
+        for samples, profile in _with_overheads(sizes.profiles).items():
+            if samples not in founds:
+                try:
+                    founds[samples] = sizes.with_cuts(samples, find(profile))
+                except PlanError as error:
+                    errors.append(error)
+        if not founds:
+            raise errors[-1]
+        best = _merged(sizes.profiles, founds)
         plan = best.found.best
-        if plan.samples in profiles:
+        count = plan.microbatches * plan.mesh.replicas // pipelines
+        if plan.samples in sizes.profiles or count in asked:
             break
-        asked = plan.microbatches * plan.mesh.replicas // pipelines
-    assert best is not None
-    return best if tracer is None else Planned(best.profile, graphs[best.profile.samples].with_cuts(best.found))
+        asked = [count]
+    return best
 
 
-def _searched(profiles: dict[int, Profile], find: Callable[[Profile], Found]) -> Planned:
-    """With every size that was measured; sizes that were not are scaled from the nearest one."""
-    made, errors = [], []
-    for profile in profiles.values():
+class _Batch(NamedTuple):
+    """A minibatch, of which the first part is measured."""
+
+    example: Any
+    target: Any
+    dims: Any
+    size: int
+
+    def part(self, count: int) -> tuple[Any, Any, int]:
+        """Of so many: inputs, target and samples."""
+        target = None if self.target is None else mb.split(self.target, min(count, self.size), size=self.size)[0]
+        return mb.split(self.example, count, self.dims)[0], target, mb.sizes(self.size, min(count, self.size))[0]
+
+
+class _Sizes:
+    """Profiles of a model, by the samples in a microbatch."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Layer],
+        layers: Sequence[Layer] | None,
+        batch: _Batch,
+        there: Sequence[torch.device],
+        told: Progress,
+        *,
+        links: tuple[Link, ...],
+        minibatch: int,
+        loss: Callable[[Any, Any], Tensor] | None,
+        **options: Any,
+    ) -> None:
+        self._batch, self._device, self._told = batch, there[0], told
+        self._links, self._minibatch, self._options = links, minibatch, options
+        self._layers: Sequence[Layer] = ()
+        self._tracer: Tracer | None = None
+        self._graphs: dict[int, Graph] = {}
+        if layers is not None or is_sequence(model):
+            self._layers = Layers(model, layers).layers
+        else:
+            assert isinstance(model, nn.Module)
+            self._tracer, loss = Tracer(model, there[0], len(there)), loss or own_loss
+        self._loss = loss
+        self.profiles: dict[int, Profile] = {}
+
+    def measure(self, count: int) -> None:
+        """With a minibatch in so many parts. What does not fit the device is left out, if anything else did."""
+        inputs, target, samples = self._batch.part(count)
+        if samples in self.profiles:
+            return
+        layers, names = self._layers, None
+        if self._tracer is not None:
+            self._told("tracing")
+            graph, inputs = self._tracer.graph(inputs)
+            self._graphs[samples], layers, names = graph, graph.layers, graph.names
+        self._told(f"measuring {len(layers)} layers with microbatches of {samples}")
         try:
-            made.append(Planned(profile, find(profile)))
-        except PlanError as error:
-            errors.append(error)
-    if not made:
-        raise errors[-1]
-    known = [each for each in made if each.found.best.samples == each.profile.samples]
-    return min(known or made[-1:], key=lambda each: each.found.best.step_seconds)
+            found = measure(layers, inputs, target, loss=self._loss, device=self._device, names=names, **self._options)
+        except torch.OutOfMemoryError:
+            if self.profiles:
+                return
+            raise
+        self.profiles[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
+
+    def with_cuts(self, samples: int, found: Found) -> Found:
+        """Plans of a traced model say where its graph is cut."""
+        return self._graphs[samples].with_cuts(found) if self._tracer is not None else found
+
+
+def _with_overheads(profiles: Mapping[int, Profile]) -> dict[int, Profile]:
+    """What layers take for microbatches of two sizes tells what does not grow with the samples."""
+    if len(profiles) < 2:
+        return dict(profiles)
+    found = {}
+    for samples, profile in profiles.items():
+        other = profiles[next(each for each in profiles if each != samples)]
+        if len(other.layers) != len(profile.layers):  # another graph
+            found[samples] = profile
+            continue
+        ratio = other.samples / samples
+        layers = [
+            replace(layer, overhead=_overhead(layer, twin, ratio))
+            for layer, twin in zip(profile.layers, other.layers, strict=True)
+        ]
+        found[samples] = replace(profile, layers=tuple(layers))
+    return found
+
+
+def _overhead(layer: profiled.Layer, twin: profiled.Layer, ratio: float) -> float:
+    """The same for a forward and for a backward; `twin` is the layer for `ratio` times the samples."""
+    one, other = (each.forward.median + each.whole_backward for each in (layer, twin))
+    return min(one, max(0.0, (ratio * one - other) / (ratio - 1))) / 2
+
+
+def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Planned:
+    """All plans of all sizes, each with the costs of the size that is nearest to it."""
+    near = {
+        plan.samples: min(founds, key=lambda samples: (abs(math.log(samples / plan.samples)), samples))
+        for found in founds.values()
+        for plan in found.plans
+    }
+    plans = [plan for samples, found in founds.items() for plan in found.plans if near[plan.samples] == samples]
+    plans.sort(key=lambda plan: plan.step_seconds)
+    samples = near[plans[0].samples]
+    found = founds[samples]
+    text = explained(plans, len(found.rejected))
+    complete = all(each.complete for each in founds.values())
+    return Planned(profiles[samples], Found(tuple(plans), found.rejected, text, complete))
 
 
 def _devices(devices: Devices) -> list[torch.device]:

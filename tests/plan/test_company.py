@@ -99,6 +99,10 @@ def test_more_devices_than_processors_take_turns() -> None:
     plain = simulate(busy, Costs()).makespan
     assert 1.8 < simulate(busy, in_company(Costs(), busy, Company(at_once=2.0))).makespan / plain < 2.0
     assert simulate(busy, in_company(Costs(), busy, Company(at_once=4.0))).makespan == plain
+    # Of replicas on the same processors each has less than one.
+    lonely = make_schedule("gpipe", devices=2, microbatches=1)
+    ratio = simulate(lonely, in_company(Costs(), lonely, Company(at_once=0.5))).makespan / simulate(lonely).makespan
+    assert ratio == pytest.approx(2.0)
     # What those who run at once cost each other comes on top, and is not that of all four.
     company = Company(Lost(0.2, 0.2), Lost(0.2, 0.2), Lost(0.2, 0.2), at_once=2.0)
     assert 2.2 < simulate(busy, in_company(Costs(), busy, company)).makespan / plain < 2.5

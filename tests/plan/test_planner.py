@@ -11,6 +11,7 @@ import gapless
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.machine import Mesh
 from gapless.plan.plan import Plan
+from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 8, 8
 
@@ -111,8 +112,19 @@ def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> N
         model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], seconds=0.01, progress=lines.append
     )
     measured = {int(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("measuring")}
-    assert 1 in measured  # to begin with: 4 microbatches per device
+    assert measured >= {1, 2}  # to begin with: 4 microbatches per device, and twice the samples
     assert found.minibatch == SAMPLES
+
+
+def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> None:
+    layers = [Emulated(forward=2e-3, input_grad=2e-3, weight_grad=2e-3) for _ in range(4)]
+    x = torch.zeros(16, 1, requires_grad=True)
+    found = gapless.make_plan(
+        layers, x, x, devices=["cpu"] * 2, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.05
+    )
+    # Each microbatch takes as long, whatever is in it: as few as fill the pipeline.
+    assert (found.microbatches, found.samples) == (2, 8)
+    assert found.step_seconds == pytest.approx(3 * 12e-3, rel=0.25)
 
 
 @pytest.mark.parametrize(
