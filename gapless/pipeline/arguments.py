@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError
@@ -16,6 +15,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
+from gapless.stage.devices import Devices, torch_devices
 
 if TYPE_CHECKING:
     from gapless.run.ranks import Ranks
@@ -119,34 +119,15 @@ def check_where(devices: Any, mesh: Any) -> None:
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
 
 
-def world_of(devices: int | Sequence[torch.device | str] | None, mesh: Any, timeout: float) -> "Alone | Ranks":
+def world_of(devices: Devices | None, mesh: Any, timeout: float) -> "Alone | Ranks":
     """One process with a thread per device, or one of many processes."""
     check_where(devices, mesh)
     if devices is not None:
         return Alone(torch_devices(devices))
-    from gapless.run.ranks import Ranks  # here alone: torch.distributed need not be there
+    from gapless.run.mesh import take_seat  # here alone: torch.distributed need not be there
+    from gapless.run.ranks import Ranks
 
-    return Ranks(mesh, timeout)
-
-
-def torch_devices(devices: int | Sequence[torch.device | str]) -> list[torch.device]:
-    if isinstance(devices, int):
-        count = at_least_one("devices", devices)
-        if torch.cuda.device_count() >= count:
-            return [torch.device("cuda", index) for index in range(count)]
-        return [torch.device("cpu")] * count
-    if isinstance(devices, str):
-        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
-    made = [torch.device(device) for device in devices]
-    at_least_one("devices", len(made))
-    for device in made:
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device {device} is neither cpu nor cuda")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices"
-            )
-    return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in made]
+    return Ranks(take_seat(mesh), timeout)
 
 
 def at_least_one(word: str, value: int | None) -> int:

@@ -12,10 +12,11 @@ from gapless.pipeline.arguments import check_where
 from gapless.pipeline.links import levels
 from gapless.plan.machine import Mesh
 from gapless.plan.plan import Plan
-from gapless.plan.planner import Devices, Memory, Progress, planned
+from gapless.plan.planner import Memory, Progress, planned
 from gapless.plan.profile import Link
 from gapless.plan.task import Optimizer
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.devices import Devices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,6 +26,7 @@ from gapless.plan.profile import ALONE, SLACK, Company, Entry, Layer, Link, Prof
 from gapless.plan.sizes import Sizes, fake_sizes, measured_sizes
 from gapless.plan.task import Optimizer, Task, moved
 from gapless.stage import microbatch as mb
+from gapless.stage.autocast import AutocastState
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.intra_op import intra_op_threads
 
@@ -163,6 +164,7 @@ class _Phases:
     def __init__(self, runners: Sequence[Runner], threads: int, seconds: float, progress: Progress | None) -> None:
         self._runners, self._threads, self._progress = runners, threads, progress
         self._seconds = seconds / (len(runners) if len(runners) == 1 else 2 * len(runners))
+        self._autocast = AutocastState()  # of the caller, which a thread does not inherit
         self._turn = threading.Lock()
         self._together = threading.Barrier(len(runners))
         self._failures: list[BaseException] = []
@@ -183,12 +185,14 @@ class _Phases:
             self._failures.append(error)
             self._together.abort()
             raise
+        finally:
+            torch.set_num_threads(torch.get_num_threads())  # what they set, later threads would inherit
         if self._failures:
             raise self._failures[0]
 
     def _work(self, index: int, runner: Runner) -> None:
         try:
-            with intra_op_threads(self._threads):
+            with intra_op_threads(self._threads), self._autocast.replayed():
                 with self._turn:
                     self.alone[index] = self._by_itself(index, runner)
                 self._together.wait()

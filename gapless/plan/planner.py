@@ -24,8 +24,8 @@ from gapless.plan.task import Optimizer
 from gapless.plan.traced import Graph, Tracer
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.devices import Devices, torch_devices
 
-Devices = int | Sequence[torch.device | str]
 Memory = int | str | Sequence[int | str]
 Progress = Callable[[str], None]
 
@@ -75,6 +75,8 @@ def planned(
     name          of the profile
     """
     told = progress or (lambda line: None)
+    for word, value in {"slack": slack, "seconds": seconds, "time_limit": time_limit}.items():
+        _check_number(word, value)
     if schedules is not None:
         check_recipes(schedules)
     there = _devices(devices)
@@ -196,6 +198,10 @@ class _Sizes:
             if self.profiles:
                 return
             raise
+        except (AttributeError, TypeError) as error:
+            if target is None and self._loss not in (None, own_loss):
+                raise ConfigError(f"no target was given, and the loss failed without one: {error}") from error
+            raise
         self.profiles[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
 
     def with_cuts(self, samples: int, found: Found) -> Found:
@@ -245,22 +251,17 @@ def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Pla
 
 
 def _devices(devices: Devices) -> list[torch.device]:
-    if isinstance(devices, str):
-        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
-    if isinstance(devices, int):
-        if isinstance(devices, bool) or devices < 1:
-            raise ConfigError(f"devices is {devices!r}, but it must be a whole number of at least 1")
-        if torch.cuda.device_count() >= devices:
-            return [torch.device("cuda", index) for index in range(devices)]
-        return [torch.device("cpu")] * devices
-    made = [torch.device(device) for device in devices]
-    if not made:
-        raise ConfigError("devices is empty, but a plan needs at least 1")
+    made = torch_devices(devices)
     if len({device.type for device in made}) > 1:
         raise ConfigError(
             f"devices are {', '.join(sorted({device.type for device in made}))}, but a plan is for one kind"
         )
     return made
+
+
+def _check_number(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {value!r}, but it is a number of at least 0")
 
 
 def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int | None]:

@@ -11,7 +11,7 @@ The user's process groups are left alone: ours are made through the same store, 
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -87,17 +87,17 @@ def take_seat(mesh: Any) -> Seat:
     )
 
 
-def in_one_line(mesh: Any) -> DeviceMesh:
-    """All ranks of a mesh as one pipeline, in its order."""
+def in_one_line(mesh: Any) -> Seat:
+    """Where this rank is if all ranks of the mesh, in its order, are one pipeline."""
     seat = take_seat(mesh)
-    if mesh.ndim == 1:
-        return seat.mesh
     if seat.num_devices * seat.num_replicas != mesh.size():
         raise ConfigError(
-            "several ranks of the mesh are one device (tp), and only links between single ranks are measured: measure "
-            "a mesh without tp, or give links by hand"
+            "several ranks of the mesh are one device (tp), and only links between single ranks are measured: give "
+            "links by hand"
         )
-    return DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("pp",))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    me = dist.get_rank()
+    return replace(seat, device=ranks.index(me), replica=0, pp_ranks=ranks, dp_ranks=(me,))
 
 
 def facts_of(mesh: DeviceMesh) -> dict[str, Any]:

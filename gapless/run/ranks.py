@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gapless.errors import ConfigError, TransportError
 from gapless.model.tied import Uses, tie, uses_of
@@ -23,7 +22,7 @@ from gapless.run.holders import Holders
 from gapless.run.homes import Homes
 from gapless.run.hops import Hop, measure_hops
 from gapless.run.memory import GpuMemory
-from gapless.run.mesh import connected, facts_of, make_groups, network_device, part_of_store, take_seat
+from gapless.run.mesh import Seat, connected, facts_of, make_groups, network_device, part_of_store
 from gapless.run.pace import Pace, Row, planned_work
 from gapless.run.pipes import find_near
 from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
@@ -45,8 +44,8 @@ _LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}
 class Ranks:
     """This rank's device, and its connections to the others."""
 
-    def __init__(self, mesh: DeviceMesh, timeout: float) -> None:
-        self.seat = take_seat(mesh)
+    def __init__(self, seat: Seat, timeout: float) -> None:
+        self.seat = seat
         self.devices = [self.seat.torch_device] * self.seat.num_devices
         self.lanes = [make_lane(self.seat.torch_device)] * self.seat.num_devices
         self.here: Sequence[int] = (self.seat.device,)
@@ -54,7 +53,7 @@ class Ranks:
         network, rank = network_device(), dist.get_rank()
         store = part_of_store("agreement", sorted(self.seat.ring))
         self._agreement = Agreement(store, self.seat.ring, rank, timeout)
-        self._agreement.reach(facts_of(mesh), lambda: None)
+        self._agreement.reach(facts_of(seat.mesh), lambda: None)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
         self._groups = make_groups(self.seat, network)
         self._sums = self._groups.dp  # of gradients

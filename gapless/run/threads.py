@@ -193,8 +193,10 @@ def _close(parts: Iterable[Closing]) -> None:
 
 
 def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:
-    set_intra_op_threads(intra_op_threads)
-    ready.down()
+    try:
+        set_intra_op_threads(intra_op_threads)
+    finally:
+        ready.down()
     while (task := inbox.get()) is not None:
         task()
         del task  # whatever it holds must not stay until the next one comes

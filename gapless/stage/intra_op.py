@@ -6,10 +6,10 @@ cores. Where one thread is meant, OpenMP is told to run nothing in parallel, whi
 itself. Bits stay the same: the work is cut as before, and done one piece after another.
 """
 
+import contextlib
 import ctypes
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def set_intra_op_threads(count: int) -> None:
         openmp.omp_set_max_active_levels(0 if count == 1 else 1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     openmp = _openmp()
@@ -45,6 +45,10 @@ def _openmp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     if platform.machine() != "aarch64" or not maps.exists():
         return None
-    loaded = (line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line)
-    path = next(loaded, None)
-    return None if path is None else ctypes.CDLL(path)
+    fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines() if "libgomp" in line)
+    loaded = dict.fromkeys(each[5] for each in fields if len(each) == 6)
+    own = str(Path(torch.__file__).parent)
+    for path in sorted(loaded, key=lambda path: not path.startswith(own)):  # others may bring one of their own
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    return None

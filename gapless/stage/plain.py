@@ -87,10 +87,15 @@ def detach(tree: Any) -> Any:
 
 
 def sum_in_order(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of the minibatch: its microbatches' losses times their weights, added from the first to the last."""
-    total = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
+    """The loss of the minibatch: its microbatches' losses times their weights, added from the first to the last. One
+    without any weight does not count, whatever it is: a mean over nothing is no number.
+    """
+    terms = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    if not terms:
+        return torch.zeros_like(losses[0])
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
     return total
 
 

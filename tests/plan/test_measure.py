@@ -1,5 +1,7 @@
 """Measuring: what a layer holds to the byte, what it takes, and that the model stays as it was."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,3 +187,34 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator() -> None:
     assert profile.layers[1].libraries == 0
     assert profile.reserved == PAGE
     assert profile.slack == (EXPANDABLE_SLACK if has_expandable_segments(torch.device("cuda")) else SEGMENTED_SLACK)
+
+
+def test_autocast_of_the_caller_holds_in_the_threads_that_measure() -> None:
+    seen = set()
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return x * 2
+
+    with torch.autocast("cpu", torch.bfloat16):
+        profiled([nn.Linear(WIDTH, WIDTH), Looks(), nn.Linear(WIDTH, WIDTH)], side_by_side=2)
+    assert seen == {(True, torch.bfloat16)}
+
+
+def test_measuring_leaves_the_number_of_threads_alone() -> None:
+    def in_a_new_thread() -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(4):
+            profiled(layers(), threads=1, side_by_side=2)
+            assert (torch.get_num_threads(), in_a_new_thread()) == (2, 2)
+    finally:
+        torch.set_num_threads(before)

@@ -131,8 +131,11 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
     ("more", "message"),
     [
         ({"devices": "cpu"}, "devices is 'cpu', but it must be a number or a list"),
+        ({"devices": ["cpu", "cuda:7"]}, "device cuda:7 is not there: this machine has"),
+        ({"devices": ["gpu:0"]}, "device 'gpu:0' is neither cpu nor cuda"),
+        ({"seconds": float("nan")}, "seconds is nan, but it is a number of at least 0"),
+        ({"slack": -1.0}, "slack is -1.0, but it is a number of at least 0"),
         ({"devices": 0}, "devices is 0, but it must be a whole number of at least 1"),
-        ({"devices": ["cpu", "cuda:0"]}, "devices are cpu, cuda, but a plan is for one kind"),
         ({"memory": ["1GiB"]}, "memory lists 1 devices, but there are 2"),
         ({"memory": "24 GiBi"}, "memory is '24 GiBi', but it is a number of bytes"),
     ],
@@ -141,6 +144,17 @@ def test_what_makes_no_sense_is_said(more: dict[str, object], message: str) -> N
     options: dict[str, object] = {"devices": ["cpu"] * 2, **more}
     with pytest.raises(ConfigError, match=message):
         gapless.make_plan(model(), *batch(), loss=F.mse_loss, **options)  # type: ignore[arg-type]
+
+
+def test_devices_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="devices are cpu, cuda, but a plan is for one kind"):
+        gapless.make_plan(model(), *batch(), devices=["cpu", "cuda:0"], loss=F.mse_loss)
+
+
+def test_a_missing_target_is_said() -> None:
+    with pytest.raises(ConfigError, match="no target was given, and the loss failed without one"):
+        gapless.make_plan(model(), batch()[0], devices=["cpu"] * 2, loss=F.mse_loss, seconds=0.01)
 
 
 def test_layers_of_a_module_may_be_given() -> None:

@@ -1,9 +1,11 @@
 """One thread is one thread, for every kernel, and only where it was asked for."""
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +71,25 @@ def test_it_is_put_back_and_concerns_the_calling_thread_alone() -> None:
 def _levels() -> int | None:
     openmp = _openmp()
     return None if openmp is None else openmp.omp_get_max_active_levels()
+
+
+def test_a_library_in_a_folder_with_a_space_stops_nobody(tmp_path: Path) -> None:
+    """A program whose other libraries bring an OpenMP of their own, before torch's is looked for."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    program = f"""
+import ctypes, pathlib, shutil, torch
+found = [line.split(maxsplit=5)[5] for line in open("/proc/self/maps") if "libgomp" in line]
+if found:
+    copy = shutil.copy(found[0].strip(), {str(folder / "libgomp-other.so")!r})
+    other = ctypes.CDLL(copy)
+import gapless
+layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+with gapless.Pipeline(layers, devices=["cpu"] * 2, microbatches=2, loss=torch.nn.functional.mse_loss) as pipe:
+    pipe.step(torch.ones(4, 4), torch.ones(4, 4))
+from gapless.stage.intra_op import _openmp
+library = _openmp()
+print(library is None or "other" not in library._name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True\n", done.stderr

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import gapless
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
+from gapless.stage.plain import sum_in_order
 
 
 class Pair(NamedTuple):
@@ -107,3 +109,27 @@ def test_flatten_and_unflatten_are_inverse() -> None:
     again = mb.unflatten([10, 20], shape)
     assert again == {"b": [10, None, (20, 3)], "a": "text"}
     assert list(again) == ["b", "a"]
+
+
+def test_a_microbatch_without_weight_does_not_count_whatever_its_loss() -> None:
+    nan, one, two = torch.tensor(float("nan")), torch.tensor(1.0), torch.tensor(2.0)
+    assert sum_in_order([nan, one, nan, two], [0.0, 0.25, 0.0, 0.75]).item() == 1.75
+    assert sum_in_order([nan, nan], [0.0, 0.0]).item() == 0.0
+    assert sum_in_order([nan, one], [0.5, 0.5]).isnan()
+
+
+def test_a_minibatch_in_which_a_microbatch_has_no_target_is_that_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)), torch.randn(8, 4)
+    y = torch.tensor([0, 1, 2, 0, -100, -100, 1, -100])
+    loss = torch.nn.functional.cross_entropy
+
+    def counted(target: torch.Tensor) -> int:
+        return int((target != -100).sum())
+
+    expected = loss(model(x), y)
+    with gapless.Pipeline(model, devices=["cpu"] * 2, microbatches=4, loss=loss, loss_weight=counted) as pipe:
+        found = pipe.step(x, y).loss
+    assert found is not None
+    assert torch.allclose(found, expected)
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())

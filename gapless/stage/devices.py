@@ -1,0 +1,39 @@
+"""The devices that a user asks for, as torch has them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from gapless.errors import ConfigError
+
+Devices = int | Sequence[torch.device | str]
+
+
+def torch_devices(devices: Devices) -> list[torch.device]:
+    """A number stands for GPUs where there are as many, and for threads of the CPU elsewhere."""
+    if isinstance(devices, str):
+        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
+    if isinstance(devices, int):
+        if isinstance(devices, bool) or devices < 1:
+            raise ConfigError(f"devices is {devices!r}, but it must be a whole number of at least 1")
+        if torch.cuda.device_count() >= devices:
+            return [torch.device("cuda", index) for index in range(devices)]
+        return [torch.device("cpu")] * devices
+    made = [_torch_device(device) for device in devices]
+    if not made:
+        raise ConfigError("devices is empty, but there must be at least 1")
+    return made
+
+
+def _torch_device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device {name!r:.60} is neither cpu nor cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device} is neither cpu nor cuda")
+    if device.type == "cpu":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0)
