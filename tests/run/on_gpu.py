@@ -47,3 +47,18 @@ def with_nccl() -> None:
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     steps_on_the_gpu("1f1b")
+
+
+def planned_on_the_gpu() -> None:
+    """Links through pinned buffers, and the plan that all ranks have."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    (link,) = gapless.measure_links(mesh)
+    assert 1e-6 < link.latency < 0.1
+    assert link.bandwidth is not None
+    assert 1e7 < link.bandwidth < 1e12
+    model = mlp(16)
+    plan = gapless.make_plan(
+        model, X.cuda(), Y.cuda(), mesh=mesh, loss=F.mse_loss, schedules=["1f1b", "zb-h1"], seconds=0.1
+    )
+    with gapless.Pipeline(model, mesh=mesh, schedule=plan, loss=F.mse_loss) as pipe:
+        assert pipe.step(X.cuda(), Y.cuda()).loss is not None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.run.forked import launch
-from tests.run.on_gpu import steps_on_the_gpu, with_nccl
+from tests.run.on_gpu import planned_on_the_gpu, steps_on_the_gpu, with_nccl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
@@ -16,3 +16,7 @@ def test_four_ranks_share_a_gpu(schedule: str, remat: str) -> None:
 
 def test_one_rank_with_nccl_runs_the_same_path() -> None:
     launch(with_nccl, 1)
+
+
+def test_ranks_that_share_a_gpu_measure_their_links_and_have_one_plan() -> None:
+    launch(planned_on_the_gpu, 2)
