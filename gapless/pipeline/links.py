@@ -1,5 +1,7 @@
 """What the links between ranks take, measured: for a plan that is made where it will run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gapless.plan.profile import Link
@@ -8,6 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from gapless.run.hops import Hop
+    from gapless.run.ranks import Ranks
 
 
 def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...]:
@@ -17,19 +20,25 @@ def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...
     another, through the channels that a pipeline uses there. `make_plan(..., links=measure_links(mesh))` plans with
     them.
     """
-    from gapless.run.mesh import in_one_line
+    with in_one_line(mesh, timeout) as ranks:
+        return levels(ranks.hops())
+
+
+@contextmanager
+def in_one_line(mesh: "DeviceMesh", timeout: float) -> "Iterator[Ranks]":
+    """All ranks of a mesh, as one pipeline. Where one of them fails, the others are told."""
+    from gapless.run import mesh as meshes  # here alone: torch.distributed need not be there
     from gapless.run.ranks import Ranks
 
-    ranks = Ranks(in_one_line(mesh), timeout)
+    ranks = Ranks(meshes.in_one_line(mesh), timeout)
     try:
-        found = ranks.hops()
+        yield ranks
         ranks.made()
     except BaseException as error:
         ranks.refuse(error)
         raise
     finally:
         ranks.close()
-    return levels(found)
 
 
 def levels(hops: "list[Hop]") -> tuple[Link, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gapless.model.layers import Layer
 from gapless.pipeline.arguments import check_where
-from gapless.pipeline.links import levels
+from gapless.pipeline.links import in_one_line, levels
 from gapless.plan.machine import Mesh
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Progress, planned
@@ -83,15 +83,13 @@ def make_plan(
     if devices is not None:
         return planned(model, example, target, devices=devices, memory=memory, links=links, **options).found.best
 
-    from gapless.run.mesh import in_one_line, take_seat
-    from gapless.run.ranks import Ranks
+    from gapless.run.mesh import take_seat  # here alone: torch.distributed need not be there
 
     seat = take_seat(mesh)
     if memory is None and seat.torch_device.type == "cuda":
         memory = torch.cuda.get_device_properties(seat.torch_device).total_memory
     shape = None if replicas else Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
-    ranks = Ranks(in_one_line(mesh), timeout)
-    try:
+    with in_one_line(seat.mesh, timeout) as ranks:
         hops = ranks.hops()
         together = all(hop.near for hop in hops)
 
@@ -110,11 +108,4 @@ def make_plan(
             ).found.best
             return json.dumps(best.to_json())
 
-        plan = Plan.from_json(json.loads(ranks.from_first(made)))
-        ranks.made()
-    except BaseException as error:
-        ranks.refuse(error)
-        raise
-    finally:
-        ranks.close()
-    return plan
+        return Plan.from_json(json.loads(ranks.from_first(made)))
