@@ -120,7 +120,7 @@ def _prediction(parser: argparse.ArgumentParser) -> None:
     _sizes(parser, devices=4, microbatches=8)
     _milliseconds(parser, 5)
     _count(parser, "rounds", 5, "steps, of which the median counts")
-    parser.add_argument("--html", metavar="FILE", help="write a page with both timelines")
+    parser.add_argument("--html", type=options.file_to_write, metavar="FILE", help="write a page with both timelines")
 
 
 def _timeline(parser: argparse.ArgumentParser) -> None:

@@ -101,9 +101,19 @@ def add_passes(parser: argparse.ArgumentParser) -> None:
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     outputs = parser.add_argument_group("output")
     outputs.add_argument("--json", action="store_true", help="print one JSON object")
-    outputs.add_argument("--html", metavar="FILE", help="write the interactive page")
-    outputs.add_argument("--svg", metavar="FILE", help="write a picture")
-    outputs.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    outputs.add_argument("--html", type=file_to_write, metavar="FILE", help="write the interactive page")
+    outputs.add_argument("--svg", type=file_to_write, metavar="FILE", help="write a picture")
+    outputs.add_argument("--perfetto", type=file_to_write, metavar="FILE", help="write a trace for ui.perfetto.dev")
+
+
+def file_to_write(path: str) -> str:
+    """Looked at before the work that it is to hold, not after."""
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)[:200]}: make it first")
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(file)[:200]} is a folder, but a file is written")
+    return path
 
 
 def add_name(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,9 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     sizes.add_argument("--microbatches", "-M", type=int, metavar="M", help="only so many (default: several are tried)")
     measured = parser.add_argument_group("of a config")
     measured.add_argument("--seconds", type=float, metavar="S", help="to measure, about (default 10)")
-    measured.add_argument("--profile", metavar="FILE", help="write what was measured, to plan with it again")
+    measured.add_argument(
+        "--profile", type=options.file_to_write, metavar="FILE", help="write what was measured, to plan with it again"
+    )
     searched = parser.add_argument_group("search")
     searched.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all with a flush, and auto)")
     searched.add_argument("--shard-optimizer", action="store_true", help="replicas share out the optimizer's state")
@@ -48,7 +50,9 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
     searched.add_argument("--top", type=int, default=10, metavar="N", help="plans in the table (default 10)")
     options.add_outputs(parser)
-    parser.add_argument("--write", metavar="FILE", help="write the best plan, as a Pipeline takes it")
+    parser.add_argument(
+        "--write", type=options.file_to_write, metavar="FILE", help="write the best plan, as a Pipeline takes it"
+    )
     return run
 
 
@@ -180,7 +184,8 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
         shown = summary.text(report(profile, found, arguments.top))
         title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
         made = page.render([plan.timeline for plan in kinds], title, limit)
-        section = f'<details class="guide" open><summary>The plan</summary><pre>{shown}</pre></details>'
+        text_of_it = f'<pre style="white-space: pre-wrap">{shown}</pre>'
+        section = f'<details class="guide" open><summary>The plan</summary>{text_of_it}</details>'
         Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
         print(f"wrote {arguments.html}", file=sys.stderr)
     arguments.html = None

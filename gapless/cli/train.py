@@ -47,7 +47,8 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    from gapless.train.config import read_config  # torch is loaded here, and not before
+    from gapless.train import own  # torch is loaded here, and not before
+    from gapless.train.config import read_config
     from gapless.train.job import build
     from gapless.train.trainer import NotFiniteError, train
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = job.plan(options.show_progress)
     finally:
         options.show_progress("")
-    with job.pipeline(plan) as pipe:
+    with own.importable(config), job.pipeline(plan) as pipe:
         print(pipe, file=out)
         if plan is not None:
             print(_promise(plan), file=out)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import logging
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -85,7 +88,12 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphMo
         shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
         try:
             # A trace keeps the calls before autocast sees them: it is to act when they run.
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), _backward_as_traced():
+            with (
+                torch.autocast("cpu", enabled=False),
+                torch.autocast("cuda", enabled=False),
+                _backward_as_traced(),
+                _without_torchs_report(),
+            ):
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
             return program.module()
@@ -128,6 +136,27 @@ def _backward_as_traced() -> Iterator[None]:
     finally:
         for (place, name), original in zip(places, before, strict=True):
             setattr(place, name, original)
+
+
+@contextlib.contextmanager
+def _without_torchs_report() -> Iterator[None]:
+    """While it holds, torch neither logs nor prints why a trace fails: another attempt may work, and of the last one we
+    tell ourselves. What a model writes to standard error is kept, and so is the log of whoever asked torch for it.
+    """
+    logger = logging.getLogger("torch")  # its level is that of all below it which have none of their own
+    level, said, graph = logger.level, io.StringIO(), None
+    if level == logging.WARNING:  # as torch sets it
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)  # which torch has printed
+        raise
+    finally:
+        logger.setLevel(level)
+        if sys.stderr is not None:
+            sys.stderr.write(said.getvalue() if graph is None else said.getvalue().replace(f"{graph}\n", ""))
 
 
 def _dims(leaf: Any, attempt: str, size: int) -> Any:

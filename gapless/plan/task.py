@@ -45,10 +45,11 @@ def copied(layer: Any, device: torch.device) -> Any:
         made.zero_grad()
         return made
     made = copy.deepcopy(layer).to_empty(device=device)
+    generator = torch.Generator(device)  # what the program draws itself stays as it was
     with torch.no_grad():
         for tensor in chain(made.parameters(), made.buffers()):
             if tensor.is_floating_point():
-                tensor.normal_(std=0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+                tensor.normal_(std=0.02, generator=generator) if tensor.dim() > 1 else tensor.fill_(1.0)
             else:
                 tensor.zero_()
     return made

@@ -50,10 +50,11 @@ LOSSES = {
         if inspect.isfunction(value) and tuple(inspect.signature(value).parameters)[:2] == ("input", "target")
     },
 }
+_NO_CHOICE = ("Optimizer", "LBFGS", "SparseAdam")  # a base, one that needs a closure, one for sparse gradients alone
 OPTIMIZERS = {
     name: f"torch.optim:{name}"
     for name, value in sorted(vars(torch.optim).items())
-    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in _NO_CHOICE
 }
 _USUAL_LOSS = {
     "gpt": "next_token",
@@ -78,6 +79,11 @@ class Part:
     name: str
     where: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        """A function of the user's, of which nothing is known."""
+        return self.where == self.name
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,10 @@ class Config:
     def num_devices(self) -> int:
         devices = self.pipeline.devices
         return devices if isinstance(devices, int) else len(devices)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in (self.model, self.data, self.loss, self.optimizer) if part is not None)
 
     def changed(self, *, minibatch: int | None = None, steps: int | None = None, **pipeline: Any) -> "Config":
         """With what is not None instead. A plan takes the place of all that it brings itself."""
@@ -156,6 +166,9 @@ def parse_config(text: str, folder: Path) -> Config:
     loss = None
     if "loss" in data or usual is not None:
         loss = _part(tables.table("loss", {}), LOSSES, "name", "arguments", usual=usual)
+        for key in sorted({"size_average", "reduce"} & set(loss.arguments)):
+            if loss.where.startswith("torch.nn.functional:"):
+                tables.fault(f"loss.arguments has {key!r}, which torch has given up: use reduction, as 'mean' or 'sum'")
     optimizer = _part(tables.table("optimizer", {}), OPTIMIZERS, "name", "arguments", usual="AdamW")
     training = tables.table("train", {})
     training.allow("steps", "clip", "seed")
@@ -212,6 +225,7 @@ def _part(table: "_Table", known: Mapping[str, str], *keys: str, usual: str | No
 
     needed = f"{' or '.join(list(known)[:4])}, or 'file.py:function'"
     name = table.get("name", named, usual, needed=needed) or ""
+    name = {where: short for short, where in known.items()}.get(name, name)  # the same, and as much is known of it
     return Part(table.key, name, known.get(name, name), table.get("arguments", _arguments, {}))
 
 

@@ -18,12 +18,12 @@ Batch = tuple[Any, Any]  # inputs and target, as `Pipeline.step` takes them
 _TEXT = 4_000_000  # bytes of it
 
 
-def batches(config: Config) -> Iterator[Batch]:
+def batches(config: Config, files: own.Files | None = None) -> Iterator[Batch]:
     """Without end: where a pass over the data ends, the function is called again, with the seed of the next pass."""
-    function = own.load(config.data, config.folder)
+    function = own.load(config.data, config, {} if files is None else files)
     for number in range(2**53):
         empty = True
-        found = own.call(function, config.data, minibatch=config.minibatch, seed=config.seed + number)
+        found = own.call(function, config.data, config, minibatch=config.minibatch, seed=config.seed + number)
         for batch in _each(config, found):
             if number == 0 and empty:
                 _check_size(config, batch)
@@ -36,7 +36,8 @@ def batches(config: Config) -> Iterator[Batch]:
 def _each(config: Config, found: Any) -> Iterator[Batch]:
     name = config.data.name
     try:
-        iterator = iter(found)
+        with own.importable(config):
+            iterator = iter(found)
     except TypeError:
         raise ConfigError(
             f"data: {name} returned {_shown(found)}, but it returns an iterable of batches (inputs, target)"
@@ -44,13 +45,14 @@ def _each(config: Config, found: Any) -> Iterator[Batch]:
     number = 0
     while True:
         number += 1
-        with own.told(f"data: batch {number} of {name}"):
+        with own.importable(config), own.told(f"data: batch {number} of {name}"):
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ConfigError(f"data: batch {number} of {name} is {_shown(batch)}, but it is a pair (inputs, target)")
+        _check_target(config, f"data: batch {number} of {name}", *batch)
         yield batch[0], batch[1]
 
 
@@ -59,6 +61,20 @@ def _check_size(config: Config, batch: Batch) -> None:
     if size != config.minibatch:
         raise ConfigError(
             f"data.minibatch is {config.minibatch}, but the first batch of {config.data.name} has {size} samples"
+        )
+
+
+def _check_target(config: Config, batch: str, inputs: Any, target: Any) -> None:
+    """A loss that we know takes one target for each sample; of one's own nothing can be said."""
+    if config.loss is None or config.loss.is_own:
+        return
+    if target is None:
+        raise ConfigError(f"{batch} has the target None, but the loss {config.loss.name} needs one")
+    size = mb.batch_size(inputs)
+    found = [tensor.size(0) for tensor in mb.flatten(target)[0] if tensor.dim()]
+    if found and size not in found:
+        raise ConfigError(
+            f"{batch} has {size} samples in its inputs and {found[0]} in its target: the first dimension counts them"
         )
 
 

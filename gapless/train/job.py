@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.pipeline import Pipeline
-from gapless.pipeline.arguments import torch_devices
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.task import Optimizer
 from gapless.stage import microbatch as mb
+from gapless.stage.devices import torch_devices
 from gapless.train import own
 from gapless.train.config import Config, Part
 from gapless.train.data import Batch, batches, with_shape
@@ -52,11 +52,12 @@ class Job:
         if layout.plan == "auto":
             microbatches = microbatches or layout.microbatches
             schedules = schedules or (None if layout.schedule is None else [layout.schedule])
-        if microbatches is not None and microbatches > self.config.minibatch:
-            raise ConfigError(
-                f"{microbatches} microbatches can't be made of a minibatch of {self.config.minibatch} samples"
-            )
-        with own.told(f"measuring the model{with_shape(self.first)}"), torch.random.fork_rng(devices=[]):
+        self._check(microbatches)
+        with (
+            own.importable(self.config),
+            own.told(f"measuring the model{with_shape(self.first)}"),
+            torch.random.fork_rng(devices=[]),
+        ):
             return planned(
                 self.model,
                 *self.first,
@@ -100,7 +101,8 @@ class Job:
             raise ConfigError(
                 "pipeline.microbatches is missing: into how many parts a minibatch is cut, as 8, or plan = 'auto'"
             )
-        with own.told("cutting the model"):
+        self._check(layout.microbatches)
+        with own.importable(self.config), own.told("cutting the model"):
             return Pipeline(
                 self.model,
                 devices=self.devices,
@@ -115,31 +117,38 @@ class Job:
                 example=self.first[0],
             )
 
+    def _check(self, microbatches: int | None) -> None:
+        if microbatches is not None and microbatches > self.config.minibatch:
+            raise ConfigError(
+                f"{microbatches} microbatches can't be made of a minibatch of {self.config.minibatch} samples"
+            )
+
 
 def build(config: Config) -> Job:
-    """Always the same for the same config: the seed is set first."""
+    """Always the same for the same config and the same files beside it: the seed is set first."""
     devices = torch_devices(config.pipeline.devices)
+    files: own.Files = {}
     loss = None
     if config.loss is not None:
-        loss = own.load(config.loss, config.folder)
+        loss = own.load(config.loss, config, files)
         if arguments := own.fitting(loss, config.loss, None, None):
             loss = partial(loss, **arguments)
-    optimizer = _optimizer(config)
-    make = own.load(config.model, config.folder)
+    optimizer = _optimizer(config, files)
+    make = own.load(config.model, config, files)
     torch.manual_seed(config.seed)
-    model = own.call(make, config.model)
+    model = own.call(make, config.model, config)
     if not isinstance(model, nn.Module | list | tuple):
         raise ConfigError(
             f"model: {config.model.name} returned {model!r:.40}, but it returns a module or a list of layers"
         )
-    source = batches(config)
+    source = batches(config, files)
     first = next(source)
     return Job(config, model, loss, optimizer, devices, first, chain([first], source))
 
 
 def _loss_weight(loss: Part | None) -> mb.LossWeight:
     """What microbatches count: a mean over targets some of which are left out counts the others."""
-    if loss is None or loss.where == loss.name:
+    if loss is None or loss.is_own:
         return None
     if loss.arguments.get("reduction") == "sum":
         return "sum"
@@ -147,13 +156,13 @@ def _loss_weight(loss: Part | None) -> mb.LossWeight:
     return None if left_out is None else lambda target: (target != left_out).sum()
 
 
-def _optimizer(config: Config) -> Optimizer:
+def _optimizer(config: Config, files: own.Files) -> Optimizer:
     """Tried at once, so that what it refuses is told before anything is measured."""
     part = config.optimizer
-    make = own.load(part, config.folder)
+    make = own.load(part, config, files)
 
     def made(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        found = own.call(make, part, parameters)
+        found = own.call(make, part, config, parameters)
         if not isinstance(found, torch.optim.Optimizer):
             raise ConfigError(f"optimizer: {part.name} returned {found!r:.40}, but it returns a torch.optim.Optimizer")
         return found

@@ -1,15 +1,19 @@
 """The functions that a config names: found in a file or a module, called with its arguments, and where one of them
 fails, that is told with its place. The error itself stays as the cause.
+
+A file is loaded anew for every job, since it may have been edited, but once for all functions of a job, since they may
+share what it defines. The modules that it imports are loaded once, as Python does.
 """
 
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,20 +22,37 @@ import torch
 
 import gapless
 from gapless.errors import ConfigError, GaplessError
-from gapless.train.config import Part
+from gapless.train.config import Config, Part
 
 _TORCH, _GAPLESS = (os.path.join(package.__path__[0], "") for package in (torch, gapless))
 _ZOO = os.path.join(_GAPLESS, "zoo", "")
 
+Files = dict[Path, ModuleType]  # those that a job has loaded
 
-def load(part: Part, folder: Path) -> Callable[..., Any]:
-    """The function, from a file below `folder` or from a module."""
+
+@contextmanager
+def importable(config: Config) -> Iterator[None]:
+    """While it holds, what lies beside a config with functions of one's own can be imported, as beside a script.
+
+    It has to hold wherever they are called, for they may import too.
+    """
+    folder = str(config.folder.resolve())
+    if folder in sys.path or not any(part.is_own for part in config.parts):
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # they may have taken it away
+            sys.path.remove(folder)
+
+
+def load(part: Part, config: Config, files: Files) -> Callable[..., Any]:
+    """The function, from a file beside the config or from a module."""
     home, _, name = part.where.rpartition(":")
-    at = str(folder.resolve())
-    if part.where == part.name and at not in sys.path:
-        sys.path.insert(0, at)  # as Python does for a script: its neighbours can be imported
-    with told(f"{part.key}.name: loading {home}"):
-        module = _from_file(part, folder / home) if home.endswith(".py") else _imported(part, home)
+    with importable(config), told(f"{part.key}.name: loading {home}"):
+        module = _from_file(part, config.folder / home, files) if home.endswith(".py") else _imported(part, home)
     function = getattr(module, name, None)
     if callable(function):
         return function  # type: ignore[no-any-return]
@@ -40,21 +61,30 @@ def load(part: Part, folder: Path) -> Callable[..., Any]:
     raise ConfigError(f"{part.key}.name is {part.name!r}, but {home} has no function {name}{hint}")
 
 
-def _from_file(part: Part, file: Path) -> ModuleType:
+def _from_file(part: Part, file: Path, files: Files) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{part.key}.name is {part.name!r}, but there is no file {file}")
-    name = str(file.resolve())
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    where = file.resolve()
+    if where not in files:
+        files[where] = _executed(where)
+    return files[where]
+
+
+def _executed(file: Path) -> ModuleType:
+    """A new module. Pickle and dataclasses find it under the name of its file; a dot there would be a package."""
+    loader = SourceFileLoader(str(file).replace(".", "_"), str(file))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    # Not exec_module: what that has compiled before, it takes for the same if it has the same second and size.
+    code = loader.source_to_code(file.read_bytes(), str(file))
+    sys.modules[loader.name] = module
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        del sys.modules[loader.name]
+        raise
+    return module
 
 
 def _imported(part: Part, name: str) -> ModuleType:
@@ -68,10 +98,10 @@ def _imported(part: Part, name: str) -> ModuleType:
         ) from None
 
 
-def call(function: Callable[..., Any], part: Part, *given: Any, **offered: Any) -> Any:
+def call(function: Callable[..., Any], part: Part, config: Config, *given: Any, **offered: Any) -> Any:
     """Call it with the arguments of the config, and of what is offered with that which it takes."""
     arguments = fitting(function, part, *given, **offered)
-    with told(f"{part.key}: {part.name}"):
+    with importable(config), told(f"{part.key}: {part.name}"):
         return function(*given, **arguments)
 
 

@@ -44,8 +44,9 @@ def train(
         loss = float(result.loss)
         if not math.isfinite(loss):
             raise NotFiniteError(f"the loss of step {number} is {loss}; a smaller learning rate or clip = 1.0 may help")
-        if clip is not None:
-            pipe.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        with own.told(f"the update of step {number} with {type(optimizer).__name__}"):
+            if clip is not None:
+                pipe.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
         yield Step(number, loss, mb.batch_size(inputs), time.perf_counter() - come, come - begin)

@@ -142,6 +142,9 @@ def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:
         ("--microbatches 9", "9 microbatches can't be made of a minibatch of 8 samples"),
         ("--memory 10MiB", "layer 0 (block.0) alone needs 16 MiB for its parameters (4 MiB), gradients and optimizer"),
         ("--memory 20MiB --schedules 1f1b", "nothing fits 20 MiB per device; the nearest is 1f1b on 4 devices"),
+        ("--write none/plan.json", "argument --write: there is no folder none: make it first; `gapless plan --help`"),
+        ("--html none/page.html", "argument --html: there is no folder none: make it first"),
+        ("--svg .", "argument --svg: . is a folder, but a file is written"),
         ("--devices x", "argument --devices/-K: invalid int value: 'x'; `gapless plan --help` shows how"),
         ("--devces 4", "'--devces' is not understood; did you mean --devices?"),
     ],
@@ -242,6 +245,7 @@ def test_the_memory_of_a_config_is_the_limit_and_auto_keeps_to_what_it_says(gapl
         ("--memory 1GiB,2GiB,3GiB", "--memory lists 3 devices, but there are 2"),
         ("--memory 2MiB,lots", "--memory is 'lots', but it is a number of bytes such as '24 MiB'"),
         ("--devices 99999", "--devices is 99999, but a plan is made for at most 4096"),
+        ("--profile none/p.json", "argument --profile: there is no folder none: make it first"),
         ("--seconds -1", "--seconds is -1, but it is a number of at least 0"),
     ],
 )

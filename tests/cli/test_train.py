@@ -41,6 +41,15 @@ def test_json_is_one_object_and_the_same_losses_every_time(gapless: Command, tmp
         assert json.loads(gapless(f"train {config} --json {options}").out)["losses"] == found["losses"]
 
 
+def test_a_loss_may_import_what_lies_beside_it_while_it_runs(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path, ('"cross_entropy"', '"late.py:loss"'))
+    (tmp_path / "late.py").write_text("def loss(outputs, target):\n    import latest\n    return outputs.sum()\n")
+    (tmp_path / "latest.py").touch()
+    before = list(sys.path)
+    code, _, err = gapless(f"train {config} --steps 1")
+    assert (code, err, sys.path) == (0, "", before)
+
+
 def test_options_go_before_what_the_config_says(gapless: Command, tmp_path: Path) -> None:
     out = gapless(f"train {write(tmp_path)} --steps 1 --devices 3 --schedule gpipe --microbatches 2").out
     assert out.startswith("Pipeline: gpipe, 3 devices, 3 stages, 2 microbatches")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,30 @@ def test_what_can_not_be_traced_is_refused_with_the_line_and_the_way_out() -> No
         pipe.step(rows(), rows())
     line = int(str(info.value).split("line ")[1].split(",")[0])
     assert "if x.sum() > 0" in Path(__file__).read_text().splitlines()[line - 1]
+
+
+class SpeaksAndLooksAtData(LooksAtData):
+    def forward(self, x: Tensor) -> Tensor:
+        print("here", file=sys.stderr)
+        return super().forward(x)
+
+
+def test_of_a_trace_that_fails_torch_logs_and_prints_nothing_beside_the_refusal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It would be 60 lines, with a graph for each attempt."""
+    logged: list[str] = []
+    ear, logger = logging.Handler(), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    ear.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(ear)
+    try:
+        with pytest.raises(PartitionError, match="can't trace SpeaksAndLooksAtData"):
+            gapless.Pipeline(SpeaksAndLooksAtData(), devices=2, microbatches=2, loss=F.mse_loss, example=rows())
+    finally:
+        logger.removeHandler(ear)
+    assert logged == []
+    assert capsys.readouterr() == ("", "here\n" * 3)  # what a model says itself stays, of all three attempts
+    assert logger.getEffectiveLevel() == logging.WARNING
 
 
 class Rounded(torch.autograd.Function):

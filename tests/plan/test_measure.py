@@ -82,7 +82,9 @@ def test_a_model_without_data_is_measured_without_running_it() -> None:
         empty = layers()
     real, fake = profiled(layers(), sizes_alone=True), profiled(empty, sizes_alone=True)
     assert real == fake
+    before = torch.get_rng_state()
     assert all(layer.forward.median > 0 for layer in profiled(empty).layers)  # with any values
+    assert torch.equal(torch.get_rng_state(), before)  # which are not drawn from the program's own numbers
 
 
 def test_times_are_those_of_the_actions() -> None:

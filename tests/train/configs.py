@@ -35,6 +35,14 @@ def nothing():
     return []
 
 
+def without_target(minibatch):
+    return [(torch.zeros(minibatch, 8), None)]
+
+
+def another_size(minibatch):
+    return [(torch.zeros(minibatch, 8), torch.zeros(minibatch - 2, dtype=torch.long))]
+
+
 def triples():
     return [(1, 2, 3)]
 

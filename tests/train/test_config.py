@@ -35,6 +35,16 @@ def test_what_is_not_said_is_what_most_want() -> None:
     assert own.loss is None  # the model's own
 
 
+def test_the_long_name_of_what_is_known_is_the_short_one(tmp_path: Path) -> None:
+    """`torch.nn.functional:cross_entropy` with reduction = "sum" would count as a mean, if it were one's own."""
+    assert read_config(write(tmp_path, ('"cross', '"torch.nn.functional:cross'))) == read_config(write(tmp_path))
+
+
+def test_a_loss_of_ones_own_may_have_any_arguments(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, ('"cross_entropy"', '"mine.py:loss"\narguments = { reduce = false }')))
+    assert config.loss == Part("loss", "mine.py:loss", "mine.py:loss", {"reduce": False})
+
+
 def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -72,6 +82,17 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         ('"mine.py:make"', "3", "model.name is 3, but it is a text"),
         ("cross_entropy", "entropy", "loss.name is 'entropy', which is not known; did you mean cross_entropy?"),
         ('"cross_entropy"', '""', "loss.name is '', but it is a text"),
+        (
+            '"cross_entropy"',
+            '"mse_loss"\narguments = { size_average = false }',
+            "loss.arguments has 'size_average', which torch has given up: use reduction, as 'mean' or 'sum'",
+        ),
+        (
+            '"cross_entropy"',
+            '"torch.nn.functional:mse_loss"\narguments = { reduce = false }',
+            "loss.arguments has 'reduce', which torch has given up: use reduction, as 'mean' or 'sum'",
+        ),
+        ("AdamW", "SparseAdam", "optimizer.name is 'SparseAdam', which is not known"),  # for sparse gradients alone
         ("{ lr = 0.01 }", "0.01", "optimizer.arguments is 0.01, but it is a table, as { width = 64, depth = 8 }"),
         ("minibatch = 6", "", "data.minibatch is missing: samples in a step, as 16"),
         ('name = "mine.py:batches"', "", "data.name is missing: python-source, or 'file.py:function'"),

@@ -49,6 +49,14 @@ def test_a_function_that_takes_no_size_gives_what_it_has(tmp_path: Path) -> None
     ("changes", "message"),
     [
         ((":batches", ":nothing"), "data: mine.py:nothing gave no batch in pass 1"),
+        (
+            (":batches", ":without_target"),
+            "data: batch 1 of mine.py:without_target has the target None, but the loss cross_entropy needs one",
+        ),
+        (
+            (":batches", ":another_size"),
+            "data: batch 1 of mine.py:another_size has 6 samples in its inputs and 4 in its target: the first",
+        ),
         ((":batches", ":triples"), "data: batch 1 of mine.py:triples is a tuple of 3, but it is a pair (inputs,"),
         ((":batches", ":number"), "data: mine.py:number returned 3, but it returns an iterable of batches"),
         ((":batches", ":batch"), "data.name is 'mine.py:batch', but mine.py has no function batch; did you mean"),
@@ -66,6 +74,12 @@ def test_what_is_no_data_is_said(tmp_path: Path, changes: tuple[str, str], messa
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize("data", ["without_target", "another_size"])
+def test_a_loss_of_ones_own_takes_any_target(tmp_path: Path, data: str) -> None:
+    config = read_config(write(tmp_path, (":batches", f":{data}"), ('"cross_entropy"', '"mine.py:no_number"')))
+    assert len(next(batches(config))[0]) == 6
+
+
 def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, (":batches", ":fixed"))).changed(minibatch=12)
     with pytest.raises(
@@ -80,7 +94,7 @@ def test_an_error_in_ones_own_function_is_told_with_its_place_and_stays_the_caus
     with pytest.raises(ConfigError) as error:
         next(found)
     assert str(error.value) == (
-        "data: batch 2 of mine.py:ends_badly failed with KeyError: 'no more', at mine.py, line 44, in ends_badly"
+        "data: batch 2 of mine.py:ends_badly failed with KeyError: 'no more', at mine.py, line 52, in ends_badly"
     )
     assert isinstance(error.value.__cause__, KeyError)
 

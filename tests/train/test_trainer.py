@@ -130,6 +130,15 @@ def test_an_error_in_the_model_is_told_with_the_step_and_the_shapes(tmp_path: Pa
         build(config).planned(seconds=0.01)
 
 
+def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        trained(read_config(write(tmp_path, ("AdamW", "torch.optim:SparseAdam"))))
+    assert str(error.value) == (
+        "the update of step 1 with SparseAdam failed with RuntimeError: SparseAdam does not support dense gradients, "
+        "please consider Adam instead"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -158,6 +167,10 @@ def test_an_error_in_the_model_is_told_with_the_step_and_the_shapes(tmp_path: Pa
         (
             [("microbatches = 4", "")],
             "pipeline.microbatches is missing: into how many parts a minibatch is cut, as 8, or plan =",
+        ),
+        (
+            [("microbatches = 4", "microbatches = 40")],
+            "40 microbatches can't be made of a minibatch of 6 samples",
         ),
         (
             [("microbatches = 4", "microbatches = 4\npartition = [1, 1]")],
