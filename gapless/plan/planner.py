@@ -200,7 +200,9 @@ class _Sizes:
             raise
         except (AttributeError, TypeError) as error:
             if target is None and self._loss not in (None, own_loss):
-                raise ConfigError(f"no target was given, and the loss failed without one: {error}") from error
+                raise ConfigError(
+                    f"no target was given, and the loss failed without one ({error}): pass a target after the example"
+                ) from error
             raise
         self.profiles[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
 

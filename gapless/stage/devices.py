@@ -21,7 +21,7 @@ def torch_devices(devices: Devices) -> list[torch.device]:
         return [torch.device("cpu")] * devices
     made = [_torch_device(device) for device in devices]
     if not made:
-        raise ConfigError("devices is empty, but there must be at least 1")
+        raise ConfigError("devices is an empty list, but it must have at least 1, as ['cpu', 'cpu']")
     return made
 
 
@@ -29,11 +29,14 @@ def _torch_device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise ConfigError(f"device {name!r:.60} is neither cpu nor cuda") from None
+        raise ConfigError(f"device {name!r:.60} is neither cpu nor cuda, as 'cpu' or 'cuda:0'") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device} is neither cpu nor cuda")
+        raise ConfigError(f"device {device} is neither cpu nor cuda, as 'cpu' or 'cuda:0'")
     if device.type == "cpu":
         return device
     if (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ConfigError(
+            f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices; list some of "
+            "these, or 'cpu'"
+        )
     return torch.device("cuda", device.index or 0)

@@ -51,7 +51,7 @@ _MADE = gapless.make_schedule
         ({"schedule": "pipedream"}, ScheduleError, "pipedream updates weights on its way"),
         ({"schedule": 3}, ConfigError, "schedule is a int"),
         ({"devices": 0}, ConfigError, "devices is 0"),
-        ({"devices": []}, ConfigError, "devices is empty"),
+        ({"devices": []}, ConfigError, "devices is an empty list"),
         ({"devices": True}, ConfigError, "devices is True"),
         ({"devices": "cpu"}, ConfigError, "a number or a list, as ['cpu', 'cpu']"),
         ({"devices": ["cpu", "meta"]}, ConfigError, "device meta is neither cpu nor cuda"),
