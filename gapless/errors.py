@@ -27,3 +27,17 @@ class CheckpointError(GaplessError):
 
 class ConfigError(GaplessError):
     """An option or a configuration with a value that makes no sense."""
+
+
+_RAISED = "gapless: raised "  # how a note of ours begins; others may have added notes too
+
+
+def note_place(error: BaseException, place: str) -> None:
+    """Adds where in the pipeline an error was raised, for its traceback to show."""
+    error.add_note(f"{_RAISED}{place}")
+
+
+def noted_place(error: BaseException) -> str:
+    """Where in the pipeline it was raised, or nothing."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_RAISED)]
+    return notes[0].removeprefix(_RAISED) if notes else ""

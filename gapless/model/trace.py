@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import PartitionError
 
 from .operators import draws, kept_nodes
+from .origin import is_users
 
 
 class Trace:
@@ -195,6 +196,6 @@ def _place_of(error: BaseException) -> str:
     written = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error))
     frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     for filename, line, name in [*reversed(written), *reversed(frames)]:
-        if not re.search(r"[/\\](torch|gapless)[/\\]", filename) and not filename.startswith("<"):
+        if is_users(filename):
             return f"{filename}, line {line}, in {name}"
     return "no line known"

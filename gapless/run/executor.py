@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gapless.errors import note_place
 from gapless.run.caller import CallerState
 from gapless.run.streams import CpuLane, Lane, Parcel, fenced
 from gapless.run.threads import Team
@@ -261,7 +262,7 @@ def execute(program: Program, team: Team) -> None:
             except StoppedError:
                 pass
             except BaseException as error:
-                error.add_note(_place(program, device))
+                note_place(error, _place(program, device))
                 failures.append(error)
                 program.stop()
 
@@ -299,7 +300,7 @@ def _named(call: Call, name: str) -> Call:
 def _place(program: Program, device: int) -> str:
     action = program.schedule.rows[device][program.reached[device]]
     where = program.lanes[device].device
-    return f"gapless: raised on device {device} ({where}), stage {action.stage}, action {action}"
+    return f"on device {device} ({where}), stage {action.stage}, action {action}"
 
 
 def measured(program: Program, name: str) -> Timeline:

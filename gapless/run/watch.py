@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.ring import Neighbour, Words, pairs
 from gapless.run.terminating import Terminating
 
@@ -169,8 +169,7 @@ class Watch:
 
     def raised(self, error: BaseException) -> None:
         """An exception on this rank ends the step of all."""
-        notes = [note.removeprefix("gapless: raised ") for note in getattr(error, "__notes__", ()) if "gapless" in note]
-        where = notes[0] if notes else self.whereabouts.last()
+        where = noted_place(error) or self.whereabouts.last()
         text = f"{type(error).__name__}: {error}".strip(": ").splitlines() or [type(error).__name__]
         shown = text[0][:_MOST_TEXT]
         self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {shown} (its output has more)"))

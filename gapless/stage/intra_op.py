@@ -8,6 +8,7 @@ itself. Bits stay the same: the work is cut as before, and done one piece after 
 
 import contextlib
 import ctypes
+import os
 import platform
 from collections.abc import Iterator
 from functools import cache
@@ -47,7 +48,8 @@ def _openmp() -> ctypes.CDLL | None:
         return None
     fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines() if "libgomp" in line)
     loaded = dict.fromkeys(each[5] for each in fields if len(each) == 6)
-    own = str(Path(torch.__file__).parent)
+    home = Path(torch.__file__).parent
+    own = tuple(f"{home.with_name(name)}{os.sep}" for name in (home.name, f"{home.name}.libs"))
     for path in sorted(loaded, key=lambda path: not path.startswith(own)):  # others may bring one of their own
         with contextlib.suppress(OSError):
             return ctypes.CDLL(path)

@@ -6,7 +6,6 @@ share what it defines. The modules that it imports are loaded once, as Python do
 """
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,14 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-import gapless
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, noted_place
+from gapless.model.origin import is_users
 from gapless.train.config import Config, Part
-
-_TORCH, _GAPLESS = (os.path.join(package.__path__[0], "") for package in (torch, gapless))
-_ZOO = os.path.join(_GAPLESS, "zoo", "")
 
 Files = dict[Path, ModuleType]  # those that a job has loaded
 
@@ -143,8 +137,8 @@ def described(error: Exception) -> str:
     place, at = error.__traceback__, ""
     while place is not None:
         code = place.tb_frame.f_code
-        if code.co_filename.startswith(_ZOO) or not code.co_filename.startswith((_TORCH, _GAPLESS, "<")):
+        if is_users(code.co_filename):
             at = f", at {Path(code.co_filename).name}, line {place.tb_lineno}, in {code.co_name}"
         place = place.tb_next
-    notes = [note.removeprefix("gapless: raised ") for note in getattr(error, "__notes__", ())]
-    return f"{type(error).__name__}{': ' if said else ''}{said}{at}{f' ({notes[0]})' if notes else ''}"
+    stage = noted_place(error)
+    return f"{type(error).__name__}{': ' if said else ''}{said}{at}{f' ({stage})' if stage else ''}"
