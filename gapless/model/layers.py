@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from gapless.errors import PartitionError
+from gapless.errors import ConfigError, PartitionError
 
 Layer = Callable[..., Any]
 
@@ -19,9 +20,9 @@ class Layers:
             self.layers: list[Layer] = list(by_hand)
             self.module: nn.Module = model
             _check_owned(self.layers, model)
-        elif isinstance(model, nn.Sequential | nn.ModuleList):
+        elif isinstance(model, nn.Module) and is_sequence(model):
             self.module = model
-            self.layers = list(model)
+            self.layers = list(model)  # type: ignore[call-overload]
         elif isinstance(model, Sequence | Iterable) and not isinstance(model, nn.Module):
             self.layers = list(model)
             self.module = _owner(self.layers)
@@ -30,7 +31,7 @@ class Layers:
                 f"a {type(model).__name__} is not a sequence of layers; pass an nn.Sequential or a list of layers"
             )
         for number, layer in enumerate(self.layers):
-            if not callable(layer) or isinstance(layer, nn.ModuleList | nn.ModuleDict):
+            if not callable(layer) or (isinstance(layer, nn.Module) and _has_no_forward(layer)):
                 raise PartitionError(f"layer {number} is a {type(layer).__name__}, which can't be called")
 
     def costs(self) -> list[int]:
@@ -43,7 +44,47 @@ class Layers:
 
 def is_sequence(model: Any) -> bool:
     """Whether it is cut between its layers, and not traced."""
-    return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList)
+    return not isinstance(model, nn.Module) or (_holds_layers(model) and more_than_its_layers(model) is None)
+
+
+def more_than_its_layers(model: Any) -> str | None:
+    """What a call of a Sequential or a ModuleList does beyond calling its layers in order, in words; None if nothing.
+
+    Whoever takes such a module apart leaves that out, without a word.
+    """
+    if not isinstance(model, nn.Module) or not _holds_layers(model):
+        return None
+    kind = type(model)
+    plain = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
+    if kind.forward is not plain.forward or "forward" in model.__dict__:
+        return "a forward of its own"
+    if kind.__call__ is not nn.Module.__call__:
+        return "a __call__ of its own"
+    if plain is nn.ModuleList:
+        return None  # nobody can call it, so its hooks never run
+    if model._forward_pre_hooks or model._forward_hooks or model._backward_pre_hooks or model._backward_hooks:
+        return "hooks of its own"
+    return None
+
+
+def check_no_hooks_for_all(model: Any) -> None:
+    """A module is cut, and never called as a whole: a hook for all modules would not see it, and might see our parts
+    of it instead. Layers in a list are called one by one, as their user would.
+    """
+    if _has_any_global_hook() and isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        raise ConfigError(
+            f"hooks are registered for all modules, and no pipeline calls this {type(model).__name__} as a whole, so "
+            "they would not see it: register them on the modules they are for, or remove them around the step"
+        )
+
+
+def _holds_layers(model: nn.Module) -> bool:
+    return isinstance(model, nn.Sequential | nn.ModuleList)
+
+
+def _has_no_forward(layer: nn.Module) -> bool:
+    plain = type(layer).forward is nn.Module.forward and type(layer).__call__ is nn.Module.__call__
+    return plain and "forward" not in layer.__dict__
 
 
 def _check_owned(layers: Sequence[Layer], model: Any) -> None:

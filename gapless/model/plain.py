@@ -19,7 +19,7 @@ from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
 
 from .capture import Captured, own_loss
-from .layers import Layers, is_sequence
+from .layers import Layers, check_no_hooks_for_all, is_sequence
 from .piece import as_it_is
 
 
@@ -79,6 +79,7 @@ def plain_step(
         "target_dims": target_dims,
         "batchnorm": batchnorm,
     }
+    check_no_hooks_for_all(model)
     if is_sequence(model):
         return plain.plain_step(Layers(model).layers, inputs, target, **options)
     assert isinstance(model, nn.Module)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
@@ -122,6 +123,8 @@ def _backward_as_traced() -> Iterator[None]:
     def refusing(original: Any, what: str) -> Any:
         def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
+                if first is BackwardHookFunction:
+                    raise _LostError("a backward hook of a module, which a trace would lose")
                 name = first.__name__ if isinstance(first, type) else "a tensor"
                 raise _LostError(f"{what} of {name}, whose own backward a trace would lose")
             return original.__get__(first, first)(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.model.capture import Captured, find_loss, own_loss
-from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.model.layers import Layer, Layers, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
@@ -158,11 +158,12 @@ class Pipeline:
             assert isinstance(model, nn.Module)
             check_data(model, "a model that is traced needs data first, or its layers= with init=")
             if self._cuts is None:
-                check_uncounted(partition)
+                check_uncounted(partition, model)
             self._model = Captured(model, self._stage_devices, self._cuts)
             self._world.agree(self._facts())
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
+        self._called_as_a_whole = None if layers is not None else model
         self._programs: dict[tuple[int, bool, bool], Program] = {}
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class Pipeline:
             self._world.check_scaler()
         if not torch.is_grad_enabled():
             raise ConfigError("step computes gradients, which are switched off here: leave no_grad, or use evaluate")
+        check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
         numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
@@ -208,6 +210,7 @@ class Pipeline:
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
+        check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         with self._team.held(), self._world.call():
             modes = [(module, module.training) for module in self._model.module.modules()]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError
-from gapless.model.layers import Layers
+from gapless.model.layers import Layers, more_than_its_layers
 from gapless.model.materialise import on_meta
 from gapless.plan.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
@@ -99,11 +99,13 @@ def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
         )
 
 
-def check_uncounted(partition: Sequence[int] | None) -> None:
+def check_uncounted(partition: Sequence[int] | None, model: Any) -> None:
     if partition is not None:
+        more = more_than_its_layers(model)
+        subject = "a module" if more is None else f"this {type(model).__name__}, which has {more},"
         raise PartitionError(
-            "partition counts the layers of a sequence, and a module is traced and cut by cost: leave it out, or give "
-            "the layers with layers="
+            f"partition counts the layers of a sequence, and {subject} is traced and cut by cost: leave it out, or "
+            "give the layers with layers="
         )
 
 

@@ -8,6 +8,7 @@ else nothing is known, and it runs inside.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -288,13 +289,23 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def _is_torchs(thing: Any) -> bool:
-    """Whether it is one of torch's own modules or functions."""
-    return (getattr(thing, "__module__", None) or "").startswith(("torch.nn.modules.", "torch.nn.functional"))
+    """Whether it is one of torch's own modules or functions, and does what torch has written: a copy may bear its name
+    (functools.wraps gives it one), and a program may put a forward of its own into torch's class.
+    """
+    home = getattr(thing, "__module__", None) or ""
+    if not home.startswith(("torch.nn.modules.", "torch.nn.functional")):
+        return False
+    if getattr(sys.modules.get(home), getattr(thing, "__name__", ""), None) is not thing:
+        return False
+    return not isinstance(thing, type) or (
+        getattr(thing.forward, "__module__", "").startswith("torch.nn.")  # type: ignore[attr-defined]
+        and thing.__call__ is nn.Module._wrapped_call_impl
+    )
 
 
 def _plainly_called(layer: nn.Module) -> bool:
     """Whether calling it is, where it has no hooks, nothing but its forward."""
-    return type(layer).__call__ is nn.Module.__call__ and layer._compiled_call_impl is None
+    return type(layer).__call__ is nn.Module._wrapped_call_impl and layer._compiled_call_impl is None
 
 
 def _has_hooks(layer: Any) -> bool:
