@@ -7,6 +7,7 @@ graph draws after `torch.manual_seed(seed_of(seed, step, microbatch, n))`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -63,11 +64,12 @@ def plain_step(
     batch_dims: Any = None,
     target_dims: Any = None,
     batchnorm: BatchNorm = "microbatch",
+    weight: float | Fraction = 1.0,
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
-    The options are those of a `Pipeline`. Torch's default generators are left reseeded. A module is traced at every
-    call; `gapless.model.plain.Reference` keeps its traces.
+    The options are those of a `Pipeline` and of its `step`. Torch's default generators are left reseeded. A module is
+    traced at every call; `gapless.model.plain.Reference` keeps its traces.
     """
     options: dict[str, Any] = {
         "microbatches": microbatches,
@@ -78,6 +80,7 @@ def plain_step(
         "batch_dims": batch_dims,
         "target_dims": target_dims,
         "batchnorm": batchnorm,
+        "weight": weight,
     }
     check_no_hooks_for_all(model)
     if is_sequence(model):

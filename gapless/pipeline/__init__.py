@@ -8,6 +8,7 @@ for x, y in loader:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +45,7 @@ from gapless.schedule.recipes import Objective
 from gapless.schedule.simulate import simulate
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.part import Part
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -168,12 +170,24 @@ class Pipeline:
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Any, target: Any = None, *, outputs: bool = False, scaler: Any = None) -> Result:
+    def step(
+        self,
+        inputs: Any,
+        target: Any = None,
+        *,
+        weight: float | Fraction = 1.0,
+        sync: bool = True,
+        outputs: bool = False,
+        scaler: Any = None,
+    ) -> Result:
         """Forward and backward of a minibatch; gradients are added to `.grad`, the optimizer is yours.
 
         `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
+        `weight` is for a minibatch that takes several steps: this one's share of it, by which all losses are
+        multiplied. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks those before it.
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
+        part = Part.of(weight, sync)
         if scaler is not None:
             self._world.check_scaler()
         if not torch.is_grad_enabled():
@@ -185,7 +199,7 @@ class Pipeline:
         with self._team.held(), self._world.call():
             parts = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
-            weights = self._weights(numbers)
+            weights = self._weights(numbers, part)
             batch = program.batch
             batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
             batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
@@ -227,7 +241,7 @@ class Pipeline:
                     if self._loss is own_loss and self._has_last:
                         losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
                     numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
-                    losses, weights = self._world.losses(program.schedule, losses, self._weights(numbers))
+                    losses, weights = self._world.losses(program.schedule, losses, self._weights(numbers, Part()))
                     merged = mb.merge(batch.outputs, counts) if outputs and self._has_last else None
                 finally:
                     program.clear()
@@ -274,7 +288,8 @@ class Pipeline:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._model.module.zero_grad(set_to_none)
+        """As of the model; gradients of steps with `sync=False` are dropped too."""
+        self._world.zero_grad(self._model.module, set_to_none)
 
     @property
     def compile_seconds(self) -> float:
@@ -457,8 +472,8 @@ class Pipeline:
         stages = dict(zip(self._stages_here, self._stages, strict=True))
         self._ties = self._world.adopt(self._model.module, stages, parts, self.schedule, self._tied)
 
-    def _weights(self, numbers: Sequence[float]) -> Sequence[float]:
-        return self._world.weights(numbers, self.microbatches, summed=self._loss_weight == "sum")
+    def _weights(self, numbers: Sequence[float], part: Part) -> Sequence[float]:
+        return self._world.weights(numbers, self.microbatches, part, summed=self._loss_weight == "sum")
 
 
 def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor]:

@@ -14,7 +14,8 @@ from gapless.stage.plain import sum_in_order
 class Result:
     """What a step leaves: all tensors are detached.
 
-    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target
+    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target. Of a step
+              that is a part of a minibatch its part: those of all its steps add up to the minibatch's
     losses    of the microbatches, in their order, without their weights
     weights   of the microbatches: their share of the minibatch
     outputs   of the minibatch, merged; None unless asked for

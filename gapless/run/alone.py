@@ -16,6 +16,7 @@ from gapless.run.transport import Transport
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
+from gapless.stage.part import Part
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -67,9 +68,8 @@ class Alone:
     def stopping(self) -> bool:
         return False
 
-    def weights(self, numbers: Sequence[float], room: int, *, summed: bool) -> Sequence[float]:
-        total = sum(numbers)
-        return [1.0 if summed else number / total if total else 0.0 for number in numbers]
+    def weights(self, numbers: Sequence[float], room: int, part: Part, *, summed: bool) -> Sequence[float]:
+        return part.shares(numbers, sum(numbers), summed=summed)
 
     def begin(self) -> None:
         """Nothing to set aside."""
@@ -103,6 +103,9 @@ class Alone:
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
         return module.load_state_dict(state, strict)
+
+    def zero_grad(self, module: nn.Module, set_to_none: bool) -> None:
+        module.zero_grad(set_to_none)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, norm_type)

@@ -24,8 +24,9 @@ from gapless.run.hops import Hop, measure_hops
 from gapless.run.memory import GpuMemory
 from gapless.run.mesh import Seat, connected, facts_of, make_groups, network_device, part_of_store
 from gapless.run.pace import Pace, Row, planned_work
+from gapless.run.pending import Pending
 from gapless.run.pipes import find_near
-from gapless.run.replicas import Buckets, Shares, gathered, same_everywhere
+from gapless.run.replicas import Buckets, Shares, check_same, gathered, same_everywhere
 from gapless.run.sharded import Sharded
 from gapless.run.streams import make_lane
 from gapless.run.transport import Transport
@@ -35,6 +36,7 @@ from gapless.run.whole import gather, held, load
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
+from gapless.stage.part import Part
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -66,7 +68,10 @@ class Ranks:
         self._homes = Homes(self.seat.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._sharded = Sharded({})
+        self._parameters: list[nn.Parameter] = []
+        self._shares: Shares | None = None  # of this step's microbatches
         self._buckets: dict[int, Buckets] = {}  # by stage; the last is of parameters that stages share
+        self._part, self._pending = Part(), Pending()
         self._due: list[int] = []
         self._ended: set[int] = set()
         self._clock: Clock | None = None
@@ -121,6 +126,7 @@ class Ranks:
         for parameter, holders in self._holders:
             holders.share_value(parameter)
         self._sharded = Sharded(stages)
+        self._parameters = list(dict.fromkeys(each for stage in stages.values() for each in stage.parameters()))
         if self._groups.dp is not None:
             shared = {each.parameter for each in ties}
             self._buckets = {
@@ -165,6 +171,7 @@ class Ranks:
 
     def running(self, program: Program, costs: Costs | None) -> AbstractContextManager[None]:
         """Around the actions of a program: from here on others depend on this rank."""
+        self._check_weights()
         self._watch.begun = True
         if program.schedule.num_microbatches not in self._planned:
             self._planned[program.schedule.num_microbatches] = planned_work(program.schedule, self.seat.device, costs)
@@ -192,12 +199,13 @@ class Ranks:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def weights(self, numbers: Sequence[float], room: int, *, summed: bool) -> Sequence[float]:
+    def weights(self, numbers: Sequence[float], room: int, part: Part, *, summed: bool) -> Sequence[float]:
         """The share of each microbatch in the minibatch of all replicas."""
+        self._part, self._shares = part, None
         if self._groups.dp is not None:
-            return Shares(self._groups.dp, self.seat.replica, numbers, room, summed=summed)
-        total = sum(numbers)
-        return [1.0 if summed else number / total if total else 0.0 for number in numbers]
+            self._shares = Shares(self._groups.dp, self.seat.replica, numbers, room, part, summed=summed)
+            return self._shares
+        return part.shares(numbers, sum(numbers), summed=summed)
 
     def begin(self) -> None:
         self._sharded.begin()
@@ -226,9 +234,9 @@ class Ranks:
         """The last weight gradient of a stage is there. Sums start in one order on all replicas, whatever their
         schedules.
         """
-        self._sharded.finish(stage)
+        self._sharded.finish(stage, sync=self._part.sync)
         self._ended.add(stage)
-        while self._due and self._due[0] in self._ended:
+        while self._part.sync and self._due and self._due[0] in self._ended:
             buckets = self._buckets[self._due.pop(0)]
             if self.seat.torch_device.type == "cpu":
                 self._courier.put((Buckets.start, buckets))
@@ -236,9 +244,29 @@ class Ranks:
                 buckets.start()  # posted to the stream that has made them
 
     def end(self, ties: Sequence[Tie]) -> None:
-        """All gradients are the sums of all ranks."""
+        """All gradients are the sums of all ranks, or wait for a later step to exchange them."""
         for each in ties:
             each.end()
+        if self._shares is not None:
+            self._shares.everywhere()  # all replicas mean the same
+        if self._shares is None or self._part.sync:
+            self._exchange()
+        else:
+            for buckets in self._buckets.values():
+                buckets.keep()
+            self._pending.add(self._parameters)
+        where = self._whereabouts
+        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches])
+
+    def _check_weights(self) -> None:
+        """Raises on every rank if those of this one were changed while gradients waited for an exchange."""
+        try:
+            self._pending.check_weights()
+        except ConfigError as error:
+            self._watch.raised(error)
+            raise
+
+    def _exchange(self) -> None:
         if self._buckets:
             self._courier.flush()
             self._buckets[_SHARED].start()
@@ -246,11 +274,11 @@ class Ranks:
             buckets.finish()
         for parameter, holders in self._holders:
             holders.share_grad(parameter)
-        where = self._whereabouts
-        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches])
+        self._pending.clear()
 
     def give_up(self) -> None:
         """The step has failed."""
+        self._pending.clear()
         self._sharded.release()
         for buckets in self._buckets.values():
             buckets.give_up()
@@ -261,7 +289,9 @@ class Ranks:
         """Those of all microbatches, of all replicas, on every rank, and their weights."""
         owner = schedule.placement.device(schedule.num_stages - 1, 0)
         if owner != self.seat.device:
-            together: list[Tensor] = self._links.incoming(owner, "loss").get()
+            weight, sync, *together = self._links.incoming(owner, "loss").get()
+            ranks = self.seat.pp_ranks
+            check_same(self._part, (weight, sync), f"rank {ranks[self.seat.device]}", f"rank {ranks[owner]}")
             losses = together[0].to(self.seat.torch_device).unbind() if together else ()
         elif schedule.kinds == {Kind.FORWARD}:
             self._send(losses)
@@ -272,7 +302,7 @@ class Ranks:
         return tuple(losses), tuple(weights)
 
     def _send(self, losses: Sequence[Tensor]) -> None:
-        together = [torch.stack(list(losses))] if len(losses) else []
+        together = [float(self._part.weight), self._part.sync, *([torch.stack(list(losses))] if len(losses) else [])]
         for device in range(self.seat.num_devices):
             if device != self.seat.device:
                 self._links.outgoing(device, "loss").hand(together)
@@ -294,6 +324,7 @@ class Ranks:
         return self._homes.holds(tensor)
 
     def state(self, module: nn.Module, whole: bool) -> dict[str, Any]:
+        self._check_weights()
         self._homes.find_buffers()
         if not whole:
             return held(module, self._homes.holds)
@@ -302,9 +333,22 @@ class Ranks:
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
         self._homes.find_buffers()
-        return load(module, state, self._homes.holds, strict)
+        loaded = load(module, state, self._homes.holds, strict)
+        self._pending.note(self._parameters)
+        return loaded
+
+    def zero_grad(self, module: nn.Module, set_to_none: bool) -> None:
+        """What waits for an exchange is dropped too."""
+        self._check_weights()
+        module.zero_grad(set_to_none)
+        if self._pending.steps:
+            self._sharded.drop()
+            for buckets in self._buckets.values():
+                buckets.drop()
+        self._pending.clear()
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+        self._pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
         with self.call(leaves=False):

@@ -4,7 +4,10 @@ The weights of microbatches are shares of the whole minibatch, so gradients are 
 the replicas' sizes. Each stage's gradients are added as soon as its last one is there, while other stages still work:
 
     stage 3   ... W3 [===== sum =====]
-    stage 2      ... W3 [===== sum =====]           one flat bucket after another, once per step
+    stage 2      ... W3 [===== sum =====]           one flat bucket after another, once per minibatch
+
+A minibatch may take several steps. All but the last keep their gradients where they are, and the last exchanges the
+sums: replicas add up their own microbatches first, as the plain loop on each would.
 """
 
 import time
@@ -14,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gapless.errors import ConfigError
 from gapless.run.gradients import local
+from gapless.stage.part import Part
 
 _BUCKET_BYTES = 32 << 20
 
@@ -24,10 +29,15 @@ class Shares(Sequence[float]):
     first needed.
     """
 
-    def __init__(self, group: Any, replica: int, numbers: Sequence[float], room: int, *, summed: bool) -> None:
-        """`numbers` is what each microbatch counts; `room`, the same everywhere, is at least their number."""
-        self._replica, self._count, self._summed = replica, len(numbers), summed
-        mine = torch.tensor([len(numbers), *numbers, *([0.0] * (room - len(numbers)))], dtype=torch.float64)
+    def __init__(
+        self, group: Any, replica: int, numbers: Sequence[float], room: int, part: Part, *, summed: bool
+    ) -> None:
+        """`numbers` is what each microbatch counts; `room`, the same everywhere, is at least their number. All replicas
+        must mean the same `part` of the minibatch.
+        """
+        self._replica, self._count, self._summed, self._part = replica, len(numbers), summed, part
+        padding = [0.0] * (room - len(numbers))
+        mine = torch.tensor([len(numbers), part.weight, part.sync, *numbers, *padding], dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(group.size())]
         self._work = group.allgather([self._rows], [mine])
         self._found: list[list[float]] = []
@@ -48,12 +58,22 @@ class Shares(Sequence[float]):
             began = time.monotonic()
             self._work.wait()
             self.waited = time.monotonic() - began
-            numbers = [row[1 : 1 + int(row[0])].tolist() for row in self._rows]
+            for replica, row in enumerate(self._rows):
+                check_same(self._part, row[1:3].tolist(), f"replica {self._replica}", f"replica {replica}")
+            numbers = [row[3 : 3 + int(row[0])].tolist() for row in self._rows]
             total = sum(number for row in numbers for number in row)
-            self._found = [
-                [1.0 if self._summed else number / total if total else 0.0 for number in row] for row in numbers
-            ]
+            self._found = [self._part.shares(row, total, summed=self._summed) for row in numbers]
         return self._found
+
+
+def check_same(part: Part, theirs: Sequence[float], here: str, there: str) -> None:
+    """All ranks give the same weight and sync to one step. `theirs` are those of another rank, as numbers."""
+    mine = (float(part.weight), part.sync)
+    if mine != (theirs[0], bool(theirs[1])):
+        raise ConfigError(
+            f"step has weight={mine[0]:g} and sync={mine[1]} on {here}, but weight={theirs[0]:g} and "
+            f"sync={bool(theirs[1])} on {there}: all ranks make the same calls, with the same arguments"
+        )
 
 
 def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
@@ -73,13 +93,38 @@ class Buckets:
         self._parts = list(_parts([each for each in parameters if each.requires_grad and not sharded_over(each, "dp")]))
         self._before: list[list[Tensor | None]] = []
         self._under_way: list[tuple[Tensor, Any]] = []
+        self._kept: list[list[tuple[Tensor | None, int]]] = []  # as steps without an exchange left it
 
     def begin(self) -> None:
-        """What was there before the step is summed already, and set aside."""
+        """What was there before the step is summed already, and set aside; but not what was kept."""
+        if self._kept:
+            self._drop_zeroed()
+            return
         self._before = [[parameter.grad for parameter in part] for part in self._parts]
         for part in self._parts:
             for parameter in part:
                 parameter.grad = None
+
+    def keep(self) -> None:
+        """The step is over, and its gradients stay here: a later one adds to them and exchanges the sums."""
+        self._kept = [
+            [(grad := parameter.grad, 0 if grad is None else grad._version) for parameter in part]
+            for part in self._parts
+        ]
+
+    def _drop_zeroed(self) -> None:
+        """Who has set gradients to zero since means what was set aside, too."""
+        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
+            for number, (parameter, before, (grad, version)) in enumerate(zip(part, befores, kept, strict=True)):
+                now = parameter.grad
+                if before is None or grad is None or (now is grad and now._version == version):
+                    continue
+                if now is not None and local(now).any():
+                    raise ConfigError(
+                        "gradients were changed after a step with sync=False, while earlier ones were set aside that "
+                        "the replicas had exchanged before: set all to zero before the first step with sync=False"
+                    )
+                befores[number] = None
 
     def start(self) -> None:
         """The gradients are complete: the sums begin."""
@@ -105,14 +150,18 @@ class Buckets:
                         _set(parameter, place, before[number])
                     else:
                         parameter.grad = before[number]
-        self._before, self._under_way = [], []
+        self._before, self._under_way, self._kept = [], [], []
+
+    def drop(self) -> None:
+        """The gradients that were kept are not wanted any more."""
+        self._before, self._kept = [], []
 
     def give_up(self) -> None:
-        """The step has failed: gradients are those from before it."""
+        """The step has failed: gradients are those from before its minibatch."""
         for part, before in zip(self._parts, self._before, strict=False):
             for parameter, grad in zip(part, before, strict=True):
                 parameter.grad = grad
-        self._before, self._under_way = [], []
+        self._before, self._under_way, self._kept = [], [], []
 
 
 def _set(parameter: nn.Parameter, total: Tensor, before: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
     first F                 parameters are gathered, by FSDP's own hook, and stay
     all further actions     nothing is communicated
-    after the last W        gradients are reduced, parameters are sharded again
+    after the last W        gradients are reduced, or kept whole for a later step; parameters are sharded again
 
 A weight gradient that waits for its W belongs to the gathered parameter, so that must still be there. The weights of
 microbatches are shares of the whole minibatch: gradients are added up and not averaged.
@@ -32,10 +32,11 @@ class Sharded:
                 module.set_reshard_after_forward(False, recurse=False)
                 _set(module, at_the_end=False)
 
-    def finish(self, stage: int) -> None:
-        """The stage's last weight gradient is there."""
+    def finish(self, stage: int, *, sync: bool) -> None:
+        """The stage's last weight gradient is there. Without `sync` a later step adds to it, and reduces the sum."""
         for module in self._modules[stage]:
             _set(module, at_the_end=True)
+            module.set_requires_gradient_sync(sync, recurse=False)
         for module in self._modules[stage]:
             root = module._get_fsdp_state()
             if root._is_root:
@@ -43,6 +44,16 @@ class Sharded:
                     for group in _groups(state):
                         group.post_backward()
                 root._root_post_backward_final_callback()
+
+    def drop(self) -> None:
+        """Gradients that were kept whole are not wanted any more."""
+        for modules in self._modules.values():
+            for module in modules:
+                for group in _groups(module._get_fsdp_state()):
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
 
     def release(self) -> None:
         """Whatever is gathered is sharded again."""

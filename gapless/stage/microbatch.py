@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 
+from .part import Part
+
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
 
@@ -131,17 +133,16 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
     return unflatten(merged, rows[0][1])
 
 
-def weights(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:
+def weights(
+    loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any], part: Part | None = None
+) -> list[float]:
     """What the loss of each microbatch is multiplied by, so that the sum of the losses is the loss of the minibatch.
 
     A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other
     means; "sum" is for losses that are sums already.
     """
     counted = numbers(loss_weight, counts, targets)
-    if loss_weight == "sum":
-        return counted
-    total = sum(counted)
-    return [number / total if total else 0.0 for number in counted]
+    return (part or Part()).shares(counted, sum(counted), summed=loss_weight == "sum")
 
 
 def numbers(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from . import microbatch as mb
 from .batchnorm import BatchNorm, PlainMode, Statistics
+from .part import Part
 from .seeds import seed_of
 
 
@@ -39,6 +41,7 @@ def plain_step(
     batch_dims: Any = None,
     target_dims: Any = None,
     batchnorm: BatchNorm = "microbatch",
+    weight: float | Fraction = 1.0,
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
@@ -49,11 +52,11 @@ def plain_step(
     parts = mb.split(inputs, microbatches, batch_dims)
     targets = mb.split(target, len(parts), target_dims, size=size) if target is not None else [None] * len(parts)
     counts = mb.sizes(size, len(parts))
-    weights = mb.weights(loss_weight, counts, targets if target is not None else parts)
+    weights = mb.weights(loss_weight, counts, targets if target is not None else parts, Part.of(weight, True))
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()
-    for microbatch, (part, goal, weight) in enumerate(zip(parts, targets, weights, strict=True)):
+    for microbatch, (part, goal, share) in enumerate(zip(parts, targets, weights, strict=True)):
         value = part
         statistics.enter(microbatch, replaying=False)
         with mode:
@@ -63,7 +66,7 @@ def plain_step(
             value_of_loss = loss(value, goal)
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
-        _backward(value_of_loss * weight)
+        _backward(value_of_loss * share)
     statistics.finish()
     total = sum_in_order(losses, weights)
     return PlainResult(total, losses, mb.merge(outputs, counts))
