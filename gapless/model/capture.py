@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
+from gapless.stage.settings import settings
 
 from .cut import Crossing, choose, follow, homes_of, is_graph_of
 from .cuts import Cuts
@@ -36,7 +37,7 @@ class Captured:
         self.module = model
         self._devices = list(devices)
         self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        self._traces: list[tuple[tuple[bool, ...], Trace]] = []
+        self._traces: list[tuple[tuple[Any, ...], Trace]] = []
         self._known: dict[Any, int] = {}
         self._cuts = cuts
         self._homes = {} if cuts is None else cuts.homes
@@ -59,13 +60,13 @@ class Captured:
         """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
         flat, spec = flat_of(part)
         # Torch's own modules look at these, and take other kernels where nothing is to be learnt.
-        modes = (torch.is_grad_enabled(), *(module.training for module in self.module.modules()))
+        modes = (settings(), *(module.training for module in self.module.modules()))
         key = (modes, spec, tuple(_key(leaf) for leaf in flat))
         if key not in self._known:
             self._known[key] = self._find(modes, flat, spec)
         return (self._known[key], *flat)
 
-    def _find(self, modes: tuple[bool, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
+    def _find(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
         for number, (its_modes, trace) in enumerate(self._traces):
             if its_modes == modes and trace.fits(flat, spec):
                 return number

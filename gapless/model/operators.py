@@ -122,3 +122,14 @@ def answered(function: Any) -> Callable[..., Any]:
 def kept_nodes(graph: Graph) -> list[Node]:
     """The nodes that compute something."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target not in _DROPPED]
+
+
+def drop_checks(module: GraphModule) -> None:
+    """What an export adds for itself goes from the bodies of higher-order calls too: a stage may be on another device
+    than the trace.
+    """
+    for body in module.modules():
+        if body is not module and isinstance(body, GraphModule):
+            for node in [node for node in body.graph.nodes if node.target in _DROPPED]:
+                body.graph.erase_node(node)
+            body.recompile()

@@ -13,7 +13,6 @@ import io
 import logging
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -22,22 +21,27 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
+from gapless.stage.settings import settings
 
-from .operators import draws, kept_nodes
+from .lost import LostError, nothing_lost
+from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
 
 
 class Trace:
-    """The graph of a model for one kind of batch, in one mode (training or not)."""
+    """The graph of a model for one kind of batch, in one mode (training or not) and under the caller's settings of
+    torch: autocast, gradients, default types.
+    """
 
     def __init__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> None:
         self._spec = spec
         self._kinds = [_kind(leaf) for leaf in flat]
+        self._settings = settings()
         self.module = _export(model, flat, spec)
+        drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         if len(self.inputs) != len(flat):
@@ -56,7 +60,7 @@ class Trace:
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
-        if spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
+        if settings() != self._settings or spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
             return False
         # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
         if any(leaf.size(dim) < 2 for leaf, dims in zip(flat, self._dynamic, strict=True) for dim in dims):
@@ -89,17 +93,13 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphMo
     for attempt in ("all", "first", "none"):
         shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
         try:
-            # A trace keeps the calls before autocast sees them: it is to act when they run.
-            with (
-                torch.autocast("cpu", enabled=False),
-                torch.autocast("cuda", enabled=False),
-                _backward_as_traced(),
-                _without_torchs_report(),
-            ):
+            # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
+            # and at the types of what it has made, so it is traced under the caller's.
+            with nothing_lost(), _without_torchs_report():
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
             return program.module()
-        except _LostError as error:
+        except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
         except Exception as error:
             last = error
@@ -107,39 +107,6 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphMo
             torch.set_rng_state(before)
     assert last is not None
     raise PartitionError(_refusal(model, last)) from last
-
-
-class _LostError(Exception):
-    """Something of the backward would be lost in a trace, which keeps the forward alone."""
-
-
-@contextlib.contextmanager
-def _backward_as_traced() -> Iterator[None]:
-    """While it holds, this thread may not do what changes a backward unseen: the gradients would be silently wrong."""
-    thread = threading.get_ident()
-    places = [(torch.autograd.Function, "apply"), (Tensor, "register_hook")]
-    before = [place.__dict__[name] for place, name in places]
-
-    def refusing(original: Any, what: str) -> Any:
-        def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                if first is BackwardHookFunction:
-                    raise _LostError("a backward hook of a module, which a trace would lose")
-                name = first.__name__ if isinstance(first, type) else "a tensor"
-                raise _LostError(f"{what} of {name}, whose own backward a trace would lose")
-            return original.__get__(first, first)(*args, **kwargs)
-
-        return refuse
-
-    torch.autograd.Function.apply = classmethod(  # type: ignore[assignment,method-assign]
-        refusing(before[0].__func__, "autograd.Function.apply")
-    )
-    Tensor.register_hook = refusing(before[1], "register_hook")  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for (place, name), original in zip(places, before, strict=True):
-            setattr(place, name, original)
 
 
 @contextlib.contextmanager

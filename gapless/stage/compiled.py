@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError
 
 from . import microbatch as mb
-from .autocast import autocast_is_on
 from .draws import default_generator, seeded
+from .settings import settings
 
 
 def is_compiled(layer: Any) -> bool:
@@ -74,24 +74,7 @@ class CompiledCalls:
         """What torch may compile anew for."""
         tensors = [inputs] if type(inputs) is Tensor else mb.flatten(inputs)[0]
         shapes = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors])
-        return shapes, _settings(), _modes(self._layer)
-
-
-def _settings() -> tuple[Any, ...]:
-    """The settings of torch that compiled code depends on."""
-    return (
-        torch.is_grad_enabled(),
-        _casts() if autocast_is_on() else None,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-    )
-
-
-def _casts() -> tuple[torch.dtype | None, ...]:
-    """What autocast casts to."""
-    kinds = ("cpu", "cuda")
-    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
+        return shapes, settings(), _modes(self._layer)
 
 
 def _modes(layer: Any) -> tuple[bool, ...]:

@@ -1,0 +1,146 @@
+"""What a trace would lose without a word: it keeps the calls of the forward, and the state of torch in which they are
+made is gone when they run. Grad modes and autocast are kept by torch.export, inference mode is kept here, and anything
+else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
+
+
+class LostError(Exception):
+    """A trace would lose something that the gradients or the numbers depend on."""
+
+
+@contextlib.contextmanager
+def nothing_lost() -> Iterator[None]:
+    """While it holds, this thread may do nothing that a trace loses."""
+    thread = threading.get_ident()
+    drawn = _drawn_outside()
+    with _patched(thread), _Switches():
+        yield
+    if _drawn_outside() != drawn:
+        raise LostError(
+            "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "
+            "draw with torch"
+        )
+
+
+@contextlib.contextmanager
+def _patched(thread: int) -> Iterator[None]:
+    backward = "whose own backward a trace would lose"
+    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (
+            torch.autograd.Function,
+            "apply",
+            lambda kept: classmethod(_refusing(thread, kept.__func__, "autograd.Function.apply", backward)),
+        ),
+        (Tensor, "register_hook", lambda kept: _refusing(thread, kept, "register_hook", backward)),
+        (saved_tensors_hooks, "__enter__", lambda kept: _without_hooks_of_ones_own(thread, kept)),
+        (torch.inference_mode, "__enter__", lambda kept: _entering_inference(thread, kept)),
+        (torch.inference_mode, "__exit__", lambda kept: _leaving_inference(thread, kept)),
+    ]
+    before = [place.__dict__[name] for place, name, _ in places]
+    for (place, name, made), original in zip(places, before, strict=True):
+        setattr(place, name, made(original))
+    try:
+        yield
+    finally:
+        for (place, name, _), original in zip(places, before, strict=True):
+            setattr(place, name, original)
+
+
+def _refusing(thread: int, original: Any, what: str, why: str) -> Any:
+    def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
+        # An operator's own backward stays with it, and the operator is in the graph.
+        if threading.get_ident() == thread and getattr(first, "__module__", "") != "torch._library.autograd":
+            if first is BackwardHookFunction:
+                raise LostError("a backward hook of a module, which a trace would lose")
+            name = first.__name__ if isinstance(first, type) else "a tensor"
+            raise LostError(f"{what} of {name}, {why}")
+        return original.__get__(first, first)(*args, **kwargs)
+
+    return refuse
+
+
+def _without_hooks_of_ones_own(thread: int, original: Any) -> Any:
+    """Torch's own kinds change where tensors are kept, not what they are."""
+
+    def enter(hooks: Any) -> Any:
+        if threading.get_ident() == thread and type(hooks) is saved_tensors_hooks:
+            raise LostError("saved_tensors_hooks, which a trace would lose")
+        return original(hooks)
+
+    return enter
+
+
+def _entering_inference(thread: int, original: Any) -> Any:
+    """Inference mode leaves no mark in a trace; grad mode, which it switches too, does."""
+
+    def enter(mode: Any) -> None:
+        if threading.get_ident() == thread:
+            mode._graded = torch.is_grad_enabled()
+            original(mode)
+            torch._C._set_grad_enabled(not mode.mode)
+        else:
+            original(mode)
+
+    return enter
+
+
+def _leaving_inference(thread: int, original: Any) -> Any:
+    def leave(mode: Any, *error: Any) -> None:
+        original(mode, *error)
+        if threading.get_ident() == thread:
+            torch._C._set_grad_enabled(mode._graded)
+
+    return leave
+
+
+class _Switches(TorchFunctionMode):
+    """Notices calls that are made under other switches of torch than the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = _switches()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for name, value in _switches().items():
+            if value != self._before[name]:
+                raise LostError(f"for a part of its forward it sets {name} to {value}, which a trace would lose")
+        return func(*args, **(kwargs or {}))
+
+
+def _switches() -> dict[str, Any]:
+    """Which kernels torch takes."""
+    cuda = torch.backends.cuda
+    return {
+        "flash attention": cuda.flash_sdp_enabled(),
+        "memory-efficient attention": cuda.mem_efficient_sdp_enabled(),
+        "attention by plain products": cuda.math_sdp_enabled(),
+        "attention of cuDNN": cuda.cudnn_sdp_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "the precision of products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the seed": torch.initial_seed(),
+    }
+
+
+def _drawn_outside() -> list[Any]:
+    """The state of generators that are not torch's."""
+    numpy: Any = sys.modules.get("numpy")
+    return [random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))]
