@@ -222,6 +222,7 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
     """Each (stage, microbatch) lives where its first action is; `verify` tells when another action is elsewhere."""
     total = sum(map(len, rows))
     devices: list[dict[int, int]] = []
+    updated: dict[int, int] = {}  # where the first update of a stage is
     for device, row in enumerate(rows):
         for stage, kind, microbatch in row:
             if microbatch >= total or stage >= total:
@@ -230,10 +231,16 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
                     f"{word} {number} in a schedule of {total} actions: numbers are 0, 1, 2, ... without gaps"
                 )
             if kind is Kind.UPDATE:
+                updated.setdefault(stage, device)
                 continue
             if stage >= len(devices):
                 devices.extend({} for _ in range(stage + 1 - len(devices)))
             devices[stage].setdefault(microbatch, device)
+    if devices and updated:
+        # A stage with updates alone is on a device all the same, so that `verify` can tell what it lacks.
+        devices.extend({} for _ in range(max(updated) + 1 - len(devices)))
+        for stage, device in updated.items():
+            devices[stage] = devices[stage] or {0: device}
     missing = next((stage for stage, found in enumerate(devices) if not found), None)
     if missing is not None or not devices:
         raise ScheduleError(

@@ -45,14 +45,15 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """What must be there before `action` may start, in terms of what `completes` returns."""
     stage, kind, microbatch = action
     if kind is Kind.UPDATE:
-        return tuple(Action(stage, _W, m) for m in _microbatches_of(microbatch, schedule))
+        return tuple(Action(stage, _W, m) for m in microbatches_of(microbatch, schedule))
     needs = (
         Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages
     )
     return tuple(need for need in needs if need.kind not in _OPTIONAL or need in schedule.optional)
 
 
-def _microbatches_of(minibatch: int, schedule: Schedule) -> range:
+def microbatches_of(minibatch: int, schedule: Schedule) -> range:
+    """Those whose gradients an update of this number takes."""
     per_minibatch = schedule.num_microbatches // schedule.num_minibatches
     return range(minibatch * per_minibatch, (minibatch + 1) * per_minibatch)
 
@@ -75,7 +76,7 @@ _MOST_HOLES = 100_000
 
 def refuse_holes(schedule: Schedule) -> None:
     """A few actions with large numbers would make a table of every stage and microbatch that fills the memory."""
-    S, M = schedule.num_stages, schedule.num_microbatches
+    S, M = schedule.num_stages, max(schedule.num_microbatches, schedule.num_minibatches)
     if schedule.num_actions + _MOST_HOLES < S * M:
         raise ScheduleError(
             f"the schedule has {schedule.num_actions:,} actions for {S:,} stages and {M:,} microbatches, "
@@ -121,7 +122,7 @@ class Milestones:
         return self._bases[kind] + stage * self.num_microbatches
 
     def update_needs(self, stage: int, minibatch: int) -> tuple[int, ...]:
-        return tuple(self._base(stage, _W) + m - minibatch for m in _microbatches_of(minibatch, self.schedule))
+        return tuple(self._base(stage, _W) + m - minibatch for m in microbatches_of(minibatch, self.schedule))
 
     def action(self, number: int) -> Action:
         kind = next(kind for kind, base in reversed(self._bases.items()) if number >= base)

@@ -17,18 +17,10 @@ from itertools import pairwise
 from gapless.errors import ScheduleError
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
+from gapless.schedule.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
+from gapless.schedule.violation import Violation, excerpt
 
 Channel = tuple[int, int, str]  # source device, target device, "activation" or "gradient"
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A rule that does not hold at one place of the schedule: the `position`-th action of a device's row."""
-
-    rule: str
-    device: int
-    position: int
-    message: str
 
 
 @dataclass(frozen=True)
@@ -60,26 +52,14 @@ class Report:
         raise ScheduleError(f"schedule {self.schedule.name or 'given'} has {count}:\n{shown}{more}")
 
 
-def excerpt(schedule: Schedule, violation: Violation, reach: int = 4) -> str:
-    """The part of the device's row around the place, with a mark under it."""
-    row = schedule.rows[violation.device]
-    first = max(0, violation.position - reach)
-    tokens = [str(action) for action in row[first : violation.position + reach + 1]]
-    head = f"    {violation.device}: " + ("... " if first else "")
-    at = violation.position - first
-    if at >= len(tokens):
-        return f"{head}{' '.join(tokens)} ^"
-    lead = len(head) + sum(len(token) + 1 for token in tokens[:at])
-    tail = " ..." if violation.position + reach + 1 < len(row) else ""
-    return f"{head}{' '.join(tokens)}{tail}\n{' ' * lead}{'^' * len(tokens[at])}"
-
-
 def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
     """Completeness, order, dependencies, placement and the deadlock proof; the expected sizes where they are known."""
+    _refuse_strangers(schedule)
     refuse_holes(schedule)
     places, violations = _places(schedule)
     violations += _incomplete(schedule, num_microbatches, num_stages)
-    violations += _not_updated(schedule, places)
+    violations += missing_updates(schedule, places)
+    violations += updates_out_of_order(schedule)
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     stuck = _stuck(schedule, places)
@@ -87,6 +67,22 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     buffers = {} if violations else receive_buffers(schedule)
     violations.sort(key=lambda violation: (violation.device, violation.position))
     return Report(schedule, tuple(violations), tuple(_unordered_backwards(schedule)), buffers)
+
+
+def _refuse_strangers(schedule: Schedule) -> None:
+    """Rows that were put together with another schedule's placement: nothing can be said about their places."""
+    placement = schedule.placement
+    if schedule.num_devices != placement.num_devices:
+        raise ScheduleError(
+            f"the schedule has rows for {schedule.num_devices} devices, but its placement is for "
+            f"{placement.num_devices}: give the placement of these rows, or none"
+        )
+    stranger = next((a for row in schedule.rows for a in row if not 0 <= a.stage < placement.num_stages), None)
+    if stranger is not None:
+        raise ScheduleError(
+            f"the schedule has {stranger}, but its placement is for stages 0 to {placement.num_stages - 1}: give the "
+            "placement of these rows, or none"
+        )
 
 
 def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Violation]]:
@@ -169,27 +165,6 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
     return found
 
 
-def _not_updated(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
-    """Where updates are written out, every stage has one per minibatch, and all minibatches have the same size."""
-    if Kind.UPDATE not in schedule.kinds:
-        return []
-    found = []
-    if schedule.num_microbatches % schedule.num_minibatches:
-        action = next(action for action in places if action.kind is Kind.UPDATE)
-        message = (
-            f"{schedule.num_microbatches} microbatches can't be shared by updates 0 to {schedule.num_minibatches - 1}: "
-            "each minibatch has as many as the others"
-        )
-        found.append(Violation("complete", *places[action], message))
-    for stage, cycle in enumerate(schedule.placement.cycles):
-        for minibatch in range(schedule.num_minibatches):
-            action = Action(stage, Kind.UPDATE, minibatch)
-            if action not in places:
-                device = cycle[minibatch % len(cycle)]
-                found.append(Violation("complete", device, len(schedule.rows[device]), f"{action} is missing"))
-    return found
-
-
 def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
     """All actions of a (stage, microbatch) are on one device: that is where its activations are."""
     placement, found = schedule.placement, []
@@ -198,16 +173,15 @@ def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> 
         stage, kind, microbatch = action
         if single is not None and single[stage] == device:
             continue
-        home = placement.device(stage, microbatch) if kind is not Kind.UPDATE else device
-        if home != device:
-            message = f"{action} is on device {device}, but stage {stage} has microbatch {microbatch} on device {home}"
+        if kind is Kind.UPDATE:
+            reason = lacking(device, stage, microbatch, schedule)
+        elif (home := placement.device(stage, microbatch)) != device:
+            reason = f"but stage {stage} has microbatch {microbatch} on device {home}"
+        else:
+            continue
+        if reason is not None:
+            message = f"{action} is on device {device}, {reason}"
             found.append(Violation("placement", device, position, message))
-        if kind is Kind.UPDATE and stage not in placement.stages[device]:
-            found.append(
-                Violation(
-                    "placement", device, position, f"{action} is on device {device}, which does not hold stage {stage}"
-                )
-            )
     return found
 
 
@@ -251,7 +225,7 @@ def _local_order(
 
 def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
     """Gradients add up in another order than in the plain loop, so their last bits differ; the schedule still runs."""
-    for kinds, letter in ((BACKWARDS, "input"), (frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD}), "weight")):
+    for kinds, letter in ((BACKWARDS, "input"), (WEIGHT_GRADIENTS, "weight")):
         for device, row in enumerate(schedule.rows):
             last: dict[int, int] = {}
             for position, action in enumerate(row):

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
-from gapless.schedule.verify import Report, Violation, excerpt
+from gapless.schedule.verify import Report
+from gapless.schedule.violation import Violation, excerpt
 
 _COLOURS = {
     Kind.FORWARD: "30;104",

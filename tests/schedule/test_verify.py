@@ -12,7 +12,8 @@ from gapless.schedule import lower
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.recipes import RECIPES, make_schedule
-from gapless.schedule.verify import Channel, Violation, excerpt, messages, verify
+from gapless.schedule.verify import Channel, messages, verify
+from gapless.schedule.violation import Violation, excerpt
 
 NAMED = sorted(name for name in RECIPES if name not in ("auto", "optimal"))
 
