@@ -64,9 +64,6 @@ class Mesh:
         return max(links, key=lambda link: (link.seconds(2**20), link.latency))
 
     def sum_seconds(self, profile: Profile, position: int, size: float) -> float:
-        """How long the replicas of a position take to add up `size` bytes of gradients, in a ring."""
-        if self.replicas == 1:
-            return 0.0
+        """How long the replicas of a position take to add up `size` bytes of gradients."""
         link = profile.link(self.device(0, position), self.device(self.replicas - 1, position))
-        steps = 2 * (self.replicas - 1)
-        return steps * (link.seconds(size / self.replicas) + link.latency)
+        return link.all_reduce(size, self.replicas)

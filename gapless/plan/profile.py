@@ -120,6 +120,14 @@ class Link:
         """How long `size` bytes are in the link, latency aside."""
         return size / self.bandwidth if self.bandwidth is not None else 0.0
 
+    def all_reduce(self, size: float, parts: int) -> float:
+        """How long so many parts of the machine take to add up `size` bytes of gradients: once around a ring to add
+        and once to hand the sums on, 2(m-1) steps with 1/m of the bytes each.
+        """
+        if parts == 1 or not size:
+            return 0.0
+        return 2 * (parts - 1) * (self.seconds(size / parts) + self.latency)
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -1,10 +1,14 @@
 """PipeDream's planner: which layers make a stage, and how often each stage is replicated, without a flush.
 
 In steady state all stages work at the same time, so what counts is the slowest of them and of the hops between them.
-A stage of layers i..j on m parts of a machine takes 1/m of the time per minibatch, but the parts sum their gradients:
+A stage of layers i..j on m parts of a machine takes 1/m of the time per minibatch, since each part takes every m-th.
+But every minibatch has an update, for which the parts sum their gradients around a ring, as those of a mesh do:
 
-    T(i..j, m) = max(time of i..j on one part, 2(m-1)|w| / bandwidth) / m
+    T(i..j, m) = max(time of i..j on one part / m, all-reduce of |w| among m)
     A(i..j, m) = min( T(i..j, m), min over s, m' of max(A(i..s, m-m'), 2 boundary(s) / bandwidth, T(s+1..j, m')) )
+
+The all-reduce is `Link.all_reduce`: 2(m-1)|w| / (m bandwidth), and 2(m-1) latencies. PipeDream's paper counts m
+minibatches at once and writes (1/m) max(time, 2(m-1)|w| / bandwidth): the same, for m of these are m all-reduces.
 
 Of equal times the one that holds fewer weights in all is taken. A part is a device, or on the next level of the machine
 a whole group of devices that was planned by the same rule. The time is that of one microbatch: without a flush, that is
@@ -108,7 +112,7 @@ class _Level:
             alone = times[end] - times[start]
         else:
             alone = self.below.best(start, end, self.below.num_parts)
-        return max(alone, self.link.seconds(2 * (parts - 1) * (weights[end] - weights[start]))) / parts
+        return max(alone / parts, self.link.all_reduce(weights[end] - weights[start], parts))
 
     def _weights(self, start: int, end: int, parts: int) -> float:
         """What so many copies of these layers hold."""

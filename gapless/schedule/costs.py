@@ -99,6 +99,19 @@ class Costs:
             Kind.RECEIVE_GRADIENT: nothing,
         }
 
+    def transits(self, placement: Placement) -> tuple[Number, ...]:
+        """How long a link is busy with what goes to each stage from the one before, or back: both have the size of the
+        stage's input.
+        """
+        sizes = self.per_stage("boundary", placement)
+        return (0,) * len(sizes) if self.bandwidth is None else tuple(size / self.bandwidth for size in sizes)
+
+    def hops(self, placement: Placement) -> tuple[Number, ...]:
+        """What it takes to each stage from the one before, or back, where they are on two devices and the link is
+        free.
+        """
+        return tuple(self.latency + transit for transit in self.transits(placement))
+
     def recomputed_late(self, placement: Placement) -> "Costs":
         """The same work with the recompute inside the backward, where it waits for the gradient as torch's
         checkpoint does.

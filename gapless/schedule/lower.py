@@ -29,7 +29,7 @@ def fuse(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         for action, start in zip(row, times, strict=True)
         if action.kind in BACKWARDS
     }
-    transit = costs.per_stage("boundary", placement)
+    hops = costs.hops(placement)
     rows = []
     for device, row in enumerate(schedule.rows):
         fused: list[Action] = []
@@ -37,9 +37,8 @@ def fuse(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             stage, kind, microbatch = action
             before = fused[-1] if fused else None
             if kind is _W and before == Action(stage, _I, microbatch):
-                hop: Number = 0
-                if stage > 0 and placement.device(stage - 1, microbatch) != device:
-                    hop = costs.latency + (transit[stage] / costs.bandwidth if costs.bandwidth is not None else 0)
+                crosses = stage > 0 and placement.device(stage - 1, microbatch) != device
+                hop = hops[stage] if crosses else 0
                 if stage == 0 or starts[stage - 1, microbatch] >= timeline.ends[device][position] + hop:
                     fused[-1] = Action(stage, _B, microbatch)
                     continue

@@ -21,7 +21,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
     receives = milestones.first_receive if schedule.has_transfers else milestones.size
     there: list[Number] = [0] * milestones.size  # when each milestone is there on its own device ...
     home = [-1] * milestones.size  # ... which is this one; -1: what the schedule does without
-    links = _Links(schedule, costs) if costs.bandwidth is not None else None
+    links = Links(schedule, costs) if costs.bandwidth is not None else None
+    arrivals: dict[int, Number] = {}  # of what went through a link, by milestone
     free: list[Number] = [0] * schedule.num_devices
     starts: list[list[Number]] = [[] for _ in schedule.rows]
     ends: list[list[Number]] = [[] for _ in schedule.rows]
@@ -33,7 +34,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
             when = there[number]
             source = home[number]
             if source >= 0 and (source != device or number >= receives):
-                when = links.arrivals.get(number, when) if links else when + latency
+                when = arrivals.get(number, when) if links else when + latency
             if when > start:
                 start = when
         end = start + durations[action.kind][action.stage]
@@ -43,34 +44,34 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
         for base in gives:
             there[base + microbatch] = end
             home[base + microbatch] = device
-        if links:
-            links.ended(action, gives[0] + microbatch, device, end)
+        if links and (arrival := links.arrival(action, device, end)) is not None:
+            arrivals[gives[0] + microbatch] = arrival
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), costs, name or schedule.name)
 
 
-class _Links:
+class Links:
     """One wire per pair of devices and direction; a device's messages leave in the order it made them."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        assert costs.bandwidth is not None
-        self.placement = schedule.placement
-        self.latency = costs.latency
-        self.transit = tuple(size / costs.bandwidth for size in costs.per_stage("boundary", schedule.placement))
-        self.free: dict[tuple[int, int], Number] = {}
-        self.arrivals: dict[int, Number] = {}  # by milestone
+        self._placement = schedule.placement
+        self._latency = costs.latency
+        self._transits = costs.transits(schedule.placement)
+        self._free: dict[tuple[int, int], Number] = {}
         if schedule.has_transfers:
-            self.direction = {Kind.SEND_ACTIVATION: 1, Kind.SEND_GRADIENT: -1}
+            self._direction = {Kind.SEND_ACTIVATION: 1, Kind.SEND_GRADIENT: -1}
         else:
-            self.direction = {Kind.FORWARD: 1, Kind.INPUT_GRAD: -1, Kind.BACKWARD: -1}
+            self._direction = {Kind.FORWARD: 1, Kind.INPUT_GRAD: -1, Kind.BACKWARD: -1}
 
-    def ended(self, action: Action, number: int, device: int, end: Number) -> None:
-        other = action.stage + self.direction.get(action.kind, 0)
-        if other == action.stage or not 0 <= other < self.placement.num_stages:
-            return
-        target = self.placement.device(other, action.microbatch)
+    def arrival(self, action: Action, device: int, end: Number) -> Number | None:
+        """When what `action` made is on the device of the stage that waits for it; None where nothing leaves. To be
+        asked in the order of each device's row.
+        """
+        other = action.stage + self._direction.get(action.kind, 0)
+        if other == action.stage or not 0 <= other < self._placement.num_stages:
+            return None
+        target = self._placement.device(other, action.microbatch)
         if target == device:
-            return
-        # What crosses a boundary has the size of the later stage's input, whichever way it goes.
-        leaves = max(end, self.free.get((device, target), 0)) + self.transit[max(action.stage, other)]
-        self.free[device, target] = leaves
-        self.arrivals[number] = leaves + self.latency
+            return None
+        leaves = max(end, self._free.get((device, target), 0)) + self._transits[max(action.stage, other)]
+        self._free[device, target] = leaves
+        return leaves + self._latency

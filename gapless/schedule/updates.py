@@ -1,5 +1,5 @@
-"""The rules of updates that a schedule writes out: every stage has one per minibatch, where its gradients are, and before
-those of the next minibatch join them.
+"""The rules of updates that a schedule writes out: every stage has one per minibatch, where its gradients are, and
+before those of the next minibatch join them.
 
     0: 0F0 0B0 0U0 0F2 0B2 0U2        stage 0 is on devices 0 and 1, and a minibatch is one microbatch here: 0U1
     1: 0F1 0B1 0U1 0F3 0B3 0U3        is on device 1, which ran microbatch 1, and before the gradient of 0B3

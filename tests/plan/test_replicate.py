@@ -8,6 +8,7 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from gapless.errors import ConfigError, PlanError
+from gapless.plan.machine import Mesh
 from gapless.plan.profile import Link, Profile
 from gapless.plan.replicate import replicate
 from tests.plan import profiles
@@ -21,9 +22,13 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(end - start for start, end in pairwise((0, *cuts, total)))
 
 
-def brute(profile: Profile, start: int, end: int, levels: list[tuple[float, int]]) -> float:
+def ring(weights: float, copies: int, latency: float, bandwidth: float) -> float:
+    return 2 * (copies - 1) * (weights / (copies * bandwidth) + latency) if weights else 0.0
+
+
+def brute(profile: Profile, start: int, end: int, levels: list[tuple[float, float, int]]) -> float:
     """The least time of layers start..end on all parts of the last level, by trying every choice on every level."""
-    *below, (bandwidth, parts) = levels
+    *below, (latency, bandwidth, parts) = levels
     layers = profile.layers[start:end]
     best = float("inf")
     for stages in range(1, min(len(layers), parts) + 1):
@@ -39,7 +44,7 @@ def brute(profile: Profile, start: int, end: int, levels: list[tuple[float, int]
                         else sum(layer.forward.median + layer.whole_backward for layer in own)
                     )
                     weights = sum(layer.gradients for layer in own)
-                    times.append(max(alone, 2 * (copies - 1) * weights / bandwidth) / copies)
+                    times.append(max(alone, copies * ring(weights, copies, latency, bandwidth)) / copies)
                 best = min(best, max(times))
     return best
 
@@ -50,22 +55,26 @@ def test_one_level_is_the_best_of_all_choices(cases: int) -> None:
     for _ in range(cases):
         bandwidth = chance.choice((1e6, 1e7, 4e7, 1e9))
         n, m = chance.randint(1, 6), chance.randint(1, 5)
-        profile = profiles.some(chance, n, [Link("link", None, 0.0, bandwidth)])
+        latency = chance.choice((0.0, 0.0, 0.1, 1.0))
+        profile = profiles.some(chance, n, [Link("link", None, latency, bandwidth)])
         found = replicate(profile, m)
-        assert found.seconds == pytest.approx(brute(profile, 0, n, [(bandwidth, m)]), rel=1e-9)
+        assert found.seconds == pytest.approx(brute(profile, 0, n, [(latency, bandwidth, m)]), rel=1e-9)
         assert sum(found.partition) == n
         assert found.num_devices == m
-        assert judged(profile, found.partition, found.replicas, bandwidth) == pytest.approx(found.seconds, rel=1e-9)
+        times = judged(profile, found.partition, found.replicas, latency, bandwidth)
+        assert times == pytest.approx(found.seconds, rel=1e-9)
 
 
-def judged(profile: Profile, partition: tuple[int, ...], replicas: tuple[int, ...], bandwidth: float) -> float:
+def judged(
+    profile: Profile, partition: tuple[int, ...], replicas: tuple[int, ...], latency: float, bandwidth: float
+) -> float:
     ends = [0, *accumulate(partition)]
     times = [2 * profile.layers[at - 1].boundary / bandwidth for at in ends[1:-1]]
     for (first, last), copies in zip(pairwise(ends), replicas, strict=True):
         own = profile.layers[first:last]
         alone = sum(layer.forward.median + layer.whole_backward for layer in own)
         weights = sum(layer.gradients for layer in own)
-        times.append(max(alone, 2 * (copies - 1) * weights / bandwidth) / copies)
+        times.append(max(alone, copies * ring(weights, copies, latency, bandwidth)) / copies)
     return max(times)
 
 
@@ -75,12 +84,32 @@ def test_two_levels_are_the_best_of_all_choices(cases: int) -> None:
     for _ in range(cases):
         inner, outer = chance.choice((1e8, 1e9)), chance.choice((1e6, 1e7, 1e8))
         n, m, groups = chance.randint(1, 5), chance.choice((2, 3)), chance.choice((2, 3))
-        links = [Link("inner", m, 0.0, inner), Link("outer", None, 0.0, outer)]
+        near, far = chance.choice(((0.0, 0.0), (0.01, 0.1)))
+        links = [Link("inner", m, near, inner), Link("outer", None, far, outer)]
+        levels = [(near, inner, m), (far, outer, groups)]
         profile = profiles.some(chance, n, links)
         found = replicate(profile, m * groups)
-        assert found.seconds == pytest.approx(brute(profile, 0, n, [(inner, m), (outer, groups)]), rel=1e-9)
+        assert found.seconds == pytest.approx(brute(profile, 0, n, levels), rel=1e-9)
         assert sum(found.partition) == n
         assert found.num_devices == m * groups
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.25])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_replicas_of_a_stage_and_of_a_mesh_sum_their_gradients_in_the_same_time(replicas: int, latency: float) -> None:
+    # Latency was in one of them, and the formula was there twice.
+    link = Link("link", None, latency, 1e9)
+    profile = profiles.profile([profiles.layer(0.0, parameters=10**9, boundary=0)], [link])
+    ring = 2 * (replicas - 1) * (1.0 / replicas + latency)
+    assert Mesh(replicas, 1).sum_seconds(profile, 0, 10**9) == pytest.approx(ring)
+    assert replicate(profile, replicas).seconds == pytest.approx(ring)
+
+
+def test_without_gradients_there_is_nothing_to_sum() -> None:
+    link = Link("link", None, 1.0, 1e9)
+    profile = profiles.profile([profiles.layer(4.0, parameters=0)], [link])
+    assert Mesh(4, 1).sum_seconds(profile, 0, 0) == 0
+    assert replicate(profile, 4).seconds == pytest.approx(1.0)
 
 
 def test_vgg_16_has_its_convolutions_replicated_and_its_fully_connected_tail_on_one_device() -> None:

@@ -36,3 +36,15 @@ def test_weight_gradients_go_where_the_real_costs_leave_room(name: str) -> None:
     fitted = make_schedule(name, devices=4, microbatches=8, costs=costs)
     assert fitted != plain
     assert simulate(fitted, costs).makespan <= simulate(plain, costs).makespan
+
+
+@pytest.mark.parametrize(("name", "makespan", "without"), [("v-half", 31, 33), ("v-min", 38.5, 39.5)])
+def test_weight_gradients_wait_for_what_goes_through_a_link_as_for_its_latency(
+    name: str, makespan: float, without: float
+) -> None:
+    # The bandwidth was ignored: W were laid into time that was not idle, and the step got longer.
+    slow = Costs(bandwidth=Fraction(4), boundary=Fraction(1))
+    fitted = make_schedule(name, devices=4, microbatches=8, costs=slow)
+    assert fitted == make_schedule(name, devices=4, microbatches=8, costs=Costs(latency=Fraction(1, 4)))
+    assert simulate(fitted, slow).makespan == makespan
+    assert simulate(make_schedule(name, devices=4, microbatches=8), slow).makespan == without

@@ -12,7 +12,7 @@ from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import dependencies, replay
 from gapless.schedule.placement import vee
-from gapless.schedule.simulate import simulate
+from gapless.schedule.simulate import Links, simulate
 
 _PERIOD = 6
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
@@ -100,11 +100,15 @@ def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Sc
     """Play the rows at the real costs; a W goes where it fits before the next action, or where memory is full."""
     durations = costs.durations(order.placement)
     home = [order.placement.device(stage, 0) for stage in range(order.num_stages)]
-    needs = {
-        step: [(need, costs.latency if home[need[0]] != home[step[0]] else 0) for need in found]
-        for step, found in _needs(order).items()
-    }
+    needs = _needs(order)
+    # When what each step made was there: on its own device, and on that of the stage that waits for it.
     ends: dict[_Step, list[Number]] = {step: [] for step in needs}
+    arrivals: dict[_Step, list[Number]] = {step: [] for step in needs}
+    sources = {
+        step: [(arrivals if home[need[0]] != home[step[0]] else ends)[need] for need in found]
+        for step, found in needs.items()
+    }
+    links = Links(order, costs)
     free: list[Number] = [0] * order.num_devices
     held = [0] * order.num_devices
     waiting: list[deque[Action]] = [deque() for _ in order.rows]
@@ -112,10 +116,9 @@ def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Sc
     for device, action, _, _ in replay(order):
         stage, kind, microbatch = action
         start = free[device]
-        for need, hop in needs[stage, kind]:
-            arrival = ends[need][microbatch] + hop
-            if arrival > start:
-                start = arrival
+        for times in sources[stage, kind]:
+            if times[microbatch] > start:
+                start = times[microbatch]
         queue = waiting[device]
         while queue:
             end = free[device] + durations[_W][queue[0].stage]
@@ -126,6 +129,8 @@ def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Sc
             held[device] -= 1
         free[device] = end = max(start, free[device]) + durations[kind][stage]
         ends[stage, kind].append(end)
+        arrival = links.arrival(action, device, end)
+        arrivals[stage, kind].append(end if arrival is None else arrival)
         rows[device].append(action)
         if kind is _F:
             held[device] += 1

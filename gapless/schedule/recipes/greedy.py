@@ -34,13 +34,9 @@ class Policy:
 
 def hops(placement: Placement, costs: Costs) -> list[Number]:
     """What it takes from each stage to the next, or back, where the link is free."""
-    home, boundary = placement.single, costs.per_stage("boundary", placement)
+    home, between = placement.single, costs.hops(placement)
     assert home is not None
-    found: list[Number] = []
-    for stage in range(1, placement.num_stages):
-        transit = boundary[stage] / costs.bandwidth if costs.bandwidth is not None else 0
-        found.append(costs.latency + transit if home[stage] != home[stage - 1] else 0)
-    return found
+    return [between[stage] if home[stage] != home[stage - 1] else 0 for stage in range(1, placement.num_stages)]
 
 
 @dataclass(slots=True)

@@ -69,9 +69,7 @@ class Question:
     @cached_property
     def hops(self) -> tuple[Fraction, ...]:
         """What the way to (or back from) each stage takes, if it is on another device than the stage before."""
-        latency, bandwidth = self.costs.latency, self.costs.bandwidth
-        sizes = self.costs.per_stage("boundary", self.placement)
-        return tuple(Fraction(latency + (size / bandwidth if bandwidth else 0)) for size in sizes)
+        return tuple(Fraction(hop) for hop in self.costs.hops(self.placement))
 
     def duration(self, action: Action) -> Fraction:
         return self.durations[action.kind][action.stage]
