@@ -1,8 +1,23 @@
 """What users see when something is wrong: a fact, its numbers, and the way out, in one sentence."""
 
+import re
+
+_NOT_PLAIN = re.compile("[^ -~]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text without what a terminal acts on: escapes, other control characters and what turns the direction of
+    writing are written out as Python does, `\\x1b` for one. A name from a file can't move the cursor, nor start a line.
+    """
+    return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], text)
+
 
 class GaplessError(Exception):
     """The root of every error that gapless raises on purpose."""
+
+    def __str__(self) -> str:
+        """Of what a message quotes nothing reaches a terminal raw."""
+        return printable(super().__str__(), keep="\n\t")
 
 
 class ScheduleError(GaplessError):

@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from gapless._version import __version__
-from gapless.errors import GaplessError
+from gapless.cli.terminal import complain, flush
+from gapless.errors import GaplessError, printable
 
 COMMANDS = {
     "schedules": "the table of all schedules",
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with one-sentence errors."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"gapless: {message}; `{self.prog} --help` shows how", file=sys.stderr)
+        complain(f"{printable(message)}; `{self.prog} --help` shows how")
         raise SystemExit(2)
 
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        print(end="", flush=True)  # a pipe that is closed shows here, not at exit
+        flush()  # a pipe that is closed shows here, not at exit
         return code
     except GaplessError as error:
         return _complain(str(error))
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing left to say
         return 0
     except KeyboardInterrupt:
-        print("gapless: stopped", file=sys.stderr)
+        complain("stopped")
         return 130
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"gapless: {message}", file=sys.stderr)
+    complain(message)
     return 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gapless.bench import BENCHMARKS
 from gapless.bench.rounds import on_terminal
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.errors import ConfigError
 from gapless.schedule.recipes import find_recipe
 
@@ -56,9 +56,9 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         on_terminal("")
     if arguments.json:
-        options.print_json(found)
+        terminal.print_json(found)
     else:
-        print(benchmark.report(found))
+        terminal.say(benchmark.report(found))
     return 0
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.errors import GaplessError, ScheduleError
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import RECIPES
@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = [{**t.summary(), "rank": i + 1, "best": i == 0} for i, t in enumerate(ranked)]
         found += [{**t.summary(), "rank": None, "best": False} for t in unflushed]
-        options.print_json(
+        terminal.print_json(
             {"objective": arguments.objective, "best": ranked[0].name, "schedules": found, "refused": refused}
         )
     else:
-        print(report(ranked, unflushed, refused, arguments.objective))
+        terminal.say(report(ranked, unflushed, refused, arguments.objective))
     return 0
 
 

@@ -1,16 +1,14 @@
 """The options that commands share: sizes, costs, passes and where the output goes."""
 
 import argparse
-import json
 import os
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gapless.errors import ConfigError, ScheduleError
+from gapless.cli.terminal import say, show_progress
+from gapless.errors import ConfigError, ScheduleError, printable
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
@@ -110,9 +108,9 @@ def file_to_write(path: str) -> str:
     """Looked at before the work that it is to hold, not after."""
     file = Path(path)
     if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(file.parent)[:200]}: make it first")
+        raise argparse.ArgumentTypeError(f"there is no folder {printable(str(file.parent)[:200])}: make it first")
     if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{str(file)[:200]} is a folder, but a file is written")
+        raise argparse.ArgumentTypeError(f"{printable(str(file)[:200])} is a folder, but a file is written")
     return path
 
 
@@ -192,41 +190,38 @@ def schedule_of(arguments: argparse.Namespace, costs: Costs) -> Schedule:
 def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The optimal schedule; how far the search is, and what it proved, goes to standard error."""
     check_sizes(arguments)
-    began = time.monotonic()
-    live = sys.stderr.isatty()
 
     def show(progress: Any) -> None:
-        if live:
-            line = f"\r{progress.seconds:6.1f} s  best {float(progress.value):g}  bound {float(progress.bound):g}   "
-            print(line, end="", file=sys.stderr, flush=True)
+        show_progress(f"{progress.seconds:6.1f} s  best {float(progress.value):g}  bound {float(progress.bound):g}")
 
-    found = solve(request(arguments, "optimal", costs), show)
+    try:
+        found = solve(request(arguments, "optimal", costs), show)
+    finally:
+        show_progress("")
     arguments.optimum = found
-    if live and time.monotonic() - began > 0.1:
-        print(file=sys.stderr)
     claim = "proven optimal" if found.proven else f"gap {100 * found.gap:.2f}%"
-    print(
+    say(
         f"{arguments.objective} {float(found.value):g}, bound {float(found.bound):g}: {claim} ({found.seconds:.1f} s)",
-        file=sys.stderr,
+        sys.stderr,
     )
     return found.schedule
 
 
 def read_schedule(path: str) -> Schedule:
-    file = Path(path)
+    file, shown = Path(path), printable(path[:200])
     if not file.is_file():
-        raise ScheduleError(f"{path[:200]} is not a file that can be read")
+        raise ScheduleError(f"{shown} is not a file that can be read")
     if file.stat().st_size > LARGEST_FILE:
         size, most = file.stat().st_size / 2**20, LARGEST_FILE / 2**20
-        raise ScheduleError(f"{path[:200]} has {size:.0f} MiB, but a schedule file has at most {most:.0f}")
+        raise ScheduleError(f"{shown} has {size:.0f} MiB, but a schedule file has at most {most:.0f}")
     try:
         text = file.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ScheduleError(f"{path[:200]} is not text; a schedule file has lines such as `0: 0F0 0B0`") from None
+        raise ScheduleError(f"{shown} is not text; a schedule file has lines such as `0: 0F0 0B0`") from None
     try:
         return Schedule.parse(text, name=file.stem)
     except ScheduleError as error:
-        raise ScheduleError(f"{path[:200]}: {error}") from None
+        raise ScheduleError(f"{shown}: {error}") from None
 
 
 def passed(
@@ -261,25 +256,7 @@ def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline],
     if arguments.perfetto:
         perfetto.write(arguments.perfetto, timelines)
     for path in filter(None, (arguments.html, arguments.svg, arguments.perfetto)):
-        print(f"wrote {path}", file=sys.stderr)
-
-
-def show_progress(line: str) -> None:
-    """One line on standard error that is written over by the next, on a terminal only; an empty one wipes it away."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{line[: width() - 1]}", end="", file=sys.stderr, flush=True)
-
-
-def print_json(data: Any) -> None:
-    print(json.dumps(data))
-
-
-def on_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-
-
-def width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
+        say(f"wrote {path}", sys.stderr)
 
 
 def _number(text: str) -> Number:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan import units
@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
     finally:
-        options.show_progress("")
+        terminal.show_progress("")
     _write(arguments, profile, found)
     if arguments.json:
-        options.print_json(as_json(profile, found))
+        terminal.print_json(as_json(profile, found))
     else:
-        print(report(profile, found, arguments.top))
-        print(f"\n{text.grid(found.best.timeline, options.width(), options.on_terminal())}")
-        print(f"\n{text.key(found.best.schedule, options.on_terminal())}")
+        terminal.say(report(profile, found, arguments.top))
+        terminal.draw(f"\n{text.grid(found.best.timeline, terminal.width(), terminal.on_terminal())}")
+        terminal.draw(f"\n{text.key(found.best.schedule, terminal.on_terminal())}")
     return 0
 
 
@@ -86,7 +86,7 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         shard_optimizer=arguments.shard_optimizer,
         slack=arguments.slack,
         time_limit=arguments.time_limit,
-        progress=lambda progress: options.show_progress(str(progress)),
+        progress=lambda progress: terminal.show_progress(str(progress)),
     )
     return profile, found
 
@@ -102,7 +102,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
 
     config = read_config(arguments.source).changed(devices=arguments.devices, minibatch=arguments.minibatch)
     count = config.num_devices
-    options.show_progress("making the model")
+    terminal.show_progress("making the model")
     made = build(config).planned(
         memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
         speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
@@ -111,11 +111,11 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         slack=arguments.slack,
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         time_limit=arguments.time_limit,
-        progress=options.show_progress,
+        progress=terminal.show_progress,
     )
     if arguments.profile:
         write_profile(made.profile, arguments.profile)
-        print(f"wrote {arguments.profile}", file=sys.stderr)
+        terminal.say(f"wrote {arguments.profile}", sys.stderr)
     return made
 
 
@@ -187,12 +187,12 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
         listing = f'<pre style="white-space: pre-wrap">{shown}</pre>'
         section = f'<details class="guide" open><summary>The plan</summary>{listing}</details>'
         Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        terminal.say(f"wrote {arguments.html}", sys.stderr)
     arguments.html = None
     options.write_pictures(arguments, [plan.timeline for plan in kinds], limit)
     if arguments.write:
         found.best.write(arguments.write)
-        print(f"wrote {arguments.write}", file=sys.stderr)
+        terminal.say(f"wrote {arguments.write}", sys.stderr)
 
 
 def room_for_activations(plan: Plan) -> int | None:

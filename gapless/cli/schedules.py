@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.schedule.recipes import RECIPES
 from gapless.view import text
 
@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
             }
             for recipe in RECIPES.values()
         ]
-        options.print_json({"schedules": rows})
+        terminal.print_json({"schedules": rows})
         return 0
     rows_ = [(r.name, r.placement, r.bubble, r.peak, r.note) for r in RECIPES.values()]
-    print(text.table(("name", "placement", "makespan bubble", "peak", "note"), rows_, left=5))
-    print(f"\n{_LEGEND}")
+    terminal.say(text.table(("name", "placement", "makespan bubble", "peak", "note"), rows_, left=5))
+    terminal.say(f"\n{_LEGEND}")
     return 0

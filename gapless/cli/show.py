@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import text
@@ -30,16 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline is not None:
         options.write_pictures(arguments, [timeline], limit)
     if form == "text":
-        print(schedule.text())
+        terminal.say(schedule.text())
     elif form == "csv":
-        print(schedule.csv(), end="")
+        terminal.say(schedule.csv(), end="")
     elif form == "json":
-        options.print_json(schedule.to_json())
+        terminal.print_json(schedule.to_json())
     elif timeline is not None:
-        colour = options.on_terminal()
-        print(text.grid(timeline, options.width(), colour))
-        print(f"\n{text.key(schedule, colour)}")
-        print(summary(timeline))
+        colour = terminal.on_terminal()
+        terminal.draw(text.grid(timeline, terminal.width(), colour))
+        terminal.draw(f"\n{text.key(schedule, colour)}")
+        terminal.say(summary(timeline))
     return 0
 
 

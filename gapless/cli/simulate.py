@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.errors import ScheduleError
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     options.write_pictures(arguments, [timeline], limit)
     if arguments.json:
-        options.print_json({**timeline.summary(), **_proof(arguments)})
+        terminal.print_json({**timeline.summary(), **_proof(arguments)})
     else:
-        print(report(timeline))
+        terminal.say(report(timeline))
     return 0
 
 

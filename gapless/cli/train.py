@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.plan.units import show_seconds
@@ -55,32 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
     out = sys.stderr if arguments.json else sys.stdout
     config = _changed(read_config(arguments.config), arguments, out)
     try:
-        options.show_progress("making the model")
+        terminal.show_progress("making the model")
         job = build(config)
-        plan = job.plan(options.show_progress)
+        plan = job.plan(terminal.show_progress)
     finally:
-        options.show_progress("")
+        terminal.show_progress("")
     with own.importable(config), job.pipeline(plan) as pipe:
-        print(pipe, file=out)
+        terminal.say(pipe, out)
         if plan is not None:
-            print(_promise(plan), file=out)
-        print(file=out, flush=True)
+            terminal.say(_promise(plan), out)
+        terminal.say(file=out)
+        out.flush()
         lines = _Lines(config.steps, out)
         try:
             optimizer = job.optimizer(list(pipe.parameters()))
             for step in train(pipe, optimizer, job.batches, steps=config.steps, clip=config.clip):
                 lines.add(step)
         except (KeyboardInterrupt, NotFiniteError) as error:
-            options.show_progress("")
+            terminal.show_progress("")
             why = "" if isinstance(error, KeyboardInterrupt) else f": {error}"
-            print(f"gapless: stopped {lines.so_far}{why}", file=sys.stderr)
+            terminal.complain(f"stopped {lines.so_far}{why}")
             return 1 if why else 130
         finally:
-            options.show_progress("")
+            terminal.show_progress("")
     if arguments.json:
-        options.print_json(_as_json(lines.steps, plan))
+        terminal.print_json(_as_json(lines.steps, plan))
     else:
-        print(f"\n{_summary(lines.steps, plan)}")
+        terminal.say(f"\n{_summary(lines.steps, plan)}")
     return 0
 
 
@@ -101,7 +102,7 @@ def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "C
     if plan is not None:
         said = [key for key in BROUGHT_BY_A_PLAN if getattr(config.pipeline, key) is not None]
         if said:
-            print(f"the plan takes the place of {', '.join(said)} in {arguments.config}", file=out)
+            terminal.say(f"the plan takes the place of {', '.join(said)} in {arguments.config}", out)
         if plan != "auto":
             plan = str(Path(plan).absolute())
     return config.changed(
@@ -138,12 +139,13 @@ class _Lines:
         self.steps.append(step)
         now = time.monotonic()
         if step.number in (1, self._total) or now - self._shown >= _EVERY:
-            options.show_progress("")
-            print(self._line(), file=self._out, flush=True)
+            terminal.show_progress("")
+            terminal.say(self._line(), self._out)
+            self._out.flush()
             self._shown = self._looked = now
             self._since = len(self.steps)
         elif now - self._looked >= _LIVE:
-            options.show_progress(self._line())
+            terminal.show_progress(self._line())
             self._looked = now
 
     def _line(self) -> str:

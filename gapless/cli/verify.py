@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gapless.cli import options
+from gapless.cli import options, terminal
 from gapless.schedule.verify import Report, verify
 from gapless.view import text
 
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     schedule = options.read_schedule(arguments.file)
     report = verify(schedule)
     if arguments.json:
-        options.print_json(_as_json(report))
+        terminal.print_json(_as_json(report))
     else:
         _print(report)
     return 0 if report.ok else 2
@@ -36,21 +36,23 @@ def _print(report: Report) -> None:
         f"{schedule.num_actions:,} actions"
     )
     if report.violations or report.warnings:
-        print(text.violations(report, options.width(), options.on_terminal()))
+        terminal.draw(text.violations(report, terminal.width(), terminal.on_terminal()))
     if not report.ok:
         count = len(report.violations)
         sys.stdout.flush()
-        print(f"gapless: {count:,} violation{'s' if count != 1 else ''} in {schedule.name} ({size})", file=sys.stderr)
+        terminal.complain(f"{count:,} violation{'s' if count != 1 else ''} in {schedule.name} ({size})")
         return
-    print(f"{schedule.name}: correct ({size})")
+    terminal.say(f"{schedule.name}: correct ({size})")
     if report.buffers:
         most = max(report.buffers.values())
         channels = f"{len(report.buffers)} channel{'s' if len(report.buffers) != 1 else ''}"
-        print(f"it can't hang: {channels}, at most {most} receive buffer{'s' if most != 1 else ''} each")
+        terminal.say(f"it can't hang: {channels}, at most {most} receive buffer{'s' if most != 1 else ''} each")
     if report.in_order:
-        print("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
+        terminal.say("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
     else:
-        print(f"{len(report.warnings):,} backwards are out of microbatch order: other last bits than the plain loop")
+        terminal.say(
+            f"{len(report.warnings):,} backwards are out of microbatch order: other last bits than the plain loop"
+        )
 
 
 def _as_json(report: Report) -> dict[str, Any]:

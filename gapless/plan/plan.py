@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, printable
 from gapless.model.cuts import Cuts
 from gapless.plan.footprint import Footprint
 from gapless.plan.machine import Mesh
@@ -142,7 +142,7 @@ class Plan:
     def from_json(cls, data: Any) -> "Plan":
         try:
             return cls(
-                recipe=str(data["recipe"]),
+                recipe=printable(str(data["recipe"])),
                 schedule=Schedule.parse(json.dumps(data["schedule"])),
                 partition=tuple(map(int, data["partition"])),
                 remat=tuple("stage" if word == "stage" else "none" for word in data["remat"]),
@@ -166,7 +166,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
-        file, shown = Path(path), str(path)[:200]
+        file, shown = Path(path), printable(str(path)[:200])
         if not file.is_file():
             raise ConfigError(f"{shown} is not a file that can be read")
         if file.stat().st_size > _LARGEST_FILE:

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, printable
 from gapless.plan import units
 from gapless.plan.profile import ALONE, SLACK, Company, Entry, Layer, Link, Lost, Profile, Seconds
 
@@ -64,7 +64,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    file, shown = Path(path), str(path)[:200]
+    file, shown = Path(path), printable(str(path)[:200])
     if not file.is_file():
         raise ConfigError(f"{shown} is not a file that can be read")
     if file.stat().st_size > _LARGEST_FILE:
@@ -146,14 +146,14 @@ class _Reader:
             self.faults.append('"links" is no list')
             links = []
         made = Profile(
-            name=str(data.get("profile", "")),
+            name=printable(str(data.get("profile", ""))),
             layers=tuple(self._layers(data["layers"])),
             links=tuple(self._links(links)),
             samples=self._count("the profile", data, "samples", 1),
             input=self._bytes("the profile", data, "input", 0),
             minibatch=self._count("the profile", data, "minibatch", 1) if data.get("minibatch") is not None else None,
             reserved=self._bytes("the profile", data, "reserved", 0),
-            device=str(data.get("device", "")),
+            device=printable(str(data.get("device", ""))),
             slack=self._number("the profile", data, "slack", _share, SLACK),
             entry=self._entry(self._object("entry", data, _ENTRY_KEYS)),
             company=self._company(self._object("company", data, _COMPANY_KEYS)),
@@ -197,7 +197,7 @@ class _Reader:
                 )
                 expected += 1
                 continue
-            place = f"layer {expected}" + (f" ({str(row['name'])[:60]})" if "name" in row else "")
+            place = f"layer {expected}" + (f" ({printable(str(row['name'])[:60])})" if "name" in row else "")
             self._check_keys(place, row, _LAYER_KEYS)
             number = row.get("layer", expected)
             if number != expected:
@@ -213,7 +213,7 @@ class _Reader:
                     f"{place} ends at layer {expected + repeat}, but a profile has at most {_MOST_LAYERS:,}"
                 )
                 return
-            layer = self._layer(place, row, str(row.get("name", expected)))
+            layer = self._layer(place, row, printable(str(row.get("name", expected))))
             if repeat == 1:
                 yield layer
             for copy in range(repeat if repeat > 1 else 0):
@@ -264,7 +264,7 @@ class _Reader:
             if not isinstance(row, dict):
                 self.faults.append(f"link {number} is {row!r:.40}, but a link is an object with its bandwidth")
                 continue
-            place = f"link {number}" + (f" ({str(row['name'])[:60]})" if "name" in row else "")
+            place = f"link {number}" + (f" ({printable(str(row['name'])[:60])})" if "name" in row else "")
             self._check_keys(place, row, _LINK_KEYS)
             devices = self._count(place, row, "devices", 2) if row.get("devices") is not None else None
             if devices is None and number < len(rows) - 1:
@@ -276,7 +276,7 @@ class _Reader:
                 )
             within = devices or within
             yield Link(
-                str(row.get("name", number)),
+                printable(str(row.get("name", number))),
                 devices,
                 self._number(place, row, "latency", lambda value: units.read(value, units.LATENCY), 0.0),
                 self._number(place, row, "bandwidth", lambda value: units.read(value, units.BANDWIDTH), 0.0)

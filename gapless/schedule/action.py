@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gapless.errors import ScheduleError
+from gapless.errors import ScheduleError, printable
 from gapless.schedule.placement import Placement, explicit
 
 
@@ -155,6 +155,7 @@ class Schedule:
     @classmethod
     def parse(cls, text: str, name: str = "") -> "Schedule":
         """Read any of the three forms; the error names the line and the token."""
+        name = printable(name)
         stripped = text.lstrip()
         if not stripped:
             raise ScheduleError("the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`")
@@ -215,7 +216,7 @@ def _parse_json(text: str, name: str) -> Schedule:
         )
     label = data.get("schedule", name)
     parsed = [[parse_action(token, f"row {number}: ") for token in row] for number, row in enumerate(rows)]
-    return Schedule.of(parsed, name=label if isinstance(label, str) else name)
+    return Schedule.of(parsed, name=printable(label) if isinstance(label, str) else name)
 
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:

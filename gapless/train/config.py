@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from gapless.errors import ConfigError, ScheduleError
+from gapless.errors import ConfigError, ScheduleError, printable
 from gapless.plan import units
 from gapless.schedule.recipes import find_recipe
 from gapless.stage.stage import Remat
@@ -138,7 +138,7 @@ class Config:
 
 
 def read_config(path: str | Path) -> Config:
-    file, shown = Path(path), str(path)[:200]
+    file, shown = Path(path), printable(str(path)[:200])
     if not file.is_file():
         raise ConfigError(f"{shown} is not a file that can be read")
     if file.stat().st_size > _LARGEST_FILE:
@@ -268,7 +268,8 @@ class _Table:
         return default
 
     def _path(self, key: str) -> str:
-        return f"{self.key}.{key[:60]}" if self.key else key[:60]
+        shown = printable(key[:60])
+        return f"{self.key}.{shown}" if self.key else shown
 
 
 def _text(value: Any) -> str:

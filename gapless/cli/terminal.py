@@ -1,0 +1,46 @@
+"""What commands print. All of it goes through here, so that names from files reach no terminal raw."""
+
+import json
+import os
+import shutil
+import sys
+from typing import Any, TextIO
+
+from gapless.errors import printable
+
+
+def say(text: object = "", file: TextIO | None = None, end: str = "\n") -> None:
+    """Lines of text, to standard output where no file is given."""
+    print(printable(str(text), keep="\n\t"), file=file, end=end)
+
+
+def complain(text: object) -> None:
+    """To standard error, as what it is that complains."""
+    say(f"gapless: {text}", sys.stderr)
+
+
+def draw(drawing: str) -> None:
+    """A drawing of actions, with its own colours: nothing else may be in it."""
+    print(drawing)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data))
+
+
+def show_progress(line: str) -> None:
+    """One line on standard error that is written over by the next, on a terminal only; an empty one wipes it away."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"\r\x1b[K{printable(line)[: width() - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    print(end="", flush=True)
+
+
+def on_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
