@@ -12,13 +12,12 @@ from gapless.errors import ConfigError, ScheduleError, printable
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
-from gapless.schedule.recipes import RECIPES, Request, find_recipe, make_request, solve
+from gapless.schedule.recipes import RECIPES, Request, find_recipe, make_request, refuse_too_many, solve
 from gapless.schedule.recipes.auto import resolve_limit
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 
 LARGEST_FILE = 64 * 2**20
-MOST_ACTIONS = 20_000_000
 
 
 def parser(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
@@ -145,19 +144,12 @@ def check_sizes(arguments: argparse.Namespace) -> None:
     for name in ("devices", "microbatches", "minibatches"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, but a schedule needs at least 1")
-    _check_actions(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
-
-
-def _check_actions(number: int) -> None:
-    if number > MOST_ACTIONS:
-        raise ConfigError(f"that would be about {number:,} actions; this command takes up to {MOST_ACTIONS:,}")
+    refuse_too_many(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
 
 
 def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The recipe of that name with the sizes and costs asked for."""
     check_sizes(arguments)
-    if name == "2bw":
-        _check_actions(2 * arguments.devices * arguments.microbatches * arguments.minibatches)
     return find_recipe(name).build(request(arguments, name, costs))
 
 

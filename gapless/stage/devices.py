@@ -6,6 +6,8 @@ import torch
 
 from gapless.errors import ConfigError
 
+_MOST = 4096  # threads of one process
+
 Devices = int | Sequence[torch.device | str]
 
 
@@ -16,6 +18,8 @@ def torch_devices(devices: Devices) -> list[torch.device]:
     if isinstance(devices, int):
         if isinstance(devices, bool) or devices < 1:
             raise ConfigError(f"devices is {devices!r}, but it must be a whole number of at least 1")
+        if devices > _MOST:
+            raise ConfigError(f"devices is {devices:,}, but a process has at most {_MOST:,}: use ranks, or fewer")
         if torch.cuda.device_count() >= devices:
             return [torch.device("cuda", index) for index in range(devices)]
         return [torch.device("cpu")] * devices

@@ -16,7 +16,7 @@ from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.task import Optimizer
 from gapless.stage import microbatch as mb
 from gapless.stage.devices import torch_devices
-from gapless.train import own
+from gapless.train import own, room
 from gapless.train.config import Config, Part
 from gapless.train.data import Batch, batches, with_shape
 
@@ -134,6 +134,8 @@ def build(config: Config) -> Job:
         if arguments := own.fitting(loss, config.loss, None, None):
             loss = partial(loss, **arguments)
     optimizer = _optimizer(config, files)
+    room.check_batch(config)
+    sketch = room.sketched(config, files)
     make = own.load(config.model, config, files)
     torch.manual_seed(config.seed)
     model = own.call(make, config.model, config)
@@ -143,6 +145,7 @@ def build(config: Config) -> Job:
         )
     source = batches(config, files)
     first = next(source)
+    room.check_activations(config, sketch, first[0])
     return Job(config, model, loss, optimizer, devices, first, chain([first], source))
 
 

@@ -145,6 +145,8 @@ _TABLE = (
         synchronous=False,
     ),
 )
+MOST_ACTIONS = 20_000_000
+
 RECIPES = {recipe.name: recipe for recipe in _TABLE}
 
 
@@ -214,6 +216,8 @@ def make_request(
     if objective not in ("makespan", "span"):
         raise ConfigError(f"objective is {objective!r}, but it is makespan or span")
     _check_stages_per_device(recipe, stages_per_device)
+    stages = devices * (stages_per_device or max(recipe.stages_per_device or (2,)))
+    refuse_too_many(stages * microbatches * (2 * minibatches if name == "2bw" else 3))
     costs = costs or Costs()
     return Request(
         devices,
@@ -226,6 +230,12 @@ def make_request(
         minibatches,
         time_limit,
     )
+
+
+def refuse_too_many(actions: int) -> None:
+    """Before they are made: a size with a few digits too many would fill the memory."""
+    if actions > MOST_ACTIONS:
+        raise ConfigError(f"that would be about {actions:,} actions; a schedule has up to {MOST_ACTIONS:,}")
 
 
 def _check_stages_per_device(recipe: Recipe, asked: int | None) -> None:
