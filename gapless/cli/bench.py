@@ -50,6 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
         find_recipe(given["schedule"])
     if given.get("smallest", 0) > given.get("largest", 0):
         raise ConfigError(f"--smallest {given['smallest']} is above --largest {given['largest']}")
+    options.refuse_ranks("gapless bench")
     benchmark = import_module(f"gapless.bench.{arguments.name}")  # torch is loaded here, and not before
     try:
         found = benchmark.run(**given, progress=on_terminal)

@@ -140,6 +140,16 @@ def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
     return resolve_limit(arguments.memory_limit, arguments.devices, arguments.microbatches, costs)
 
 
+def refuse_ranks(command: str) -> None:
+    """For commands that use the machine alone: torchrun would start the same job once for every rank."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and ranks.isdecimal() and int(ranks) > 1:
+        raise ConfigError(
+            f"`{command}` runs in one process, but torchrun started {ranks} of them, each of which would do all of it: "
+            "start it without torchrun; to train with a process per device, write a script as in docs/cluster.md"
+        )
+
+
 def check_sizes(arguments: argparse.Namespace) -> None:
     for name in ("devices", "microbatches", "minibatches"):
         if getattr(arguments, name) < 1:

@@ -97,6 +97,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
             "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what is measured with "
             "--profile, and plan that"
         )
+    options.refuse_ranks("gapless plan CONFIG")
     from gapless.train.config import read_config  # torch is loaded here, and not before
     from gapless.train.job import build
 

@@ -47,6 +47,7 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
+    options.refuse_ranks("gapless train")
     from gapless.train import own  # torch is loaded here, and not before
     from gapless.train.config import read_config
     from gapless.train.job import build

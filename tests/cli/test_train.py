@@ -153,3 +153,37 @@ def test_ctrl_c_says_how_far_it_got(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert re.fullmatch(r"gapless: stopped after \d+ of 1000000 steps, last loss \d\.\d+\n", err)
+
+
+@pytest.mark.parametrize("command", ["train {config}", "plan {config}", "bench tiny"])
+def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
+    gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    # It trained the whole job as often as there were ranks, and all of them wrote over each other.
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    code, out, err = gapless(command.format(config=write(tmp_path)))
+    assert (code, out) == (2, "")
+    assert "runs in one process, but torchrun started 2 of them" in err
+    assert "docs/cluster.md" in err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert gapless(f"train {write(tmp_path)} --steps 1").code == 0
+
+
+def test_torchrun_itself_ends_with_that_sentence(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "gapless", "train", str(write(tmp_path))),
+        ],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "`gapless train` runs in one process, but torchrun started 2 of them" in ended.stderr
+    assert "exitcode  : 2" in ended.stderr
+    assert "loss" not in ended.stdout
