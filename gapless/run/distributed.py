@@ -1,4 +1,5 @@
-"""Channels between processes: through pipes and shared memory on one host, over Gloo between hosts.
+"""Channels between processes: through pipes and shared memory on one host, over Gloo between hosts, by NCCL from GPU
+to GPU.
 
 Posting a Gloo message costs host time, so one thread of a process, its courier, does all of it; computing goes on
 meanwhile. To take a message a device waits for the posted receive itself, so that it is woken once:
@@ -19,6 +20,7 @@ from gapless.run.courier import Courier, break_off
 from gapless.run.ends import Incoming, Outgoing
 from gapless.run.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.memory import HostMemory, Memory
+from gapless.run.nccl import DIRECT, Communicators, NcclIncoming, NcclOutgoing
 from gapless.run.pipes import Inbox, Outbox, PipeIncoming, PipeOutgoing
 from gapless.run.streams import Parcel
 from gapless.run.transport import StoppedError
@@ -39,15 +41,15 @@ class Links:
         ranks: Sequence[int],
         explain: Explain,
         memory: Memory | None = None,
-        payload: Callable[[int, int, str], Any] = lambda source, target, kind: None,
+        direct: Communicators | None = None,
         inbox: Inbox | None = None,
         near: Mapping[int, Outbox] | None = None,
     ) -> None:
-        """`payload` makes the group of two ranks by which the tensors of a channel go their own way, if they do; `near`
-        are the inboxes of devices of the same host, which write into this one's.
+        """`direct` has the groups by which tensors go from GPU to GPU, if they do; `near` are the inboxes of devices of
+        the same host, which write into this one's.
         """
         self.courier, self.device, self.ranks = courier, device, ranks
-        self.memory, self.payload = memory or HostMemory(), payload
+        self.memory, self.direct = memory or HostMemory(), direct
         self.inbox, self.near = inbox, dict(near or {})
         self.rank = ranks[device]
         self._explain = explain
@@ -60,17 +62,25 @@ class Links:
         self._outgoing: dict[tuple[int, str], Outgoing] = {}
         self._incoming: dict[tuple[int, str], Incoming] = {}
 
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Every rank is about to use the same channels. What meets its other end before it is used does so here."""
+        if self.direct is not None:
+            self.direct.connect(channels)
+
     def outgoing(self, target: int, kind: str) -> Outgoing:
         if (target, kind) not in self._outgoing:
-            make = PipeOutgoing if target in self.near else GlooOutgoing
+            make = PipeOutgoing if target in self.near else NcclOutgoing if self._is_direct(kind) else GlooOutgoing
             self._outgoing[target, kind] = make(self, target, kind)
         return self._outgoing[target, kind]
 
     def incoming(self, source: int, kind: str) -> Incoming:
         if (source, kind) not in self._incoming:
-            make = PipeIncoming if source in self.near else GlooIncoming
+            make = PipeIncoming if source in self.near else NcclIncoming if self._is_direct(kind) else GlooIncoming
             self._incoming[source, kind] = make(self, source, kind)
         return self._incoming[source, kind]
+
+    def _is_direct(self, kind: str) -> bool:
+        return self.direct is not None and kind in DIRECT
 
     def stop(self) -> None:
         """Whoever waits here or for this process raises."""
@@ -81,6 +91,8 @@ class Links:
     def break_off(self) -> None:
         """Whoever waits raises, here and at the other ranks."""
         break_off(self.courier.group)
+        if self.direct is not None:
+            self.direct.break_off()
         if self.inbox is not None:
             self.inbox.break_off()
         for outbox in self.near.values():
@@ -132,6 +144,8 @@ class Links:
             outgoing.close()
         for incoming in self._incoming.values():
             incoming.close()
+        if self.direct is not None:
+            self.direct.close()
         for outbox in self.near.values():
             outbox.close(self.device)
         if self.inbox is not None:
@@ -146,6 +160,7 @@ class Channels:
         self._links = links
         self._receivers: dict[Channel, Receiver] = {}
         produced, consumed = messages(schedule)
+        links.connect(produced)
         for channel, consumers in consumed.items():
             source, target, kind = channel
             if target == links.device:

@@ -4,6 +4,8 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from gapless.run.memory import Memory
+
 if TYPE_CHECKING:
     from gapless.run.distributed import Links
 
@@ -21,8 +23,8 @@ def tag_of(kind: str) -> int:
 class Outgoing(ABC):
     """The near end of a channel that leaves this process."""
 
-    def __init__(self, links: "Links") -> None:
-        self.courier, self.memory = links.courier, links.memory
+    def __init__(self, links: "Links", memory: Memory | None = None) -> None:
+        self.courier, self.memory = links.courier, memory or links.memory
         self.last_size = SMALL + 1  # unknown
         self._handed = self._done = 0  # to the courier, and by it
 

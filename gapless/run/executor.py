@@ -136,7 +136,7 @@ class Program:
                 microbatch,
                 inputs,
                 step=batch.step,
-                target=lane.unpack(Parcel(batch.targets[microbatch])),
+                target=lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)),
                 weight=batch.weights[microbatch],
                 want_outputs=batch.want_outputs,
                 defer=defer,
@@ -154,7 +154,7 @@ class Program:
             batch.outputs[microbatch] = outputs
             if loss is not None and batch.targets:
                 with torch.no_grad():
-                    value = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch])))
+                    value = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)))
                 check_scalar(value)
                 batch.losses[microbatch] = value
 
@@ -166,7 +166,7 @@ class Program:
         lane, batch = self.lanes[device], self.batch
         other = stage + step
         if other < 0:
-            return lambda: lane.unpack(Parcel(batch.inputs[microbatch]))
+            return lambda: lane.unpack(Parcel(batch.inputs[microbatch], borrowed=True))
         if other == self.schedule.num_stages:
             return None
         source = self.schedule.placement.device(other, microbatch)

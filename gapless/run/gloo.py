@@ -1,12 +1,14 @@
 """Channels over Gloo, with a tag for each kind: between hosts, and wherever processes share no memory."""
 
 import queue
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gapless.run.ends import Incoming, Outgoing, tag_of
+from gapless.run.memory import Memory
 from gapless.run.windows import FIRST_CAPACITY, Windows
 from gapless.run.wire import HEADER_SIZE, Blank, Message, Reader, Writer, announced, announcement
 
@@ -22,18 +24,19 @@ assert HEADER_SIZE <= FIRST_CAPACITY
 class GlooOutgoing(Outgoing):
     """Posts sends, and lets go of them when they are over."""
 
-    def __init__(self, links: "Links", target: int, kind: str) -> None:
-        super().__init__(links)
+    def __init__(self, links: "Links", target: int, kind: str, memory: Memory | None = None) -> None:
+        super().__init__(links, memory)
         self._target, self._tag = target, tag_of(kind)
-        self._writer = Writer(pinned=links.memory.pinned, device=links.memory.device)
+        self._writer = Writer(pinned=self.memory.pinned, device=self.memory.device)
         self._windows = Windows()
         self._post: Any = self.courier.group.send
-        self._payload = links.payload(links.device, target, kind)
         self._sends: list[tuple[Any, Message | None]] = []
         self._bytes = 0
 
     def send(self, item: Any) -> None:
-        message = self.memory.write(self._writer, item)
+        self.post(self.memory.write(self._writer, item))
+
+    def post(self, message: Message) -> None:
         size = message.buffer.numel()
         if size <= self._windows.capacity:
             self._sends.append((self._post([message.buffer], self._target, self._tag), message))
@@ -42,15 +45,13 @@ class GlooOutgoing(Outgoing):
             self._sends.append((self._post([announcement(size)], self._target, self._tag), None))
             self._sends.append((self._post([message.buffer], self._target, self._tag + 1), message))
             self._windows.passed(size)
-        if message.data is not None and message.data.numel():
-            self._sends.append((self._payload.send([message.data], 1 - self._payload.rank(), 0), message))
         self._bytes += size
         self.last_size = size
         if self._bytes > _BYTES_KEPT or len(self._sends) >= _SENDS_KEPT:
             self.settle()
 
     def close(self) -> None:
-        self._post = self._payload = None
+        self._post = None
 
     def settle(self) -> None:
         self.courier.retire(self._sends)
@@ -60,12 +61,12 @@ class GlooOutgoing(Outgoing):
 class GlooIncoming(Incoming):
     """Receives are posted ahead, by the courier."""
 
-    def __init__(self, links: "Links", source: int, kind: str) -> None:
+    def __init__(self, links: "Links", source: int, kind: str, fetch: Callable[[int], Tensor] | None = None) -> None:
         super().__init__(links, source, kind)
         self._courier = links.courier
         self._tag = tag_of(kind)
-        self._payload = links.payload(source, links.device, kind)
-        self._reader = Reader(pinned=links.memory.pinned, fetch=None if self._payload is None else self._fetch)
+        self._pinned = links.memory.pinned and fetch is None
+        self._reader = Reader(pinned=self._pinned, fetch=fetch)
         self._windows = Windows()
         self._posted: queue.SimpleQueue[tuple[Any, Blank]] = queue.SimpleQueue()
         for _ in range(2):
@@ -91,21 +92,13 @@ class GlooIncoming(Incoming):
         """A message of another kind than the last."""
         size = announced(buffer)
         if size:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.links.memory.pinned)
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
             self._courier.group.recv([buffer], self.source, self._tag + 1).wait()
         return self._passed(self._reader.read(buffer), size)
 
     def close(self) -> None:
-        self._payload = None
         while not self._posted.empty():
             self._posted.get()
-
-    def _fetch(self, size: int) -> Tensor:
-        """Tensors that come their own way; on a GPU the current stream waits for them."""
-        data = torch.empty(size, dtype=torch.uint8, device=self.links.memory.device)
-        if size:
-            self._payload.recv([data], 1 - self._payload.rank(), 0).wait()
-        return data
 
     def _passed(self, tree: Any, size: int = 0) -> Any:
         block = self._windows.passed(size)

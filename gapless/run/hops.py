@@ -31,6 +31,8 @@ class Hop(NamedTuple):
 def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
     """Of all devices, in order. Every rank of the group calls it, and all get the same."""
     count = len(links.ranks)
+    pairs = [(device, device + 1) for device in range(count - 1)]
+    links.connect([(a, b, "activation") for a, b in pairs] + [(b, a, "gradient") for a, b in pairs])
     mine = torch.tensor([0.0, 0.0, host_number(), float(links.device + 1 in links.near)], dtype=torch.float64)
     for first in range(count - 1):
         if links.device == first:

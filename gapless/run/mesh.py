@@ -23,7 +23,7 @@ from gapless._version import __version__
 from gapless.errors import ConfigError
 
 DIMENSIONS = ("pp", "dp", "tp")
-_NEVER = 365 * 24 * 3600.0  # seconds
+NEVER = 365 * 24 * 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def make_groups(seat: Seat, network: Any) -> Groups:
     return Groups(pp, dp, network)
 
 
-def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = _NEVER) -> Any:
+def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = NEVER) -> Any:
     """A group of these ranks, in which this one has that number. Nothing in it runs out of time unless asked for: ranks
     may compute for as long as they like, and one that is dead or silent is noticed by the watch.
     """

@@ -21,7 +21,7 @@ from gapless.run.gradients import clip_everywhere
 from gapless.run.holders import Holders
 from gapless.run.homes import Homes
 from gapless.run.hops import Hop, measure_hops
-from gapless.run.memory import GpuMemory
+from gapless.run.memory import PinnedMemory
 from gapless.run.mesh import Seat, connected, facts_of, make_groups, network_device, part_of_store
 from gapless.run.pace import Pace, Row, planned_work
 from gapless.run.pending import Pending
@@ -85,11 +85,12 @@ class Ranks:
             return Links(self._courier, *here, self._watch.lost, inbox=inbox, near=near)
         direct = nccl.is_used(seat.mesh)
         if direct and self._groups.dp is not None:
-            self._sums = nccl.connected("dp", seat.dp_ranks, seat.replica)
-        memory = GpuMemory(seat.torch_device, direct=direct)
+            self._sums = nccl.connected_replicas(self._groups.dp, seat.dp_ranks, seat.replica, seat.torch_device)
+        memory = PinnedMemory(seat.torch_device)
         if not direct:
             return Links(self._courier, *here, self._watch.lost, memory)
-        return Links(self._courier, *here, self._watch.lost, memory, nccl.ChannelGroups(seat.pp_ranks, seat.device))
+        groups = nccl.Communicators(self._groups.pp, seat.pp_ranks, seat.device, seat.torch_device)
+        return Links(self._courier, *here, self._watch.lost, memory, groups)
 
     # -- before the first step --------------------------------------------------------------------------------------
 

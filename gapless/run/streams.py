@@ -5,7 +5,8 @@ On CUDA nothing waits on the host. What one lane makes and another takes is orde
     producer's stream   ... F(0) * event
     consumer's stream            \\-> wait, (copy,) F(1) ...
 
-Several lanes may share one GPU, each with its own stream.
+Several lanes may share one GPU, each with its own stream. The host waits in two cases: a CPU reads what a GPU made, and
+the caller's batch leaves memory of the host, which the caller may overwrite as soon as the step has returned.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ class Parcel:
 
     tree: Any
     event: torch.cuda.Event | None = None
+    borrowed: bool = False  # the caller's: on a GPU it is there when what the caller has queued is done
 
 
 class CpuLane:
@@ -33,6 +35,7 @@ class CpuLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.caller: dict[torch.device, torch.cuda.Event] = {}  # what the caller has queued on each GPU
         self.origin = 0.0
         self.began = 0.0  # the host's time of the origin
 
@@ -42,9 +45,18 @@ class CpuLane:
 
     def unpack(self, parcel: Parcel) -> Any:
         """What another lane, or the caller, made, as tensors of this one."""
+        tensors, shape = mb.flatten(parcel.tree)
+        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if not gpus:
+            return parcel.tree
         if parcel.event is not None:
             parcel.event.synchronize()  # a CPU cannot wait in a stream
-        return moved(parcel.tree, self.device)
+        for gpu in gpus if parcel.borrowed else ():
+            if gpu in self.caller:
+                self.caller[gpu].synchronize()
+            else:
+                torch.cuda.synchronize(gpu)
+        return mb.unflatten([_moved(tensor, self.device) for tensor in tensors], shape)
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around everything this lane computes."""
@@ -62,12 +74,14 @@ class CpuLane:
 
 
 class CudaLane:
-    """A stream of its own, and one for the copies that come in, so that they overlap with its work."""
+    """A stream of its own, and others for the copies that come in, so that they overlap with its work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.copies = torch.cuda.Stream(device)
+        self._batches = torch.cuda.Stream(device)  # copies that the host waits for: nothing else is on their way
+        self._sources: dict[torch.device, torch.cuda.Stream] = {}  # of other GPUs, for copies from there
         self.origin = torch.cuda.Event(enable_timing=True)
         self.began = 0.0
 
@@ -84,20 +98,34 @@ class CudaLane:
             for tensor in tensors:
                 tensor.record_stream(self.stream)
             return parcel.tree
+        if parcel.borrowed and any(tensor.is_cpu for tensor in tensors):
+            tensors = [self._read(tensor) if tensor.is_cpu else tensor for tensor in tensors]
         return mb.unflatten(self._copied(tensors, parcel.event), shape)
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """A batch of the host's; once this returns, the caller may change it."""
+        with torch.cuda.stream(self._batches):
+            made = _moved(tensor, self.device)
+        made.record_stream(self.stream)
+        return made
+
+    def _source(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._sources:
+            self._sources[device] = torch.cuda.Stream(device)
+        return self._sources[device]
 
     def _copied(self, tensors: list[Tensor], event: torch.cuda.Event | None) -> list[Tensor]:
         made = []
         with contextlib.ExitStack() as stack:
             # A copy between GPUs runs on the current stream of its source and is ordered with that of its target.
             sources = {tensor.device for tensor in tensors if tensor.device.type == "cuda"} - {self.device}
-            streams = {device: torch.cuda.Stream(device) for device in sources} | {self.device: self.copies}
+            streams = {device: self._source(device) for device in sources} | {self.device: self.copies}
             for stream in streams.values():
                 stack.enter_context(torch.cuda.stream(stream))
                 if event is not None:
                     stream.wait_event(event)
             for tensor in tensors:
-                made.append(_moved(tensor, self.device))
+                made.append(_moved(tensor, self.device, non_blocking=True))
                 if tensor.device.type == "cuda":
                     tensor.record_stream(streams[tensor.device])
                 made[-1].record_stream(self.stream)
@@ -131,18 +159,11 @@ def make_lane(device: torch.device) -> Lane:
     return CudaLane(device) if device.type == "cuda" else CpuLane(device)
 
 
-def moved(tree: Any, device: torch.device) -> Any:
-    """The tree on that device; what is there already is not touched."""
-    tensors, shape = mb.flatten(tree)
-    if all(tensor.device == device for tensor in tensors):
-        return tree
-    return mb.unflatten([_moved(tensor, device) for tensor in tensors], shape)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """The tensor on that device. One for the CPU is there when this returns: there is no stream to wait in."""
     if tensor.device == device:
         return tensor
-    made = tensor.detach().to(device, non_blocking=True)
+    made = tensor.detach().to(device, non_blocking=non_blocking)
     return made.requires_grad_() if tensor.requires_grad else made
 
 
@@ -150,6 +171,12 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def fenced(lanes: Sequence[Lane]) -> Iterator[None]:
     """The lanes start after what the caller has queued, and what the caller queues next starts after the lanes."""
     streams = [lane for lane in lanes if isinstance(lane, CudaLane)]
+    if len(streams) < len(lanes) and torch.cuda.is_initialized():
+        gpus = {lane.device for lane in streams} | {torch.device("cuda", torch.cuda.current_device())}
+        queued = {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}
+        for each in lanes:
+            if isinstance(each, CpuLane):
+                each.caller = queued
     for lane in streams:
         lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
         lane.copies.wait_stream(torch.cuda.current_stream(lane.device))

@@ -1,22 +1,123 @@
-"""Processes with a GPU: several that share one, through Gloo and pinned buffers, and one of its own, through NCCL."""
+"""Processes with a GPU, over Gloo and pinned buffers and over NCCL. Ranks may share a GPU: over Gloo always, over NCCL
+from 2.31 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+"""
+
+import ctypes
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from gapless.schedule.recipes import RECIPES
+from tests.run.crew import Server
 from tests.run.forked import launch
-from tests.run.on_gpu import planned_on_the_gpu, steps_on_the_gpu, with_nccl
+from tests.run.on_gpu import (
+    chunks,
+    many_steps,
+    planned_on_the_gpu,
+    steps_on_the_gpu,
+    trees_on_the_gpu,
+    waits_for_a_killed_rank,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
+SYNCHRONOUS = [name for name, recipe in RECIPES.items() if recipe.synchronous and name != "optimal"]
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def nccl_version() -> int:
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    found = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    return found.value
+
+
+def check_ranks(backend: str, ranks: int) -> None:
+    shared = nccl_version() >= 23100 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if backend == "nccl" and torch.cuda.device_count() < ranks and not shared:
+        pytest.skip(f"{ranks} ranks over NCCL need {ranks} GPUs, or NCCL 2.31 and NCCL_MULTI_RANK_GPU_ENABLE=1")
+
 
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "none"), ("interleaved", "layer")])
-def test_four_ranks_share_a_gpu(schedule: str, remat: str) -> None:
-    launch(steps_on_the_gpu, 4, schedule, remat)
+def test_four_ranks_have_the_bits_of_the_plain_loop(backend: str, schedule: str, remat: str) -> None:
+    check_ranks(backend, 4)
+    launch(steps_on_the_gpu, 4, backend, schedule, remat)
 
 
-def test_one_rank_with_nccl_runs_the_same_path() -> None:
-    launch(with_nccl, 1)
+def test_one_rank_alone_runs_the_same_path(backend: str) -> None:
+    launch(steps_on_the_gpu, 1, backend, "1f1b")
 
 
-def test_ranks_that_share_a_gpu_measure_their_links_and_have_one_plan() -> None:
-    launch(planned_on_the_gpu, 2)
+def test_ranks_measure_their_links_and_have_one_plan(backend: str) -> None:
+    check_ranks(backend, 2)
+    launch(planned_on_the_gpu, 2, backend)
+
+
+@pytest.mark.timeout(300)
+def test_trees_of_tensors_and_changing_shapes_cross_between_ranks(backend: str) -> None:
+    check_ranks(backend, 2)
+    launch(trees_on_the_gpu, 2, backend)
+
+
+def test_the_first_loss_does_not_wait_for_the_end_of_a_step_that_waits_for_it(backend: str) -> None:
+    """The first use of an NCCL group is a meeting of its ranks. The last stage met the first one for the loss before it
+    sent the gradients that the first one needed to get there: nothing moved ever again.
+    """
+    check_ranks(backend, 2)
+    launch(many_steps, 2, backend, "1f1b", "2")
+
+
+@pytest.mark.timeout(300)
+def test_replicas_over_nccl_have_the_sum_of_their_gradients() -> None:
+    check_ranks("nccl", 4)
+    launch(many_steps, 4, "nccl", "1f1b,zb-v", "5", "2", timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("schedules", chunks(SYNCHRONOUS, 7))
+def test_two_hundred_steps_of_every_schedule_over_nccl_have_the_bits_of_the_plain_loop(
+    ranks: int, schedules: str
+) -> None:
+    check_ranks("nccl", ranks)
+    print(launch(many_steps, ranks, "nccl", schedules, "200", timeout=800))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_two_hundred_steps_of_replicas_over_nccl_have_the_bits_of_the_plain_loop(ranks: int) -> None:
+    check_ranks("nccl", ranks)
+    print(launch(many_steps, ranks, "nccl", "1f1b,zb-h1,zb-v", "200", "2", timeout=800))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_named_by_all_others(backend: str, server: Server, tmp_path: Path) -> None:
+    """What waits on a GPU for a rank that is gone has to be ended too."""
+    check_ranks(backend, 3)
+    with server.crew(waits_for_a_killed_rank, 3, backend, folder=tmp_path) as crew:
+        crew.wait_for("step\nstep\nstep")
+        time.sleep(random.Random(5).random() / 10)
+        crew.signal(1, signal.SIGKILL)
+        crew.ended(seconds=30)
+        for rank in (0, 2):
+            assert "rank 1 is dead" in crew.said(rank), crew.everything()
+            assert "stage" in crew.said(rank), crew.everything()
