@@ -55,25 +55,24 @@ def connected(name: str, ranks: Sequence[int], number: int, *, most_blocks: int 
     return nccl(part_of_store(f"nccl {name}", ranks), number, len(ranks), options)
 
 
-def connected_replicas(gloo: Any, ranks: Sequence[int], number: int, gpu: torch.device) -> Any:
-    """The group that adds gradients, made and used once; `gloo` is one of the same ranks."""
-    gloo.barrier().wait()
-    group = connected("dp", ranks, number)
-    group.allreduce([torch.zeros(1, device=gpu)]).wait()
-    torch.cuda.synchronize(gpu)
-    return group
-
-
 class Communicators:
-    """The groups of a pipeline's channels; `gloo` is one of all its ranks."""
+    """The groups of a pipeline's channels, and that of its replicas; `gloo` is one of all ranks of the pipeline."""
 
     def __init__(self, gloo: Any, ranks: Sequence[int], device: int, gpu: torch.device) -> None:
         self.gpu = gpu
         self.stream = torch.cuda.Stream(gpu)  # on which nothing waits: receives start at once
         self._gloo, self._ranks, self._device = gloo, ranks, device
         self._known: set[Channel] = set()  # of all ranks
-        self._groups: dict[Channel, Any] = {}  # of this one
+        self._groups: dict[Channel | str, Any] = {}  # of this one
         self._broken = False
+
+    def connect_replicas(self, gloo: Any, ranks: Sequence[int], number: int) -> Any:
+        """The group that adds gradients, used once; `gloo` is one of the same ranks."""
+        gloo.barrier().wait()
+        group = self._groups["dp"] = connected("dp", ranks, number)
+        group.allreduce([torch.zeros(1, device=self.gpu)]).wait()
+        torch.cuda.current_stream(self.gpu).synchronize()
+        return group
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Every rank names the same channels. Nobody enters a meeting before all are there: until then a rank that

@@ -83,13 +83,12 @@ class Ranks:
                 return Links(self._courier, *here, self._watch.lost)
             inbox, near = find_near(self._groups.pp, seat.device)
             return Links(self._courier, *here, self._watch.lost, inbox=inbox, near=near)
-        direct = nccl.is_used(seat.mesh)
-        if direct and self._groups.dp is not None:
-            self._sums = nccl.connected_replicas(self._groups.dp, seat.dp_ranks, seat.replica, seat.torch_device)
         memory = PinnedMemory(seat.torch_device)
-        if not direct:
+        if not nccl.is_used(seat.mesh):
             return Links(self._courier, *here, self._watch.lost, memory)
         groups = nccl.Communicators(self._groups.pp, seat.pp_ranks, seat.device, seat.torch_device)
+        if self._groups.dp is not None:
+            self._sums = groups.connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
         return Links(self._courier, *here, self._watch.lost, memory, groups)
 
     # -- before the first step --------------------------------------------------------------------------------------
