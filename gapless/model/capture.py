@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
+from gapless.stage import microbatch as mb
+from gapless.stage.counted import Weighed
 from gapless.stage.settings import settings
 
+from .counting import Counting, weighed_by
 from .cut import Crossing, choose, follow, homes_of, is_graph_of
 from .cuts import Cuts
 from .piece import Piece, Slot
@@ -38,6 +41,7 @@ class Captured:
         self._devices = list(devices)
         self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._traces: list[tuple[tuple[Any, ...], Trace]] = []
+        self._countings: dict[int, Counting] = {}
         self._known: dict[Any, int] = {}
         self._cuts = cuts
         self._homes = {} if cuts is None else cuts.homes
@@ -65,6 +69,29 @@ class Captured:
         if key not in self._known:
             self._known[key] = self._find(modes, flat, spec)
         return (self._known[key], *flat)
+
+    def weighed(
+        self,
+        prepared: Sequence[tuple[Any, ...]],
+        whole: Any,
+        counts: Sequence[int],
+        loss_weight: mb.LossWeight = None,
+        parts: Sequence[Any] = (),
+    ) -> Weighed:
+        """What prepared microbatches count for the model's own loss; `whole` is the minibatch, `parts` are its
+        microbatches as they were, for a `loss_weight` of the user's.
+        """
+        countings = [self._counting(number) for number, *_ in prepared]
+        if not any(each.has_loss for each in countings):
+            return Weighed([float(count) for count in counts])
+        if loss_weight is not None:
+            return Weighed(mb.numbers(loss_weight, counts, parts), loss_weight == "sum")
+        return weighed_by(countings, [flat for _, *flat in prepared], counts, whole)
+
+    def _counting(self, number: int) -> Counting:
+        if number not in self._countings:
+            self._countings[number] = Counting(self._traces[number][1], self.module)
+        return self._countings[number]
 
     def _find(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
         for number, (its_modes, trace) in enumerate(self._traces):

@@ -54,7 +54,7 @@ class Piece:
         used = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
         torch.fx.map_arg(self._kept, lambda node: used.add(node) if node.op == "get_attr" else None)
         self._attrs = sorted(used)
-        self._homes = [_home(model, node) for node in self._attrs]
+        self._homes = [home_of(model, node) for node in self._attrs]
         self._runs: dict[bool, Callable[..., Any]] = {}  # by whether weight gradients may wait
 
     def _compile(self, split: bool) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class Piece:
                 yield owner, name
 
 
-def _home(model: nn.Module, node: Node) -> tuple[Any, str]:
+def home_of(model: nn.Module, node: Node) -> tuple[Any, str]:
     """The owner of a parameter or buffer in the user's model, or of a constant in the trace."""
     path, _, name = str(node.target).rpartition(".")
     traced: Any = node.graph.owning_module

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gapless.stage import microbatch as mb
 from gapless.stage import plain
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.counted import Weighed
 from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
 
@@ -48,7 +49,14 @@ class Reference:
         def seeded(microbatch: int, number: int) -> None:
             torch.manual_seed(seed_of(seed, step, microbatch, number))
 
-        return plain.plain_step([layer], inputs, target, seed=seed, step=step, **{"loss": own_loss, **options})
+        options = {"loss": own_loss, "loss_weight": None, **options}
+
+        def weigh(parts: Sequence[Any], counts: Sequence[int]) -> Weighed:
+            prepared = [self._captured.prepare(part) for part in parts]
+            return self._captured.weighed(prepared, inputs, counts, options["loss_weight"], parts)
+
+        options["weigh"] = weigh if options["loss"] is own_loss else None
+        return plain.plain_step([layer], inputs, target, seed=seed, step=step, **options)
 
 
 def plain_step(

@@ -45,6 +45,7 @@ from gapless.schedule.recipes import Objective
 from gapless.schedule.simulate import simulate
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.counted import Weighed, weighed
 from gapless.stage.part import Part
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
@@ -73,7 +74,8 @@ class Pipeline:
     memory_limit       for `auto`
     seed               of everything random in the layers, together with step, microbatch and layer
     remat              "none", "stage", "layer", or a list with one of these per stage
-    loss_weight        None for a loss that is a mean over samples, "sum", or a function from a target to its weight
+    loss_weight        what a microbatch counts: None for samples, or the targets that torch's losses and the model's
+                       own do not leave out; "sum" for a loss that is a sum; or a function of the target
     batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
                        "error"
     tied               parameters that several stages use: "exact" adds gradients as plain training does, "summed" once
@@ -195,13 +197,13 @@ class Pipeline:
         check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
-        numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
         with self._team.held(), self._world.call():
-            parts = self._prepared(parts)
+            prepared = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
-            weights = self._weights(numbers, part)
+            counted = self._weighed(inputs, target, parts, prepared, targets, counts)
+            weights = self._world.weights(counted, self.microbatches, part)
             batch = program.batch
-            batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, parts, targets, outputs
+            batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, prepared, targets, outputs
             batch.weights = weights if scaler is None else _scaled(weights, scaler, self._last_device)
             try:
                 self._world.begin()
@@ -231,17 +233,20 @@ class Pipeline:
             self._model.module.eval()
             try:
                 with torch.no_grad():
-                    inputs = self._prepared(parts)
+                    prepared = self._prepared(parts)
                 program = self._program(len(parts), inference=True, recorded=False)
                 batch = program.batch
-                batch.inputs, batch.targets = inputs, targets if target is not None else ()
+                batch.inputs, batch.targets = prepared, targets if target is not None else ()
                 try:
                     self._run(program)
                     losses = tuple(batch.losses) if target is not None else ()
                     if self._loss is own_loss and self._has_last:
                         losses = tuple(loss for out in batch.outputs if (loss := find_loss(out)) is not None)
-                    numbers = mb.numbers(self._loss_weight, counts, targets if target is not None else parts)
-                    losses, weights = self._world.losses(program.schedule, losses, self._weights(numbers, Part()))
+                    counted = Weighed([float(count) for count in counts])
+                    if target is not None or self._loss is own_loss:
+                        counted = self._weighed(inputs, target, parts, prepared, targets, counts)
+                    weights = self._world.weights(counted, self.microbatches, Part())
+                    losses, weights = self._world.losses(program.schedule, losses, weights)
                     merged = mb.merge(batch.outputs, counts) if outputs and self._has_last else None
                 finally:
                     program.clear()
@@ -375,12 +380,11 @@ class Pipeline:
     def _split(self, inputs: Any, target: Any) -> tuple[list[Any], list[Any], list[int]]:
         """Inputs and targets of the microbatches, and their sizes; a rank that has no use for some has None there."""
         size = mb.batch_size(inputs, self._batch_dims)
-        weighed = callable(self._loss_weight)
-        here = self._has_first or size == 0 or isinstance(self._model, Captured) or (weighed and target is None)
+        here = self._has_first or size == 0 or isinstance(self._model, Captured) or target is None
         count = min(size, self.microbatches)
         parts = mb.split(inputs, self.microbatches, self._batch_dims) if here else [None] * count
         targets = [None] * count
-        if target is not None and (self._has_last or weighed):
+        if target is not None:
             targets = mb.split(target, count, self._target_dims, size=size)
         return parts, targets, mb.sizes(size, count)
 
@@ -472,13 +476,26 @@ class Pipeline:
         stages = dict(zip(self._stages_here, self._stages, strict=True))
         self._ties = self._world.adopt(self._model.module, stages, parts, self.schedule, self._tied)
 
-    def _weights(self, numbers: Sequence[float], part: Part) -> Sequence[float]:
-        return self._world.weights(numbers, self.microbatches, part, summed=self._loss_weight == "sum")
+    def _weighed(
+        self,
+        inputs: Any,
+        target: Any,
+        parts: Sequence[Any],
+        prepared: Sequence[Any],
+        targets: Sequence[Any],
+        counts: Sequence[int],
+    ) -> Weighed:
+        """What each microbatch counts."""
+        if isinstance(self._model, Captured) and self._loss is own_loss:
+            return self._model.weighed(prepared, inputs, counts, self._loss_weight, parts)
+        if target is None:
+            targets, target = parts, inputs
+        return weighed(self._loss, self._loss_weight, counts, targets, target)
 
 
-def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor]:
+def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor | float]:
     """The weights times the scale of a GradScaler, which is a power of two: the losses' other bits stay."""
-    return [scaler.scale(torch.tensor(weight, device=device)) for weight in weights]
+    return [scaler.scale(torch.tensor(weight, device=device)) if weight else 0.0 for weight in weights]
 
 
 def _apart(part: Any) -> Any:

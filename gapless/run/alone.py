@@ -16,6 +16,7 @@ from gapless.run.transport import Transport
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
+from gapless.stage.counted import Weighed
 from gapless.stage.part import Part
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
@@ -68,8 +69,9 @@ class Alone:
     def stopping(self) -> bool:
         return False
 
-    def weights(self, numbers: Sequence[float], room: int, part: Part, *, summed: bool) -> Sequence[float]:
-        return part.shares(numbers, sum(numbers), summed=summed)
+    def weights(self, counted: Weighed, room: int, part: Part) -> Sequence[float]:
+        counted.check_kept()
+        return part.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 
     def begin(self) -> None:
         """Nothing to set aside."""

@@ -36,6 +36,7 @@ from gapless.run.whole import gather, held, load
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
+from gapless.stage.counted import Weighed
 from gapless.stage.part import Part
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
@@ -199,13 +200,14 @@ class Ranks:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def weights(self, numbers: Sequence[float], room: int, part: Part, *, summed: bool) -> Sequence[float]:
+    def weights(self, counted: Weighed, room: int, part: Part) -> Sequence[float]:
         """The share of each microbatch in the minibatch of all replicas."""
         self._part, self._shares = part, None
         if self._groups.dp is not None:
-            self._shares = Shares(self._groups.dp, self.seat.replica, numbers, room, part, summed=summed)
+            self._shares = Shares(self._groups.dp, self.seat.replica, counted, room, part)
             return self._shares
-        return part.shares(numbers, sum(numbers), summed=summed)
+        counted.check_kept()
+        return part.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 
     def begin(self) -> None:
         self._sharded.begin()

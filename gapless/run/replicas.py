@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.run.gradients import local
+from gapless.stage.counted import Weighed
 from gapless.stage.part import Part
 
 _BUCKET_BYTES = 32 << 20
@@ -29,15 +30,15 @@ class Shares(Sequence[float]):
     first needed.
     """
 
-    def __init__(
-        self, group: Any, replica: int, numbers: Sequence[float], room: int, part: Part, *, summed: bool
-    ) -> None:
-        """`numbers` is what each microbatch counts; `room`, the same everywhere, is at least their number. All replicas
-        must mean the same `part` of the minibatch.
+    def __init__(self, group: Any, replica: int, counted: Weighed, room: int, part: Part) -> None:
+        """`counted` has what each microbatch counts; `room`, the same everywhere, is at least their number. All
+        replicas must mean the same `part` of the minibatch.
         """
-        self._replica, self._count, self._summed, self._part = replica, len(numbers), summed, part
+        numbers = counted.numbers
+        self._replica, self._count, self._counted, self._part = replica, len(numbers), counted, part
         padding = [0.0] * (room - len(numbers))
-        mine = torch.tensor([len(numbers), part.weight, part.sync, *numbers, *padding], dtype=torch.float64)
+        head = [len(numbers), float(part.weight), part.sync, counted.kept]
+        mine = torch.tensor([*head, *numbers, *padding], dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(group.size())]
         self._work = group.allgather([self._rows], [mine])
         self._found: list[list[float]] = []
@@ -60,9 +61,10 @@ class Shares(Sequence[float]):
             self.waited = time.monotonic() - began
             for replica, row in enumerate(self._rows):
                 check_same(self._part, row[1:3].tolist(), f"replica {self._replica}", f"replica {replica}")
-            numbers = [row[3 : 3 + int(row[0])].tolist() for row in self._rows]
+            self._counted.check_kept([float(row[3]) for row in self._rows])
+            numbers = [row[4 : 4 + int(row[0])].tolist() for row in self._rows]
             total = sum(number for row in numbers for number in row)
-            self._found = [self._part.shares(row, total, summed=self._summed) for row in numbers]
+            self._found = [self._part.shares(row, total, summed=self._counted.summed) for row in numbers]
         return self._found
 
 

@@ -23,6 +23,7 @@ from .buffers import Taken
 from .calls import Calls
 from .deferred import Records
 from .intercept import Restart
+from .plain import without_loss
 from .tie import Tie, running
 
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
@@ -52,7 +53,7 @@ class Kept:
     leaves: list[Tensor]
     shape: mb.Shape | None
     edges: list[GradientEdge | None] | None = None
-    start: Tensor | None = None  # the gradient of the weighted loss: one
+    starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`, ones
     autocast: AutocastState | None = None
     buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
     # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
@@ -190,8 +191,7 @@ class Cell:
         if len(grads) == 1 == len(kept.edges) and grads[0] is not None and kept.edges[0] is not None:
             return kept.edges, grads  # type: ignore[return-value]
         if self._with_loss:
-            edge, start = kept.edges[0], kept.start
-            return ([edge], [start]) if edge is not None and start is not None else ([], [])
+            return kept.edges, kept.starts  # type: ignore[return-value]  # edges that are there
         if len(grads) != len(kept.edges):
             raise GaplessError(
                 f"{len(grads)} gradients came for {len(kept.edges)} outputs: "
@@ -260,9 +260,9 @@ class Cell:
                 return self._hand_on(kept, value)
             loss = calls.loss(value, work.target)
             check_scalar(loss)
-            weighted = loss * work.weight
-        kept.edges = [get_gradient_edge(weighted) if weighted.requires_grad else None]
-        kept.start = torch.ones_like(weighted)
+            weighted = without_loss(value) if type(work.weight) is float and not work.weight else [loss * work.weight]
+        kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
+        kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
         return self._outputs(value) if work.want_outputs else None, loss.detach()
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:

@@ -17,8 +17,6 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 
-from .part import Part
-
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
 
@@ -131,18 +129,6 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
             cut = all(tensor.size(0) == count for tensor, count in zip(column, counts, strict=True))
         merged.append(torch.cat(column) if cut else column[0])
     return unflatten(merged, rows[0][1])
-
-
-def weights(
-    loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any], part: Part | None = None
-) -> list[float]:
-    """What the loss of each microbatch is multiplied by, so that the sum of the losses is the loss of the minibatch.
-
-    A mean over samples weighs n_m / n; `loss_weight` counts n_m in the target of microbatch m (tokens, say) for other
-    means; "sum" is for losses that are sums already.
-    """
-    counted = numbers(loss_weight, counts, targets)
-    return (part or Part()).shares(counted, sum(counted), summed=loss_weight == "sum")
 
 
 def numbers(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:

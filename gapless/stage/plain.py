@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import microbatch as mb
 from .batchnorm import BatchNorm, PlainMode, Statistics
+from .counted import Weigh, weighed
 from .part import Part
 from .seeds import seed_of
 
@@ -42,8 +43,10 @@ def plain_step(
     target_dims: Any = None,
     batchnorm: BatchNorm = "microbatch",
     weight: float | Fraction = 1.0,
+    weigh: Weigh | None = None,
 ) -> PlainResult:
-    """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
+    """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`. `weigh` tells what the
+    microbatches count, where nothing else does.
 
     Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators
     are left reseeded. The backward runs outside of autocast, as torch advises.
@@ -52,7 +55,14 @@ def plain_step(
     parts = mb.split(inputs, microbatches, batch_dims)
     targets = mb.split(target, len(parts), target_dims, size=size) if target is not None else [None] * len(parts)
     counts = mb.sizes(size, len(parts))
-    weights = mb.weights(loss_weight, counts, targets if target is not None else parts, Part.of(weight, True))
+    if weigh is not None:
+        counted = weigh(parts, counts)
+    elif target is None:
+        counted = weighed(loss, loss_weight, counts, parts, inputs)
+    else:
+        counted = weighed(loss, loss_weight, counts, targets, target)
+    counted.check_kept()
+    weights = Part.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()
@@ -66,7 +76,10 @@ def plain_step(
             value_of_loss = loss(value, goal)
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
-        _backward(value_of_loss * share)
+        if share:
+            _backward([value_of_loss * share])
+        else:
+            _backward(without_loss(value))
     statistics.finish()
     total = sum_in_order(losses, weights)
     return PlainResult(total, losses, mb.merge(outputs, counts))
@@ -102,8 +115,15 @@ def sum_in_order(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def _backward(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        return
-    with torch.autocast(loss.device.type, enabled=False):
-        torch.autograd.backward(loss)
+def without_loss(outputs: Any) -> list[Tensor]:
+    """Where the backward of a microbatch starts that weighs nothing, with a gradient of zero: at the outputs, and not
+    at the loss, since a mean over nothing is no number, and zero times that is none either.
+    """
+    return [tensor * 0 for tensor in mb.flatten(outputs)[0] if tensor.requires_grad and tensor.dim()]
+
+
+def _backward(starts: Sequence[Tensor]) -> None:
+    starts = [tensor for tensor in starts if tensor.requires_grad]
+    if starts:
+        with torch.autocast(starts[0].device.type, enabled=False):
+            torch.autograd.backward(starts, [torch.ones_like(tensor) for tensor in starts])

@@ -51,7 +51,8 @@ def run_step(
     parts = mb.split(inputs, microbatches)
     targets = [None] * len(parts) if target is None else mb.split(target, len(parts), size=size)
     counts = mb.sizes(size, len(parts))
-    weights = mb.weights(loss_weight, counts, targets)
+    numbers = mb.numbers(loss_weight, counts, targets)
+    weights = [1.0 if loss_weight == "sum" else number / sum(numbers) for number in numbers]
     losses: list[Tensor] = []
     outputs: list[Any] = []
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
+from gapless.stage.part import Part
 from gapless.stage.plain import sum_in_order
 
 
@@ -96,10 +97,13 @@ def test_tensors_hidden_in_a_dataclass_are_refused() -> None:
 
 def test_weights_of_microbatches() -> None:
     targets = [torch.tensor([1, -100, 2]), torch.tensor([-100, -100, 3])]
-    assert mb.weights(None, [3, 1], targets) == [0.75, 0.25]
-    assert mb.weights("sum", [3, 1], targets) == [1.0, 1.0]
-    assert mb.weights(lambda target: (target != -100).sum(), [3, 3], targets) == [2 / 3, 1 / 3]
-    assert mb.weights(lambda target: 0, [3, 3], targets) == [0.0, 0.0]
+    assert mb.numbers(None, [3, 1], targets) == [3.0, 1.0]
+    assert mb.numbers("sum", [3, 1], targets) == [1.0, 1.0]
+    assert mb.numbers(lambda target: (target != -100).sum(), [3, 3], targets) == [2.0, 1.0]
+    assert Part().shares([2.0, 1.0], 3.0, summed=False) == [2 / 3, 1 / 3]
+    assert Part().shares([0.0, 0.0], 0.0, summed=False) == [0.0, 0.0]
+    assert Part(0.5).shares([2.0, 1.0], 4.0, summed=False) == [0.25, 0.125]
+    assert Part(0.5).shares([2.0, 1.0], 4.0, summed=True) == [0.5, 0.5]
 
 
 def test_flatten_and_unflatten_are_inverse() -> None:

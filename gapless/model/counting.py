@@ -1,0 +1,160 @@
+"""What a traced model's own loss counts, read from its graph.
+
+A model with labels computes its loss itself. Which of them count is in the trace: a causal model shifts its labels, an
+encoder-decoder does not, and each names what it leaves out. So the calls that lead from the batch to the targets of a
+cross entropy are taken out of the trace, and run for every microbatch before the step:
+
+    labels -> pad -> slice -> view -> cross_entropy(logits, ., ignore_index=-100)
+    labels -> pad -> slice -> view -> how many are not -100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gapless.errors import ConfigError
+from gapless.stage.counted import IGNORED, Weighed, number_of, unknown
+
+from .operators import draws
+from .piece import home_of
+from .trace import Trace
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+_LEAVING_OUT = (
+    aten.cross_entropy_loss.default,
+    aten.nll_loss_nd.default,
+    aten.nll_loss.default,
+    aten.nll_loss2d.default,
+)
+_MOVING = (aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
+
+
+class Counting:
+    """The cross entropies in the loss of one trace, and what each of them takes its mean over."""
+
+    def __init__(self, trace: Trace, model: nn.Module) -> None:
+        self._inputs = trace.inputs
+        loss = _loss_of(trace)
+        self.has_loss = loss is not None
+        before = set() if loss is None else _needed([loss])
+        losses = [node for node in trace.nodes if node in before and node.target in _LEAVING_OUT]
+        asked = [_asked(node) for node in losses]
+        reductions = {each["reduction"] for each in asked}
+        self.summed = reductions == {_SUM}
+        self.known = reductions == {_MEAN}
+        self.num_losses = len(losses)
+        if self.known:
+            self._build(asked, model)
+
+    def _build(self, asked: Sequence[dict[str, Any]], model: nn.Module) -> None:
+        starts = [node for each in asked for node in each.values() if isinstance(node, Node)]
+        needed = _needed(starts)
+        attrs = sorted(node for node in needed if node.op == "get_attr")
+        self._homes = [home_of(model, node) for node in attrs]
+        calls = [node for node in self._inputs[0].graph.nodes if node in needed and node.op == "call_function"]
+        values = [getattr(owner, name) for owner, name in self._homes]
+        if any(isinstance(value, nn.Parameter) or not isinstance(value, Tensor) for value in values):
+            self.known = False  # the targets are made by the model itself
+        if any(draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator) for node in calls):
+            self.known = False
+        if not self.known:
+            return
+        graph = Graph()
+        made = {node: graph.placeholder(node.name) for node in (*self._inputs, *attrs)}
+        self._device: torch.device | None = None  # where new tensors are made on the way, if any are
+        for node in calls:
+            made[node] = graph.node_copy(node, made.__getitem__)
+            made[node].meta = {}
+            device = node.kwargs.get("device")
+            if node.target in _MOVING:
+                made[node].kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+            elif isinstance(device, torch.device):
+                self._device = device
+        numbers = [
+            graph.call_function(
+                number_of, torch.fx.map_arg((each["target"], each["ignored"], each["weight"]), made.get)
+            )
+            for each in asked
+        ]
+        graph.output(numbers)
+        self._run = GraphModule({}, graph).forward
+
+    def __call__(self, flat: Sequence[Any]) -> list[Tensor]:
+        """Of one microbatch, as many numbers as there are losses."""
+        held = [getattr(owner, name) for owner, name in self._homes]
+        device = self._device or next((leaf.device for leaf in flat if isinstance(leaf, Tensor)), torch.device("cpu"))
+        values = [value.to(device) if isinstance(value, Tensor) else value for value in (*flat, *held)]
+        found: list[Tensor] = self._run(*values)
+        return found
+
+
+def weighed_by(
+    countings: Sequence[Counting], flats: Sequence[Sequence[Any]], counts: Sequence[int], whole: Any
+) -> Weighed:
+    """What microbatches count for the model's own loss; `countings` and `flats` are theirs, `whole` is all inputs."""
+    samples = [float(count) for count in counts]
+    if all(each.num_losses == 0 for each in countings):
+        return unknown(counts, flats, whole)
+    if all(each.summed for each in countings) and isinstance(whole, dict) and "num_items_in_batch" in whole:
+        return Weighed(samples, summed=True)  # each loss is a part of all items' mean already
+    if not all(each.known and each.num_losses == countings[0].num_losses for each in countings):
+        return unknown(counts, flats, whole)
+    with torch.no_grad():
+        found = [torch.stack(each(flat)).double() for each, flat in zip(countings, flats, strict=True)]
+    rows = torch.stack(found).cpu().t().tolist()  # for each loss, what the microbatches count
+    first = rows[0]
+    for row in rows[1:]:
+        if any(one * sum(first) != other * sum(row) for one, other in zip(row, first, strict=True)):
+            raise ConfigError(
+                f"the model's own loss has {len(rows)} parts, which count different shares of the microbatches "
+                f"({_shown(first)} and {_shown(row)} of their targets), so no weight of a microbatch is right for "
+                "both: pass loss=, a function of the outputs and the target, or loss_weight= to choose one"
+            )
+    return Weighed(samples if _same_shares(first, samples) else first)
+
+
+def _same_shares(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a * sum(other) == b * sum(one) for a, b in zip(one, other, strict=True))
+
+
+def _shown(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
+
+
+def _asked(node: Node) -> dict[str, Any]:
+    """The arguments of a loss, under their names."""
+    named = dict(zip((arg.name for arg in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)  # type: ignore[union-attr]
+    return {
+        "target": named["target"],
+        "weight": named.get("weight"),
+        "reduction": named.get("reduction", _MEAN),
+        "ignored": named.get("ignore_index", IGNORED),
+    }
+
+
+def _loss_of(trace: Trace) -> Node | None:
+    """The node that is the model's loss: `.loss`, `["loss"]`, or its one result."""
+    outputs = pytree.tree_unflatten(trace.results, trace.out_spec)
+    if isinstance(outputs, Node):
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    return found if isinstance(found, Node) else None
+
+
+def _needed(starts: Sequence[Node]) -> set[Node]:
+    """Everything that leads to these."""
+    found: set[Node] = set()
+    left = list(starts)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found

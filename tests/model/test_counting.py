@@ -1,0 +1,234 @@
+"""Models with labels weigh what their own loss counts: the bits of the loop that a user writes around the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gapless
+from tests.run.forked import launch
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+SMALL = {"vocab_size": 24, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {**SIZES, "vocab_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+Count = Callable[[dict[str, Tensor]], int]
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes, **rates))  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **SIZES))  # type: ignore[no-any-return]
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    config = transformers.T5Config(**SMALL, **sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+def bert(head: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(transformers, f"BertFor{head}")(transformers.BertConfig(**BERT))
+
+
+def batch(classes: int = 24) -> dict[str, Tensor]:
+    """Padded sentences of 8 lengths: the third of four microbatches has no target at all, shifted or not."""
+    lengths = torch.tensor([7, 5, 2, 3, 1, 1, 6, 4])
+    there = torch.arange(7) < lengths[:, None]
+    labels = torch.randint(classes, (8, 7)).masked_fill(~there, -100)
+    labels[4:6] = -100
+    return {"input_ids": torch.randint(3, 24, (8, 7)), "attention_mask": there.long(), "labels": labels}
+
+
+def shifted(part: dict[str, Tensor]) -> int:
+    return int((part["labels"][..., 1:] != -100).sum())
+
+
+def not_shifted(part: dict[str, Tensor]) -> int:
+    return int((part["labels"] != -100).sum())
+
+
+def cut(inputs: dict[str, Any], count: int = 4) -> list[dict[str, Any]]:
+    names = [name for name, value in inputs.items() if value.dim()]
+    rows = zip(*(inputs[name].tensor_split(count) for name in names), strict=True)
+    return [{**inputs, **dict(zip(names, row, strict=True))} for row in rows]
+
+
+def own_loop(model: nn.Module, inputs: dict[str, Any], count: Count, total: int | None = None) -> None:
+    """A microbatch without any target is left out: its mean is no number."""
+    parts = cut(inputs)
+    total = sum(map(count, parts)) if total is None else total
+    for part in parts:
+        if count(part):
+            (model(**part).loss * (count(part) / total)).backward()
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (plain.grad is None), name
+        if ours.grad is not None and plain.grad is not None:
+            assert torch.equal(ours.grad, plain.grad), name
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "classes"),
+    [
+        (gpt2, shifted, 24),
+        (llama, shifted, 24),
+        (t5, not_shifted, 24),
+        (bert("MaskedLM"), not_shifted, 24),
+        (bert("TokenClassification"), not_shifted, 2),
+    ],
+)
+def test_a_models_own_loss_weighs_the_labels_it_counts(
+    make: Callable[[], nn.Module], count: Count, classes: int
+) -> None:
+    """It was a mean of means: 4.1830 for 4.1788. Causal models shift their labels, the others do not."""
+    torch.manual_seed(4)
+    model, inputs = make(), batch(classes)
+    reference, plain, whole = (copy.deepcopy(model) for _ in range(3))
+    with gapless.Pipeline(model, devices=2, schedule="zb-h1", microbatches=4, intra_op_threads=1) as pipe:
+        result = pipe.step(inputs)
+        evaluated = pipe.evaluate(inputs).loss
+    assert result.loss is not None
+    torch.testing.assert_close(result.loss, whole(**inputs).loss.detach())
+    assert evaluated is not None
+    torch.testing.assert_close(evaluated, result.loss)
+    assert result.losses[2].isnan()
+    own_loop(reference, inputs, count)
+    assert_same_gradients(model, reference)
+    gapless.plain_step(plain, inputs, microbatches=4)
+    assert_same_gradients(plain, reference)
+
+
+def test_sentences_and_positions_weigh_as_samples_do() -> None:
+    torch.manual_seed(4)
+    ids = torch.randint(3, 24, (7, 5))
+    for make, inputs in (
+        (bert("SequenceClassification"), {"input_ids": ids, "labels": torch.randint(2, (7,))}),
+        (
+            bert("QuestionAnswering"),
+            {"input_ids": ids, "start_positions": torch.randint(5, (7,)), "end_positions": torch.randint(5, (7,))},
+        ),
+    ):
+        model = make()
+        reference = copy.deepcopy(model)
+        with gapless.Pipeline(model, devices=2, microbatches=4, intra_op_threads=1) as pipe:
+            assert pipe.step(inputs).weights == (2 / 7, 2 / 7, 2 / 7, 1 / 7)
+        own_loop(reference, inputs, lambda part: len(part["input_ids"]))
+        assert_same_gradients(model, reference)
+
+
+def test_two_losses_that_count_differently_are_refused() -> None:
+    """A mean over tokens and one over sentences: no weight of a microbatch is right for both."""
+    torch.manual_seed(4)
+    inputs = {**batch(), "next_sentence_label": torch.randint(2, (8,))}
+    model = bert("PreTraining")()
+    with gapless.Pipeline(model, devices=2, microbatches=4) as pipe:
+        with pytest.raises(gapless.GaplessError, match=r"own loss has 2 parts, .* \(12, 5, 0, 10 and 2, 2, 2, 2 of"):
+            pipe.step(inputs)
+        inputs["labels"] = inputs["labels"].clamp(min=0)
+        assert pipe.step(inputs).weights == (0.25,) * 4
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss_weight=not_shifted) as pipe:
+        pipe.step(batch() | {"next_sentence_label": torch.randint(2, (8,))})
+
+
+def test_a_batch_that_says_how_many_items_it_has_is_a_sum() -> None:
+    """Hugging Face's own convention for accumulation: the loss of each part is its sum over all items."""
+    torch.manual_seed(4)
+    model, inputs = llama(), batch()
+    inputs["num_items_in_batch"] = torch.tensor(shifted(inputs))
+    reference = copy.deepcopy(model)
+    with gapless.Pipeline(model, devices=2, microbatches=4, intra_op_threads=1) as pipe:
+        assert pipe.step(inputs).weights == (1.0,) * 4
+    for part in cut(inputs):
+        model_loss = reference(**part).loss
+        model_loss.backward()
+    assert_same_gradients(model, reference)
+
+
+class Own(nn.Module):
+    """A model with a loss of its own, in which nobody can see what it leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(24, 8), nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        kept = (labels != -100).float()
+        logits = self.second(torch.tanh(self.first(ids)))
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+        return (each * kept.flatten()).sum() / kept.sum()
+
+
+def test_a_loss_that_can_not_be_read_is_asked_for_where_it_matters() -> None:
+    torch.manual_seed(4)
+    inputs = (batch()["input_ids"], batch()["labels"])
+    with gapless.Pipeline(Own(), devices=2, microbatches=4) as pipe:
+        pipe.step((inputs[0], inputs[1].clamp(min=0)))
+        with pytest.raises(gapless.GaplessError, match=r"spread unevenly .* loss_weight="):
+            pipe.step(inputs)
+    model = Own()
+    reference = copy.deepcopy(model)
+    count = lambda part: (part[1] != -100).sum()  # noqa: E731
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss_weight=count, intra_op_threads=1) as pipe:
+        result = pipe.step(inputs)
+    assert result.loss is not None
+    assert result.loss.isfinite()
+    for ids, labels in zip(inputs[0].tensor_split(4), inputs[1].tensor_split(4), strict=True):
+        if (labels != -100).any():
+            share = int((labels != -100).sum()) / int((inputs[1] != -100).sum())
+            (reference(ids, labels) * share).backward()
+    assert_same_gradients(model, reference)
+
+
+# -- under ranks -------------------------------------------------------------------------------------------------------
+
+
+def replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    torch.manual_seed(4)
+    model = llama()
+    local = [copy.deepcopy(model) for _ in range(2)]
+    data = [batch(), batch()]
+    data[1]["labels"][:, 3:] = -100
+    total = sum(map(shifted, data))
+    with gapless.Pipeline(model, mesh=mesh, microbatches=4) as pipe:
+        pipe.step(data[replica])
+        for number, each in enumerate(local):
+            own_loop(each, data[number], shifted, total=total)
+        first, second = (dict(each.named_parameters()) for each in local)
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, first[name].grad + second[name].grad), name  # type: ignore[operator]
+    # what is not known must be even over the replicas, too
+    with (
+        gapless.Pipeline(Own(), mesh=mesh, microbatches=1, timeout=40) as pipe,
+        pytest.raises(gapless.GaplessError, match="spread unevenly"),
+    ):
+        pipe.step((data[replica]["input_ids"], data[replica]["labels"]))
+    dist.barrier()
+
+
+def test_replicas_weigh_by_the_labels_of_all() -> None:
+    launch(replicas, 4)
