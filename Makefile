@@ -14,13 +14,13 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 setup: $(STAMP)
 
-# Enough to run it: torch and the package itself.
+# Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
 $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("gapless needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) 'setuptools>=77' wheel
-	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" numpy
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 
@@ -31,7 +31,8 @@ $(STAMP): $(RUNS)
 
 demo: $(RUNS)
 	@mkdir -p demo
-	$(BIN)/python -m gapless show zb-v --devices 4 --microbatches 8
+	$(BIN)/python -m gapless show gpipe --devices 4 --microbatches 4
+	$(BIN)/python -m gapless show zb-h1 --devices 4 --microbatches 4
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
 	$(BIN)/python examples/train_gpt.py --seconds 45 --page demo/training.html
 
