@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, PartitionError
 from gapless.stage import microbatch as mb
 from gapless.stage.counted import Weighed
 from gapless.stage.settings import settings
@@ -24,8 +24,11 @@ from gapless.stage.settings import settings
 from .counting import Counting, weighed_by
 from .cut import Crossing, choose, follow, homes_of, is_graph_of
 from .cuts import Cuts
+from .edition import Edition
 from .piece import Piece, Slot
 from .trace import Trace
+
+_MOST_EDITIONS = 8  # of a model that is edited on and on
 
 
 class Captured:
@@ -33,23 +36,46 @@ class Captured:
     `Layers`.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device], cuts: Cuts | None = None) -> None:
-        """`devices`: that of each stage."""
+    def __init__(
+        self, model: nn.Module, devices: Sequence[torch.device], cuts: Cuts | None = None, *, movable: bool = True
+    ) -> None:
+        """`devices`: that of each stage. `movable` says that parameters may change their stages when the model is
+        edited.
+        """
         if cuts is not None:
             _check_same(cuts, model)
         self.module = model
+        self._movable = movable
         self._devices = list(devices)
         self._origin = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        self._traces: list[tuple[tuple[Any, ...], Trace]] = []
-        self._countings: dict[int, Counting] = {}
-        self._known: dict[Any, int] = {}
+        self.num_traces = 0  # so far
+        self._editions: list[Edition] = []
         self._cuts = cuts
         self._homes = {} if cuts is None else cuts.homes
         self.layers = [Slot() for _ in devices]
+        self.edition = self._begun()
 
-    @property
-    def num_traces(self) -> int:
-        return len(self._traces)
+    def called(self) -> Sequence[Any]:
+        """What is called as it is: nothing, since the graph stands for the model."""
+        return ()
+
+    def notice(self) -> None:
+        """Once in a step: whether the model was edited. If so, other traces are made, or those from
+        before an edit that was taken back are used again.
+        """
+        if self.edition.holds():
+            return
+        again = [edition for edition in self._editions if edition is not self.edition and edition.holds()]
+        self.edition = again[0] if again else self._begun()
+        for number, slot in enumerate(self.layers):
+            slot.take(self.edition.pieces[number])
+
+    def _begun(self) -> Edition:
+        made = Edition(
+            self.module, [slot.pieces for slot in self.layers] if not self._editions else [[] for _ in self.layers]
+        )
+        self._editions = [*self._editions[1 - _MOST_EDITIONS :], made]
+        return made
 
     def costs(self) -> list[int]:
         """Parameters of each stage, and one for its existence."""
@@ -60,15 +86,19 @@ class Captured:
         for slot, device in zip(self.layers, self._devices, strict=True):
             slot.settle(device)
 
-    def prepare(self, part: Any) -> tuple[Any, ...]:
-        """A microbatch as the first slot takes it: the number of the trace for it, and its tensors."""
-        flat, spec = flat_of(part)
+    def prepare(self, parts: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Microbatches as the first slot takes them: the number of the trace for it, and its tensors."""
         # Torch's own modules look at these, and take other kernels where nothing is to be learnt.
-        modes = (settings(), *(module.training for module in self.module.modules()))
+        modes = (settings(), *self.edition.modes())
+        return [self._prepared(part, modes) for part in parts]
+
+    def _prepared(self, part: Any, modes: tuple[Any, ...]) -> tuple[Any, ...]:
+        flat, spec = flat_of(part)
         key = (modes, spec, tuple(_key(leaf) for leaf in flat))
-        if key not in self._known:
-            self._known[key] = self._find(modes, flat, spec)
-        return (self._known[key], *flat)
+        known = self.edition.known
+        if key not in known:
+            known[key] = self._find(modes, flat, spec)
+        return (known[key], *flat)
 
     def weighed(
         self,
@@ -89,23 +119,28 @@ class Captured:
         return weighed_by(countings, [flat for _, *flat in prepared], counts, whole)
 
     def _counting(self, number: int) -> Counting:
-        if number not in self._countings:
-            self._countings[number] = Counting(self._traces[number][1], self.module)
-        return self._countings[number]
+        countings = self.edition.countings
+        if number not in countings:
+            countings[number] = Counting(self.edition.traces[number][1], self.module)
+        return countings[number]
 
     def _find(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
-        for number, (its_modes, trace) in enumerate(self._traces):
+        traces = self.edition.traces
+        for number, (its_modes, trace) in enumerate(traces):
             if its_modes == modes and trace.fits(flat, spec):
                 return number
-        if not self._traces and self._devices[0].type != self._origin.type:
+        if not self.num_traces and self._devices[0].type != self._origin.type:
             # Kernels of another kind of device lay out their results in another way, and a trace relies on it.
             self._origin = self._devices[0]
             self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        trace = Trace(self._in_one_place(), flat, spec)
+        here = self._in_one_place()
+        with self.edition.reading(here):
+            trace = Trace(here, flat, spec)
         self._cut(trace)
-        self._traces.append((modes, trace))
-        return len(self._traces) - 1
+        traces.append((modes, trace))
+        self.num_traces += 1
+        return len(traces) - 1
 
     def _in_one_place(self) -> nn.Module:
         """The model, or a copy of it where its parts are on several devices already: those can't be traced together."""
@@ -128,9 +163,15 @@ class Captured:
             _check_same(self._cuts, self.module, crossing.parameters())
             if is_graph_of(self._cuts, crossing):
                 return list(self._cuts.after)
-        elif not self._traces:
+        elif not self.num_traces:
             return choose(crossing, len(self.layers))
-        return follow(crossing, self._homes, len(self.layers))
+        try:
+            return follow(crossing, self._homes, len(self.layers))
+        except PartitionError:
+            if self.edition.traces or not self._movable:
+                raise
+            self._homes = {}
+            return choose(crossing, len(self.layers))
 
 
 def pieces_of(

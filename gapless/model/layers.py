@@ -1,5 +1,7 @@
 """A model as a sequence of layers, with the names its parameters had before anybody cut it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ class Layers:
 
     def __init__(self, model: Any, by_hand: Sequence[Layer] | None = None) -> None:
         """`by_hand`: layers that together are the model, which then only names their parameters."""
+        self._given = model, by_hand
         if by_hand is not None:
             self.layers: list[Layer] = list(by_hand)
             self.module: nn.Module = model
@@ -33,6 +36,27 @@ class Layers:
         for number, layer in enumerate(self.layers):
             if not callable(layer) or (isinstance(layer, nn.Module) and _has_no_forward(layer)):
                 raise PartitionError(f"layer {number} is a {type(layer).__name__}, which can't be called")
+
+    def called(self) -> Sequence[Any]:
+        """What the layers are taken from, as it is now: the module, or the layers in its user's list."""
+        model, by_hand = self._given
+        given = model if by_hand is None else by_hand
+        if isinstance(given, nn.Module):
+            return [given]
+        return given if isinstance(given, Sequence) else self.layers
+
+    def again(self) -> Layers:
+        """The same model as it is now, after its user has edited it."""
+        model, by_hand = self._given
+        more = more_than_its_layers(model) if by_hand is None else None
+        if more is not None:
+            raise ConfigError(
+                f"this {type(model).__name__} was a sequence when the pipeline was made, and has {more} now, which a "
+                "pipeline that calls its layers would ignore: make a new pipeline"
+            )
+        if by_hand is not None or isinstance(model, nn.Module | Sequence):
+            return Layers(model, by_hand)
+        return self
 
     def costs(self) -> list[int]:
         """Parameters of each layer, and one for its existence: a stand-in until the layers have been measured."""

@@ -179,6 +179,10 @@ class Slot(nn.Module):
         self._place, self._answer, self._split, self._exclude = place, answer, split, exclude
         self._seen = 0
 
+    def take(self, pieces: list[Piece]) -> None:
+        """Other pieces in place of those it has: the model was edited."""
+        self.pieces, self._seen = pieces, 0
+
     def forward(self, crossing: tuple[Any, ...]) -> Any:
         trace, *values = crossing
         while self._seen < len(self.pieces):

@@ -36,11 +36,12 @@ class Reference:
     def step(self, inputs: Any, target: Any = None, *, seed: int = 0, step: int = 0, **options: Any) -> PlainResult:
         """As `plain_step`."""
         microbatch = -1
+        self._captured.notice()
 
         def layer(*args: Any, **kwargs: Any) -> Any:
             nonlocal microbatch
             microbatch += 1
-            return self._slot(self._captured.prepare(kwargs or args))
+            return self._slot(*self._captured.prepare([kwargs or args]))
 
         layer.module = self._slot  # type: ignore[attr-defined]  # whose batch norms count
 
@@ -52,7 +53,7 @@ class Reference:
         options = {"loss": own_loss, "loss_weight": None, **options}
 
         def weigh(parts: Sequence[Any], counts: Sequence[int]) -> Weighed:
-            prepared = [self._captured.prepare(part) for part in parts]
+            prepared = self._captured.prepare(parts)
             return self._captured.weighed(prepared, inputs, counts, options["loss_weight"], parts)
 
         options["weigh"] = weigh if options["loss"] is own_loss else None

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, PartitionError
 from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, check_no_hooks_for_all, is_sequence
+from gapless.model.makeup import Makeup
 from gapless.model.materialise import Init
+from gapless.model.tied import Uses, uses_of
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
     at_least_one,
@@ -32,6 +34,7 @@ from gapless.pipeline.arguments import (
     stages_per_device_of,
     world_of,
 )
+from gapless.pipeline.edits import check_stay, followed
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.stages import layers_of, make_stages, warn_of_unsplit
@@ -148,7 +151,11 @@ class Pipeline:
         self._batchnorm: BatchNorm = batchnorm
         self._compile, self._init = compile, init
         self.schedule = self._schedules.made(self.microbatches)
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._stages: list[Stage] = []  # those of this process
+        self._uses: Uses = {}  # which stages use a parameter
+        self._called: Makeup | None = None  # what the stages were made of; None: of what was tried in vain
+        self._edition: Any = None  # of a traced model, for which the stages were made
         self._nothing = nn.Parameter(torch.empty(0))
         self._ties: list[Tie] = []
         self.partition: tuple[int, ...] = ()
@@ -163,12 +170,11 @@ class Pipeline:
             check_data(model, "a model that is traced needs data first, or its layers= with init=")
             if self._cuts is None:
                 check_uncounted(partition, model)
-            self._model = Captured(model, self._stage_devices, self._cuts)
+            self._model = Captured(model, self._stage_devices, self._cuts, movable=self._is_whole)
             self._world.agree(self._facts())
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._called_as_a_whole = None if layers is not None else model
-        self._programs: dict[tuple[int, bool, bool], Program] = {}
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +204,7 @@ class Pipeline:
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
         with self._team.held(), self._world.call():
+            self._follow()
             prepared = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
             counted = self._weighed(inputs, target, parts, prepared, targets, counts)
@@ -229,6 +236,7 @@ class Pipeline:
         check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         with self._team.held(), self._world.call():
+            self._follow()
             modes = [(module, module.training) for module in self._model.module.modules()]
             self._model.module.eval()
             try:
@@ -264,6 +272,7 @@ class Pipeline:
 
     def module(self) -> nn.Module:
         """The plain model, with the trained weights."""
+        self._follow_between_steps()
         return self._model.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -273,19 +282,23 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this process, under the model's names."""
-        return ((name, each) for name, each in self._model.module.named_parameters() if self._world.holds(each))
+        self._follow_between_steps()
+        return ((name, each) for name, each in self._model.module.named_parameters() if self._holds(each))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
         `whole` what is held there.
         """
+        self._follow_between_steps()
         return self._world.state(self._model.module, whole)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Under a mesh every rank takes what it needs, from a whole state or its own."""
+        self._follow_between_steps()
         return self._world.load(self._model.module, state, strict)
 
     def train(self, mode: bool = True) -> "Pipeline":
+        self._follow_between_steps()
         self._model.module.train(mode)
         return self
 
@@ -294,6 +307,7 @@ class Pipeline:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of the model; gradients of steps with `sync=False` are dropped too."""
+        self._follow_between_steps()
         self._world.zero_grad(self._model.module, set_to_none)
 
     @property
@@ -390,17 +404,19 @@ class Pipeline:
 
     def _prepared(self, parts: list[Any]) -> list[Any]:
         """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
-        if isinstance(self._model, Layers):
+        model = self._model
+        if isinstance(model, Layers):
             return parts
-        known = self._model.num_traces
-        prepared = [self._model.prepare(part) for part in parts]
-        if self._model.num_traces != known:
-            self._model.settle()
-            if not self._stages:
+        known, edition = model.num_traces, model.edition
+        prepared: list[Any] = model.prepare(parts)
+        if model.num_traces != known or edition is not self._edition:
+            model.settle()
+            if edition is not self._edition:
                 self.partition = (1,) * self.schedule.num_stages
                 self._make_stages()
+                self._edition = edition
             else:
-                self._adopt()
+                self._adopt(self._parts())
         return prepared
 
     @property
@@ -452,6 +468,13 @@ class Pipeline:
         return self._programs[key]
 
     def _make_stages(self) -> None:
+        parts = self._parts()
+        if self._uses and not self._is_whole:
+            devices = [self.schedule.placement.device(stage, 0) for stage in range(self.schedule.num_stages)]
+            names = {each: name for name, each in self._model.module.named_parameters()}
+            check_stay(self._uses, uses_of(parts), devices, names)
+        self._called = None
+        self._programs.clear()
         self._stages = make_stages(
             self._model,
             self.partition,
@@ -466,15 +489,70 @@ class Pipeline:
             batchnorm=self._batchnorm,
             first_microbatch=self._world.first_microbatch(self.microbatches),
         )
-        self._adopt()
+        self._adopt(parts)
         warn_of_unsplit(self._stages)
+        self._called = Makeup(self._called_now)
 
-    def _adopt(self) -> None:
+    def _adopt(self, parts: list[list[Any]]) -> None:
         """Parameters that several stages share are tied."""
-        parts = layers_of(self._model, self.partition)
-        parts[-1] = [*parts[-1], self._loss]
+        for shared in self._ties:
+            shared.release()
         stages = dict(zip(self._stages_here, self._stages, strict=True))
         self._ties = self._world.adopt(self._model.module, stages, parts, self.schedule, self._tied)
+        self._uses = uses_of(parts)
+
+    def _parts(self) -> list[list[Any]]:
+        """What each stage calls, wherever it is."""
+        parts = layers_of(self._model, self.partition)
+        return [*parts[:-1], [*parts[-1], self._loss]]
+
+    # -- a model that is edited between steps -------------------------------------------------------------------------
+
+    def _called_now(self) -> list[Any]:
+        """What stages call as it is: layers, and the loss."""
+        return [*self._model.called(), self._loss]
+
+    def _follow(self) -> None:
+        """Takes over what was edited in the model since the last step."""
+        if isinstance(self._model, Captured):
+            self._model.notice()
+        if not self._stages or (self._called is not None and self._called.same()):
+            return
+        before, partition = self._model, self.partition
+        try:
+            if isinstance(before, Layers):
+                self._take_over(before, before.again())
+            self._make_stages()
+        except BaseException:
+            self._model, self.partition, self._called = before, partition, None
+            raise
+
+    def _follow_between_steps(self) -> None:
+        """The same for whoever asks for the parameters; inside a step nothing may change."""
+        if not self._team.busy:
+            self._follow()
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        """Whether it is of this process. Of a new one in a traced model that is known when it is traced."""
+        new = isinstance(self._model, Captured) and self._model.edition is not self._edition
+        return (new and parameter not in self._uses) or self._world.holds(parameter)
+
+    def _take_over(self, before: Layers, now: Layers) -> None:
+        partition = followed(before.layers, self.partition, now.layers)
+        if partition is None and not self._is_whole:
+            raise PartitionError(
+                f"after an edit the model has {len(now.layers)} layers in another order, so that layers would change "
+                "their ranks: edit the model before the pipeline is made"
+            )
+        self._model = now
+        self.partition = partition or layers_per_stage(now, self.schedule.num_stages, None)
+        if uses_of(self._parts()) != self._uses:
+            self._world.agree(self._facts())
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all devices are in this process."""
+        return len(self._world.here) == len(self.devices)
 
     def _weighed(
         self,

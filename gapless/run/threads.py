@@ -119,6 +119,11 @@ class Team:
         finally:
             self._holders.discard(me)
 
+    @property
+    def busy(self) -> bool:
+        """A step is under way."""
+        return bool(self._holders)
+
     def run(self, tasks: Iterable[Task], stop: Callable[[], None], kind: int = 0) -> None:
         """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller. Runs of one
         `kind` do the same.

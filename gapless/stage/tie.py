@@ -89,9 +89,7 @@ class Tie:
 
     def end(self) -> None:
         """The step is over: sums meet, the last stage's first."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._node = self._handle = None
+        self.release()
         if self._summed and not self.is_home:
             for stage in self.stages[:0:-1]:
                 if self._is_here(stage):
@@ -100,6 +98,12 @@ class Tie:
             self._meet()
         self._sums.clear()
         self._carried.clear()
+
+    def release(self) -> None:
+        """Catches nothing any more, even if the step has failed."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._node = self._handle = None
 
     def _meet(self) -> None:
         with torch.no_grad():

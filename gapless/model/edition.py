@@ -1,0 +1,58 @@
+"""A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .counting import Counting
+from .makeup import Makeup
+from .piece import Piece
+from .reads import Noted, noted
+from .trace import Trace
+
+
+class Edition:
+    """`pieces` has a list for each stage, with a piece for each trace."""
+
+    def __init__(self, model: nn.Module, pieces: list[list[Piece]]) -> None:
+        self._model = model
+        self.pieces = pieces
+        self.traces: list[tuple[tuple[Any, ...], Trace]] = []
+        self.known: dict[Any, int] = {}  # which trace is for which kind of batch
+        self.countings: dict[int, Counting] = {}  # by the number of a trace
+        self._reads: Noted = {}
+        self._makeup = self._taken()
+
+    def _taken(self) -> Makeup:
+        return Makeup(lambda: [self._model], {module: [*names] for module, names in self._reads.items()})
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training."""
+        return tuple([module.training for module in self._makeup.modules])
+
+    def holds(self) -> bool:
+        """Whether the model is as it was."""
+        if self._makeup.same():
+            return True
+        if not self.traces:
+            self._makeup = self._taken()  # nothing was built on it
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def reading(self, model: nn.Module) -> Iterator[None]:
+        """Around a trace, of the model or of a copy. What the forward itself has changed on its way is no edit."""
+        reads: Noted = {}
+        try:
+            with noted(reads):
+                yield
+        finally:
+            own = dict(zip(model.modules(), self._model.modules(), strict=True))
+            for module, names in reads.items():
+                if module in own:
+                    self._reads.setdefault(own[module], {}).update(names)
+            self._makeup = self._taken()

@@ -1,0 +1,44 @@
+"""A model that its user has edited since the last step: where its layers go, and what can't be followed."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from gapless.errors import PartitionError
+from gapless.model.tied import Uses
+
+
+def followed(before: Sequence[Any], partition: Sequence[int], after: Sequence[Any]) -> tuple[int, ...] | None:
+    """Layers per stage after an edit. Layers that are still there stay in their stages, since their parameters and
+    what an optimizer keeps of them are there; a new one joins the layer before it. None where no partition does that.
+    """
+    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
+    homes: dict[int, int] = {id(layer): stage for layer, stage in zip(before, stages, strict=True)}
+    if len(after) == len(before) and all(
+        homes.get(id(layer), stage) == stage for layer, stage in zip(after, stages, strict=True)
+    ):
+        return tuple(partition)
+    at, places = 0, []
+    for layer in after:
+        at = homes.get(id(layer), at)
+        places.append(at)
+    if places != sorted(places) or set(places) != set(range(len(partition))):
+        return None
+    return tuple(len(list(group)) for _, group in groupby(places))
+
+
+def check_stay(before: Uses, after: Uses, devices: Sequence[int], names: Mapping[nn.Parameter, str]) -> None:
+    """Between ranks no parameter comes to a device that did not have it: that rank has not trained it, and its
+    optimizer does not know it. `devices` has that of each stage.
+    """
+    for parameter, stages in after.items():
+        there = {devices[stage] for stage in before.get(parameter, stages)}
+        new = sorted({devices[stage] for stage in stages} - there)
+        if new:
+            raise PartitionError(
+                f"after an edit of the model device {new[0]} uses {names.get(parameter, 'a parameter')}, which was on "
+                f"device {min(there)} alone: that rank has not trained it, and its optimizer does not know it; edit "
+                "the model before the pipeline is made, or load pipe.state_dict() into a new model for a new pipeline"
+            )
