@@ -95,10 +95,12 @@ class Captured:
     def _prepared(self, part: Any, modes: tuple[Any, ...]) -> tuple[Any, ...]:
         flat, spec = flat_of(part)
         key = (modes, spec, tuple(_key(leaf) for leaf in flat))
-        known = self.edition.known
-        if key not in known:
-            known[key] = self._find(modes, flat, spec)
-        return (known[key], *flat)
+        known = self.edition.known.setdefault(key, [])
+        for number in known:
+            if self.edition.traces[number][1].answers(flat):
+                return (number, *flat)
+        known.append(self._find(modes, flat, spec))
+        return (known[-1], *flat)
 
     def weighed(
         self,

@@ -22,7 +22,7 @@ class Edition:
         self._model = model
         self.pieces = pieces
         self.traces: list[tuple[tuple[Any, ...], Trace]] = []
-        self.known: dict[Any, int] = {}  # which trace is for which kind of batch
+        self.known: dict[Any, list[int]] = {}  # traces that fit a kind of microbatch
         self.countings: dict[int, Counting] = {}  # by the number of a trace
         self._reads: Noted = {}
         self._makeup = self._taken()

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from .grouped import run_grouped_mm
+
 aten = torch.ops.aten
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # What an export adds for itself.
@@ -64,6 +66,7 @@ PYTHON: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: torch.rnn_tanh,
     aten.rnn_relu.input: torch.rnn_relu,
     aten.batch_norm.default: torch.batch_norm,
+    torch.ops.gapless.grouped_mm.default: run_grouped_mm,
     torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad,
     torch.ops.higher_order.wrap_with_autocast: _with_autocast,
     **_convolutions(),

@@ -26,9 +26,11 @@ from torch.utils import _pytree as pytree
 from gapless.errors import PartitionError
 from gapless.stage.settings import settings
 
+from .called import as_called, without_cache
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
+from .questions import Question, Questions
 
 
 class Trace:
@@ -40,7 +42,7 @@ class Trace:
         self._spec = spec
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
-        self.module = _export(model, flat, spec)
+        self.module, self._questions = _export(model, flat, spec)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -60,6 +62,15 @@ class Trace:
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
+        return self._fits_kind(flat, spec) and all(question.same(flat) for question in self._questions)
+
+    def answers(self, flat: list[Any]) -> bool:
+        """Whether it holds for a batch that differs in nothing but its data from one for which it does. A later
+        question makes sense only after the same answers to those before.
+        """
+        return all(question.same(flat) for question in self._questions if question.of_data)
+
+    def _fits_kind(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         if settings() != self._settings or spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
             return False
         # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
@@ -84,8 +95,9 @@ def _dynamic_dims(value: Any) -> list[int]:
     return [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
 
 
-def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphModule:
+def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> tuple[GraphModule, list[Question]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
+    kwargs = without_cache(model, kwargs)
     last: Exception | None = None
     before = torch.get_rng_state()
     # Everything dynamic; or what shares its first dimension with the batch; or nothing.
@@ -95,10 +107,10 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> GraphMo
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            with nothing_lost(), _without_torchs_report():
+            with nothing_lost(), _without_torchs_report(), as_called(model), Questions(flat) as questions:
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
-            return program.module()
+            return program.module(), questions.asked
         except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
         except Exception as error:

@@ -1,0 +1,107 @@
+"""A trace makes the choices that a plain call makes.
+
+Some code looks whether it is traced, and then takes another path, which is as good but has other last bits: Hugging
+Face's attention keeps a mask that it would skip, its experts take another product of matrices. Here it is told no.
+And a cache of keys and values, which training has no use for and which a graph can't return, is not asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .grouped import traceable
+
+_LOOKS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+_CHECKS = "torch_compilable_check"  # it is no choice: while traced it is written into the graph
+
+
+@contextlib.contextmanager
+def as_called(model: nn.Module) -> Iterator[None]:
+    """While it holds, a model that this thread traces behaves as if it were called."""
+    with contextlib.ExitStack() as stack:
+        for name in _LOOKS:
+            stack.enter_context(_instead(torch.compiler, name, _no_to_others))
+        library = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(library, "is_fake_tensor"):
+            stack.enter_context(_instead(library, "is_fake_tensor", _no))
+        if hasattr(torch, "_grouped_mm"):
+            stack.enter_context(_instead(torch, "_grouped_mm", traceable))
+        for config in _caching(model):
+            stack.enter_context(_set(config, "use_cache", False))
+        yield
+
+
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, in which a Hugging Face model is not asked for a cache."""
+    if kwargs.get("use_cache") is True and _configs(model):
+        return {**kwargs, "use_cache": False}
+    return kwargs
+
+
+def _instead(place: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    return _set(place, name, made(getattr(place, name)))
+
+
+@contextlib.contextmanager
+def _set(place: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def _no(original: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+    return lambda *args: threading.get_ident() != thread and original(*args)
+
+
+def _no_to_others(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Torch itself learns the truth, and so does a check."""
+    thread = threading.get_ident()
+
+    def look() -> bool:
+        return original() and (threading.get_ident() != thread or _is_told())
+
+    return look
+
+
+def _is_told() -> bool:
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return True
+    for _ in range(3):
+        if frame.f_code.co_name == _CHECKS:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Those of a Hugging Face model and its parts, the ones within others included."""
+    library = sys.modules.get("transformers")
+    if library is None:
+        return []
+    kind = library.PretrainedConfig
+    todo = [module.__dict__.get("config") for module in model.modules()]
+    found: dict[int, Any] = {}
+    while todo:
+        config = todo.pop()
+        if isinstance(config, kind) and id(config) not in found:
+            found[id(config)] = config
+            todo += vars(config).values()
+    return list(found.values())
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    return [config for config in _configs(model) if getattr(config, "use_cache", False) is True]

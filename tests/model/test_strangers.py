@@ -1,0 +1,183 @@
+"""The stranger's matrix: Hugging Face models with their default configs, padding and labels, against a loop of our own
+that shares no code with the library, to the bit; in one process and under ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # what tracing needs, once for all ranks
+import torch.distributed as dist
+import torch.export
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
+
+import gapless
+from tests.model.strangers import STRANGERS, Batch, gpt2, text
+from tests.run.forked import launch
+
+pytest.importorskip("transformers")
+
+MICROBATCHES = 3
+QUICK = ("llama", "opt", "gpt2", "mixtral")
+SLOW = tuple(name for name in STRANGERS if name not in QUICK)
+REST = (*QUICK[2:], *SLOW)
+NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+def parts_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    columns = {key: value.tensor_split(MICROBATCHES) for key, value in batch.items() if isinstance(value, Tensor)}
+    return [{**batch, **{key: column[m] for key, column in columns.items()}} for m in range(MICROBATCHES)]
+
+
+def counted(name: str, part: Batch) -> int:
+    """Over how many targets this model's loss is a mean: a causal one predicts all but the first."""
+    if "labels" not in part:
+        return len(part["input_ids"])
+    labels = part["labels"] if name in ("bert", "t5", "vit", "whisper") else part["labels"][:, 1:]
+    return int((labels != -100).sum())
+
+
+def own_loop(name: str, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """What anybody would write."""
+    parts = parts_of(batch)
+    total = sum(counted(name, part) for part in parts)
+    losses = []
+    for part in parts:
+        loss = model(**part).loss
+        (loss * (counted(name, part) / total)).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def batch_of(name: str) -> dict[str, Any]:
+    batch: dict[str, Any] = dict(STRANGERS[name][1](2 * MICROBATCHES))
+    return {**batch, "return_loss": True} if name == "clip" else batch
+
+
+def assert_same(ours: Any, plain: Any, where: str) -> None:
+    assert (ours is None) == (plain is None), where
+    if ours is not None:
+        assert torch.equal(ours, plain), f"{where}: off by {(ours.double() - plain.double()).abs().max().item()}"
+
+
+def trained(name: str, pipe: gapless.Pipeline, reference: nn.Module, steps: int) -> None:
+    """Some steps leave the losses, gradients and weights of the loop."""
+    ours, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, reference))
+    names = dict(reference.named_parameters())
+    for number in range(steps):
+        batch = batch_of(name)
+        result = pipe.step(copy.deepcopy(batch))
+        for m, (loss, wanted) in enumerate(zip(result.losses, own_loop(name, reference, batch), strict=True)):
+            assert_same(loss, wanted, f"{name}, step {number}, loss {m}")
+        for key, parameter in pipe.named_parameters():
+            assert_same(parameter.grad, names[key].grad, f"{name}, step {number}, gradient of {key}")
+        ours.step()
+        plain.step()
+        ours.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stranger_has_the_bits_of_its_own_loop(name: str) -> None:
+    torch.manual_seed(5)
+    model = STRANGERS[name][0]()
+    reference = copy.deepcopy(model)
+    slow = name in SLOW
+    with gapless.Pipeline(
+        model,
+        devices=2,
+        schedule="zb-v" if slow else "1f1b",
+        remat="stage" if slow else "none",
+        microbatches=MICROBATCHES,
+        intra_op_threads=torch.get_num_threads(),
+        loss_weight=partial(counted, name),
+    ) as pipe:
+        trained(name, pipe, reference, steps=2)
+        if slow:
+            assert_same_evaluation(name, pipe, reference)
+
+
+def assert_same_evaluation(name: str, pipe: gapless.Pipeline, reference: nn.Module) -> None:
+    batch = batch_of(name)
+    outputs = pipe.evaluate(copy.deepcopy(batch)).outputs
+    reference.eval()
+    key = "text_embeds" if name == "clip" else "logits"
+    with torch.no_grad():
+        wanted = torch.cat([reference(**part)[key] for part in parts_of(batch)])
+    assert_same(outputs[key], wanted, f"{name}, {key} of evaluate")
+
+
+def strangers_between_ranks(*names: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    for name in names:
+        torch.manual_seed(5)
+        model = STRANGERS[name][0]()
+        reference = copy.deepcopy(model)
+        with gapless.Pipeline(
+            model,
+            mesh=mesh,
+            microbatches=MICROBATCHES,
+            tied="exact",
+            intra_op_threads=torch.get_num_threads(),
+            loss_weight=partial(counted, name),
+        ) as pipe:
+            trained(name, pipe, reference, steps=1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK[:2], *(pytest.param(REST[start::5], marks=pytest.mark.slow) for start in range(5))],
+    ids=lambda names: "-".join(names),
+)
+def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...]) -> None:
+    launch(strangers_between_ranks, 2, *names)
+
+
+class Seeded(TorchFunctionMode):
+    """Seeds every draw of a plain call as `gapless.seed_of` says: the n-th of a microbatch as its n-th."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: tuple[int, int, int] = (0, 0, 0)
+        self.drawn = 0
+
+    @contextmanager
+    def microbatch(self, seed: int, step: int, number: int) -> Iterator[None]:
+        self.place, self.drawn = (seed, step, number), 0
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func is F.dropout and kwargs.get("training")) or kwargs.get("dropout_p"):
+            torch.manual_seed(gapless.seed_of(*self.place, self.drawn))
+            self.drawn += 1
+        return func(*args, **kwargs)
+
+
+def test_dropout_draws_what_seed_of_says() -> None:
+    torch.manual_seed(5)
+    model = gpt2(dropout=0.2)
+    reference, seeded = copy.deepcopy(model), Seeded()
+    threads = torch.get_num_threads()
+    with gapless.Pipeline(model, devices=2, microbatches=MICROBATCHES, seed=9, intra_op_threads=threads) as pipe:
+        for step in range(2):
+            batch = text(2 * MICROBATCHES, ignored=False)
+            result = pipe.step(copy.deepcopy(batch))
+            for number, part in enumerate(parts_of(batch)):
+                with seeded.microbatch(9, step, number):
+                    loss = reference(**part).loss
+                (loss * (1 / 3)).backward()
+                assert seeded.drawn == 7  # the embedding's, and of both layers attention, projection and MLP
+                assert_same(result.losses[number], loss.detach(), f"step {step}, loss {number}")
+            for (key, ours), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert_same(ours.grad, plain.grad, f"step {step}, gradient of {key}")
