@@ -8,7 +8,7 @@ all else goes to every microbatch. A tensor that only happens to have that size 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
             tensors.append(leaf)
             places.append(place)
             leaves[place] = None
-        elif dataclasses.is_dataclass(leaf):
+        elif isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf):
             _refuse_hidden_tensors(leaf)
     return tensors, Shape(spec, leaves, places)
 
@@ -55,18 +55,27 @@ def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
-    hidden = [f.name for f in dataclasses.fields(leaf) if isinstance(getattr(leaf, f.name, None), Tensor)]
+    is_mapping = isinstance(leaf, Mapping)
+    held = leaf if is_mapping else {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
+    hidden = [str(name) for name, value in held.items() if isinstance(value, Tensor)]
     if hidden:
+        way_out = "" if is_mapping else f"call torch.export.register_dataclass({type(leaf).__name__}), or "
         raise ConfigError(
-            f"{type(leaf).__name__} holds tensors ({', '.join(hidden)}) where none can be seen: "
-            f"call torch.export.register_dataclass({type(leaf).__name__}), or pass a dict."
+            f"{type(leaf).__name__} holds tensors ({', '.join(hidden)}) where none can be seen: {way_out}pass a dict."
         )
+
+
+def _as_dict(tree: Any) -> Any:
+    """A batch that is some other mapping, as the dict that `model(**batch)` makes of it: a tokenizer returns one."""
+    is_known = type(tree) in pytree.SUPPORTED_NODES
+    return dict(tree) if isinstance(tree, Mapping) and not is_known else tree
 
 
 def batch_size(tree: Any, batch_dims: Any = None) -> int:
     """The number of samples: the first dimension of the first tensor that has one, or the first dimension that
     `batch_dims` names.
     """
+    tree = _as_dict(tree)
     tensors, shape = flatten(tree)
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
@@ -84,6 +93,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     enough) of numbers and None (not cut). `size` is the number of samples where another tree decides it: the targets of
     these inputs.
     """
+    tree = _as_dict(tree)
     if num_microbatches < 1:
         raise ConfigError(f"{num_microbatches} microbatches: at least 1 is needed.")
     if size is None:

@@ -285,3 +285,27 @@ def test_more_stages_than_places_to_cut_are_refused() -> None:
         pytest.raises(PartitionError, match="can be cut in 0 places, but 4 stages were asked for"),
     ):
         pipe.step(torch.randn(4, 2), torch.randn(4, 2))
+
+
+@torch.library.custom_op("tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda _, grad: grad * 3)  # its own, so that another would be seen
+
+
+class Operating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(doubled(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_an_operator_keeps_its_own_backward() -> None:
+    """It was refused as an autograd.Function is, though the graph has the operator and so its backward."""
+    torch.manual_seed(3)
+    assert_exact(Operating(), [(torch.randn(6, 4), torch.randn(6, 4))], loss=F.mse_loss)

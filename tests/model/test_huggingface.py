@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from gapless.errors import GaplessError
+from gapless.model.called import as_called
 from gapless.model.plain import Reference
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
@@ -150,3 +152,39 @@ def test_the_trained_weights_are_in_the_original_object() -> None:
         assert last < first
     assert pipe.module() is model
     assert model.eval()(**inputs).loss < first
+
+
+def test_a_tokenizers_batch_is_the_dict_it_holds() -> None:
+    torch.manual_seed(4)
+    model = llama()
+    plain = copy.deepcopy(model)
+    inputs = batch()
+    with gapless.Pipeline(model, devices=2, microbatches=3) as pipe:
+        ours = pipe.step(transformers.BatchEncoding(inputs)).losses
+    assert_same(ours, Reference(plain).step(transformers.BatchEncoding(inputs), microbatches=3).losses, "losses")
+    assert_same_state(model, plain, "a BatchEncoding")
+
+
+def clip() -> nn.Module:
+    """With configs within its config."""
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    return transformers.CLIPModel(config)  # type: ignore[no-any-return]
+
+
+def test_no_cache_is_asked_for_and_configs_are_put_back() -> None:
+    model = gpt2()
+    model.config.use_cache = True  # type: ignore[union-attr]
+    with gapless.Pipeline(model, devices=2, microbatches=2) as pipe:
+        assert pipe.step({**batch(4), "use_cache": True}).loss is not None
+        assert pipe.evaluate({**batch(4), "use_cache": True}).outputs.past_key_values is None
+        with pytest.raises(GaplessError):
+            pipe.step({**batch(4), "use_cache": "unknown", "position_ids": "no tensor"})
+    assert model.config.use_cache is True  # type: ignore[union-attr]
+    pair = clip()
+    pair.config.text_config.use_cache = True  # type: ignore[union-attr]
+    with as_called(pair):
+        assert pair.config.text_config.use_cache is False  # type: ignore[union-attr]
+    assert pair.config.text_config.use_cache is True  # type: ignore[union-attr]

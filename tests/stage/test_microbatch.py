@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,3 +139,26 @@ def test_a_minibatch_in_which_a_microbatch_has_no_target_is_that_of_plain_torch(
     assert found is not None
     assert torch.allclose(found, expected)
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+class Encoded(UserDict[str, Any]):
+    """As a tokenizer returns it."""
+
+
+class Held(dict[str, Any]):
+    """A dict that torch's trees do not know."""
+
+
+@pytest.mark.parametrize("kind", [Encoded, Held, MappingProxyType])
+def test_a_mapping_of_any_kind_is_cut_as_the_dict_it_is(kind: Any) -> None:
+    """It was taken for a constant, and every microbatch got all of it."""
+    batch = kind({"x": torch.arange(6), "scale": 2})
+    assert mb.batch_size(batch) == 6
+    parts = mb.split(batch, 3, {"x": 0})
+    assert [(part["x"].tolist(), part["scale"]) for part in parts] == [([0, 1], 2), ([2, 3], 2), ([4, 5], 2)]
+    assert all(type(part) is dict for part in parts)
+
+
+def test_a_mapping_within_a_batch_that_hides_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Encoded holds tensors \(x\) where none can be seen: pass a dict"):
+        mb.split({"y": torch.zeros(4), "more": Encoded(x=torch.zeros(4))}, 2)
