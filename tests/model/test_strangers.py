@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ pytest.importorskip("transformers")
 MICROBATCHES = 3
 QUICK = ("llama", "opt", "gpt2", "mixtral")
 SLOW = tuple(name for name in STRANGERS if name not in QUICK)
-REST = (*QUICK[2:], *SLOW)
+REST = (*QUICK[1:], *SLOW)
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
@@ -47,7 +46,7 @@ def counted(name: str, part: Batch) -> int:
 
 
 def own_loop(name: str, model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """What anybody would write."""
+    """What anybody would write who knows that a mean over targets is no mean of means."""
     parts = parts_of(batch)
     total = sum(counted(name, part) for part in parts)
     losses = []
@@ -99,7 +98,6 @@ def test_a_stranger_has_the_bits_of_its_own_loop(name: str) -> None:
         remat="stage" if slow else "none",
         microbatches=MICROBATCHES,
         intra_op_threads=torch.get_num_threads(),
-        loss_weight=partial(counted, name),
     ) as pipe:
         trained(name, pipe, reference, steps=2)
         if slow:
@@ -128,18 +126,17 @@ def strangers_between_ranks(*names: str) -> None:
             microbatches=MICROBATCHES,
             tied="exact",
             intra_op_threads=torch.get_num_threads(),
-            loss_weight=partial(counted, name),
         ) as pipe:
             trained(name, pipe, reference, steps=1)
 
 
 @pytest.mark.parametrize(
     "names",
-    [QUICK[:2], *(pytest.param(REST[start::5], marks=pytest.mark.slow) for start in range(5))],
+    [QUICK[:1], *(pytest.param(REST[start::8], marks=pytest.mark.slow) for start in range(8))],
     ids=lambda names: "-".join(names),
 )
 def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...]) -> None:
-    launch(strangers_between_ranks, 2, *names)
+    launch(strangers_between_ranks, 2, *names, timeout=110)
 
 
 class Seeded(TorchFunctionMode):
