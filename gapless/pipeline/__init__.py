@@ -412,6 +412,8 @@ class Pipeline:
         if model.num_traces != known or edition is not self._edition:
             model.settle()
             if edition is not self._edition:
+                if self._edition is not None:  # others have noticed the same edit
+                    self._world.agree(self._facts())
                 self.partition = (1,) * self.schedule.num_stages
                 self._make_stages()
                 self._edition = edition

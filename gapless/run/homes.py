@@ -26,6 +26,10 @@ class Homes:
         """The model is cut."""
         return bool(self._stages)
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether some stage was known to use it."""
+        return id(tensor) in self._stages
+
     def find_buffers(self) -> None:
         """Modules may have made new ones."""
         for stage, layers in enumerate(self._parts):

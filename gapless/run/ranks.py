@@ -118,7 +118,7 @@ class Ranks:
         """The model is cut, and these stages are here: shared parameters and replicas start with the same values.
         `parts` are the layers of each stage, also of those elsewhere.
         """
-        first = not self._homes.known
+        known = self._homes
         uses = uses_of(parts)
         devices = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
         self._homes = Homes(self.seat.device, parts, devices, uses)
@@ -130,14 +130,17 @@ class Ranks:
         self._parameters = list(dict.fromkeys(each for stage in stages.values() for each in stage.parameters()))
         if self._groups.dp is not None:
             shared = {each.parameter for each in ties}
+            earlier = list(self._buckets.values()) if self._pending.steps else []
             self._buckets = {
-                number: Buckets(self._sums, [each for each in stage.parameters() if each not in shared])
+                number: Buckets(self._sums, [each for each in stage.parameters() if each not in shared], earlier)
                 for number, stage in sorted(stages.items(), reverse=True)
             }
-            self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home])
-            if first:
+            self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home], earlier)
+            if not known.known:
                 layers = [part for stage in stages.values() for part in (*stage.layers, stage.loss)]
                 same_everywhere(self._groups.dp, _tensors(layers))
+            else:  # what an edit or a new trace has brought
+                same_everywhere(self._groups.dp, [each for each in self._parameters if not known.knows(each)])
         return ties
 
     def _away(self, uses: Uses) -> Callable[[int, Sequence[int]], Holders | None]:

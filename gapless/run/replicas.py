@@ -90,12 +90,23 @@ def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device
 class Buckets:
     """The gradients of some parameters, to be added over the replicas once per step."""
 
-    def __init__(self, group: Any, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, group: Any, parameters: Iterable[nn.Parameter], earlier: "Iterable[Buckets]" = ()) -> None:
+        """`earlier` are those from before an edit of the model or a new trace, with gradients that were kept."""
         self._group = group
-        self._parts = list(_parts([each for each in parameters if each.requires_grad and not sharded_over(each, "dp")]))
+        left = {each: found for buckets in earlier for each, found in buckets._left()}
+        mine = [each for each in parameters if (each.requires_grad or each in left) and not sharded_over(each, "dp")]
+        self._parts = list(_parts(mine))
         self._before: list[list[Tensor | None]] = []
         self._under_way: list[tuple[Tensor, Any]] = []
         self._kept: list[list[tuple[Tensor | None, int]]] = []  # as steps without an exchange left it
+        if left:
+            self._before = [[left[each][0] if each in left else None for each in part] for part in self._parts]
+            self._kept = [[left[each][1] if each in left else (each.grad, 0) for each in part] for part in self._parts]
+
+    def _left(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor | None, tuple[Tensor | None, int]]]]:
+        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
+            for parameter, before, grad in zip(part, befores, kept, strict=True):
+                yield parameter, (before, grad)
 
     def begin(self) -> None:
         """What was there before the step is summed already, and set aside; but not what was kept."""
