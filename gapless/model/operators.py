@@ -84,7 +84,7 @@ def draws(node: Node) -> bool:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     if PYTHON.get(target) in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         return any(type(arg) is float and arg > 0.0 for arg in node.args)
-    if PYTHON.get(target) in (_with_grad, _with_autocast):
+    if PYTHON.get(target) in WRAPPING:
         bodies = [body_of(arg) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
         return any(draws(inner) for body in bodies if isinstance(body, GraphModule) for inner in body.graph.nodes)
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
@@ -101,6 +101,7 @@ def body_of(node: Node) -> Any:
 _HEAVY = (F.linear, torch.matmul, torch.mm, torch.addmm, F.embedding, *_convolutions().values())
 _KNOWN: dict[Any, Any] = {_embedding: F.embedding, _attention: F.scaled_dot_product_attention}
 COUNTING = (torch.batch_norm, aten.add_.Tensor)
+WRAPPING = (_with_grad, _with_autocast)  # calls that are given the body they run
 
 
 def is_heavy(node: Node) -> bool:

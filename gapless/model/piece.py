@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .operators import COUNTING, PYTHON, Answer, answered, is_heavy
+from .operators import COUNTING, PYTHON, WRAPPING, Answer, answered, is_heavy
+from .segments import Compiler, in_segments
 
 Place = Callable[[int], None]
 
@@ -55,9 +56,10 @@ class Piece:
         torch.fx.map_arg(self._kept, lambda node: used.add(node) if node.op == "get_attr" else None)
         self._attrs = sorted(used)
         self._homes = [home_of(model, node) for node in self._attrs]
-        self._runs: dict[bool, Callable[..., Any]] = {}  # by whether weight gradients may wait
+        # By whether weight gradients may wait, and by what compiles it.
+        self._runs: dict[tuple[bool, Compiler | None], Callable[..., Any]] = {}
 
-    def _compile(self, split: bool) -> Callable[..., Any]:
+    def _made(self, split: bool, compiler: Compiler | None) -> Callable[..., Any]:
         graph = Graph()
         place, answer = graph.placeholder("place"), graph.placeholder("answer")
         values: dict[Node, Node] = {}
@@ -78,12 +80,20 @@ class Piece:
         if self._end is not None:
             graph.call_function(_place, (place, self._end))
         graph.output(torch.fx.map_arg(self._kept, values.__getitem__))
+        if compiler is not None:
+            asks = {place, answer}
+            graph = in_segments(
+                graph, lambda node: node.target in WRAPPING or not asks.isdisjoint(node.all_input_nodes), compiler
+            )
         run: Callable[..., Any] = GraphModule({}, graph).forward
         return run
 
-    def __call__(self, values: Sequence[Any], place: Place, answer: Answer, split: bool) -> Any:
-        if split not in self._runs:
-            self._runs[split] = self._compile(split)
+    def __call__(
+        self, values: Sequence[Any], place: Place, answer: Answer, split: bool, compiler: Compiler | None = None
+    ) -> Any:
+        run = self._runs.get((split, compiler))
+        if run is None:
+            run = self._runs[split, compiler] = self._made(split, compiler)
         held = [getattr(owner, name) for owner, name in self._homes]
         if self._moved is not None:
             device = self._moved[1]
@@ -91,7 +101,7 @@ class Piece:
                 value.to(device) if isinstance(value, Tensor) and type(value) is not nn.Parameter else value
                 for value in held
             ]
-        out = self._runs[split](place, answer, *values, *held)
+        out = run(place, answer, *values, *held)
         return tuple(out) if self.spec is None else pytree.tree_unflatten(out, self.spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
@@ -163,6 +173,7 @@ class Slot(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
+        self.compiler: Compiler | None = None  # of its pieces, whose weight gradients then do not wait
         self.bind(_nowhere, as_it_is)
 
     def bind(
@@ -187,13 +198,14 @@ class Slot(nn.Module):
         trace, *values = crossing
         while self._seen < len(self.pieces):
             if self._exclude is not None:
-                self._exclude(self.pieces[self._seen].unseen())
+                seen = self.pieces[self._seen]
+                self._exclude(seen.unseen() if self.compiler is None else [each for _, each in seen.parameters()])
             self._seen += 1
         piece = self.pieces[trace]
         if torch.is_grad_enabled():
-            out = piece(values, self._place, self._answer, self._split)
+            out = piece(values, self._place, self._answer, self._split and self.compiler is None, self.compiler)
         else:
-            out = piece(values, _nowhere, as_it_is, False)
+            out = piece(values, _nowhere, as_it_is, False, self.compiler)
         return out if piece.spec is not None else (trace, *out)
 
     def settle(self, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gapless.stage import microbatch as mb
 from gapless.stage import plain
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import compiled, uncompiled
 from gapless.stage.counted import Weighed
 from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
@@ -29,9 +30,11 @@ class Reference:
     """A traced module as the one layer of the plain loop. It keeps its traces, so a second step is quick."""
 
     def __init__(self, model: nn.Module) -> None:
+        model, compiler = uncompiled(model)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._captured = Captured(model, [device])
         self._slot = self._captured.layers[0]
+        self._slot.compiler = compiler
 
     def step(self, inputs: Any, target: Any = None, *, seed: int = 0, step: int = 0, **options: Any) -> PlainResult:
         """As `plain_step`."""
@@ -91,8 +94,9 @@ def plain_step(
         "batchnorm": batchnorm,
         "weight": weight,
     }
-    check_no_hooks_for_all(model)
-    if is_sequence(model):
-        return plain.plain_step(Layers(model).layers, inputs, target, **options)
+    whole, compiler = uncompiled(model)
+    check_no_hooks_for_all(whole)
+    if is_sequence(whole):
+        return plain.plain_step(compiled(Layers(whole).layers, compiler), inputs, target, **options)
     assert isinstance(model, nn.Module)
     return Reference(model).step(inputs, target, **options)

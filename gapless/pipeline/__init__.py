@@ -24,6 +24,7 @@ from gapless.model.tied import Uses, uses_of
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
     at_least_one,
+    check_compiled,
     check_cuts,
     check_data,
     check_options,
@@ -48,6 +49,7 @@ from gapless.schedule.recipes import Objective
 from gapless.schedule.simulate import simulate
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.counted import Weighed, weighed
 from gapless.stage.part import Part
 from gapless.stage.stage import Remat, Stage
@@ -85,7 +87,8 @@ class Pipeline:
                        per step, which is the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
                        a mapping from names to tensors, or a .safetensors file
-    compile            True, or options of torch.compile: every layer is compiled
+    compile            True, or options of torch.compile: every layer is compiled, or every piece of a traced model; by
+                       default as the model was, if torch.compile made it
     layers             of a module that can't be traced: callables that together are the model
     example            inputs to trace the model with, now; by default the first batch, when it comes
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
@@ -130,6 +133,8 @@ class Pipeline:
         self._team = self._make_team(intra_op_threads)
         self._close = close_with(self, self._team, self._world)
         check_options(schedule, loss, loss_weight)
+        model, compiler = uncompiled(model)
+        check_compiled(model, traced=layers is None and not is_sequence(model))
         if isinstance(schedule, Plan):
             check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
             check_cuts(schedule, model, traced=layers is None and not is_sequence(model))
@@ -149,7 +154,7 @@ class Pipeline:
         self.steps = 0  # done so far; random numbers depend on it
 
         self._batchnorm: BatchNorm = batchnorm
-        self._compile, self._init = compile, init
+        self._compiler, self._init = compiler_of(compile) or compiler, init
         self.schedule = self._schedules.made(self.microbatches)
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._stages: list[Stage] = []  # those of this process
@@ -383,7 +388,7 @@ class Pipeline:
             "costs": repr(self._costs),
             "memory_limit": repr(self._schedules.memory_limit),
             "objective": self._schedules.objective,
-            "compile": repr(self._compile),
+            "compile": repr(self._compiler),
             "timeline": self._timeline,
             "batch_dims": repr(self._batch_dims),
             "target_dims": repr(self._target_dims),
@@ -486,7 +491,7 @@ class Pipeline:
             remat=self._schedules.remat_of(self.schedule.num_stages),
             loss=self._loss,
             init=self._init,
-            compile=self._compile,
+            compiler=self._compiler,
             seed=self.seed,
             batchnorm=self._batchnorm,
             first_microbatch=self._world.first_microbatch(self.microbatches),

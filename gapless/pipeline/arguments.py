@@ -15,6 +15,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
+from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
 
 if TYPE_CHECKING:
@@ -96,6 +97,24 @@ def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
         raise ConfigError(
             f"the plan cuts a traced graph of {plan.cuts.num_nodes} nodes, but this {name} is cut between its layers: "
             "make a plan for these"
+        )
+
+
+def check_compiled(model: Any, *, traced: bool) -> None:
+    """Nothing was compiled that is lost when the model is cut."""
+    if not isinstance(model, nn.Module):
+        return
+    way_out = f"compile=True, or options of torch.compile, which compile every {'stage' if traced else 'layer'}"
+    if model._compiled_call_impl is not None:
+        raise ConfigError(
+            f"this {type(model).__name__} was compiled in place, as a whole, and a pipeline cuts it: leave out its "
+            f"compile() and give {way_out}"
+        )
+    parts = [name for name, part in model.named_modules() if traced and name and is_compiled(part)]
+    if parts:
+        raise ConfigError(
+            f"{parts[-1]} of this {type(model).__name__} is compiled, and what is traced is not: leave it uncompiled "
+            f"and give {way_out}, or give the layers with layers="
         )
 
 

@@ -16,6 +16,7 @@ from gapless.plan.planner import Memory, Progress, planned
 from gapless.plan.profile import Link
 from gapless.plan.task import Optimizer
 from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def make_plan(
         "progress": progress,
     }
     check_where(devices, mesh)
+    model, _ = uncompiled(model)
     if devices is not None:
         return planned(model, example, target, devices=devices, memory=memory, links=links, **options).found.best
 

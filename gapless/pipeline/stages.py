@@ -1,7 +1,7 @@
 """The stages of this process, made from the layers that a partition gives them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from gapless.model.layers import Layers
 from gapless.model.materialise import Init, materialise, release
 from gapless.pipeline.arguments import check_data
 from gapless.schedule.action import Kind, Schedule
-from gapless.stage.compiled import compiled
+from gapless.stage.compiled import Compiler, compiled
 from gapless.stage.stage import Remat, Stage
 
 
@@ -32,7 +32,7 @@ def make_stages(
     remat: Sequence[Remat],
     loss: Any,
     init: Init | None,
-    compile: bool | Mapping[str, Any],
+    compiler: Compiler | None,
     **options: Any,
 ) -> list[Stage]:
     """Those of `here`, on their devices, which `devices` has for every stage; layers of others are let go of."""
@@ -49,7 +49,7 @@ def make_stages(
                 layer.to(device)
         stages.append(
             Stage(
-                compiled(layers, compile),
+                compiled(layers, compiler),
                 first_layer=sum(partition[:stage]),
                 remat=remat[stage],
                 split=stage in halves,

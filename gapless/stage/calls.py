@@ -31,7 +31,7 @@ from gapless.errors import ConfigError
 from . import draws as random
 from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
-from .compiled import CompiledCalls, is_compiled
+from .compiled import CompiledCalls, is_compiled, is_traced
 from .deferred import Records, recording, recording_here
 from .draws import Draws
 from .intercept import TABLE, Mode
@@ -95,18 +95,18 @@ class Calls:
         self._compiled_loss = CompiledCalls(loss) if is_compiled(loss) else None
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
-        outside = all(way is Way.OUTSIDE and not _is_traced(layer) for layer, way in self._layers) and loss is None
+        outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and _plainly_called(layer) for layer in layers):
             self._bare = list(layers)
         self._forwards = [layer.forward for layer in self._bare or []]
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
-            if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not _is_traced(layer):
+            if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
                 self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
 
         for layer in layers:
-            if _is_traced(layer):
+            if is_traced(layer):
                 layer.bind(self.place, self.answer, split=split, exclude=self.exclude)  # type: ignore[attr-defined]
 
     def place(self, number: int) -> None:
@@ -258,14 +258,9 @@ class Calls:
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
 
-def _is_traced(layer: Any) -> bool:
-    """Whether it is a piece of a traced graph, which knows its calls and asks for the answers itself."""
-    return getattr(layer, "counts_draws", False) is True
-
-
 def _way(layer: Any, split: bool) -> Way:
-    if _is_traced(layer):
-        return Way.OUTSIDE
+    if is_traced(layer):
+        return Way.COMPILED if is_compiled(layer) else Way.OUTSIDE
     if getattr(layer, "draws_nothing_and_defers_itself", False):
         return Way.OUTSIDE  # its own promise: see `zoo.emulated`
     if is_compiled(layer):

@@ -8,14 +8,13 @@ drawn. If there are such, all calls for this kind are made alone with these seed
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from gapless.errors import ConfigError
 
 from . import microbatch as mb
 from .draws import default_generator, seeded
@@ -26,10 +25,14 @@ def is_compiled(layer: Any) -> bool:
     """Whether a layer, or a part of it, is compiled: by torch.compile, or in place by its own `compile()`."""
     if not isinstance(layer, nn.Module):
         return hasattr(layer, "_torchdynamo_orig_callable")
-    return any(
-        type(module).__module__ == "torch._dynamo.eval_frame" or module._compiled_call_impl is not None
-        for module in layer.modules()
-    )
+    if is_traced(layer):
+        return layer.compiler is not None
+    return any(is_optimized(module) or module._compiled_call_impl is not None for module in layer.modules())
+
+
+def is_traced(layer: Any) -> bool:
+    """Whether it is a piece of a traced graph, which knows its calls and asks for the answers itself."""
+    return getattr(layer, "counts_draws", False) is True
 
 
 class CompiledCalls:
@@ -90,19 +93,48 @@ def _modes(layer: Any) -> tuple[bool, ...]:
     return tuple(modes)
 
 
-def compiled(layers: Sequence[Callable[..., Any]], options: bool | Mapping[str, Any]) -> list[Callable[..., Any]]:
-    """The layers, each compiled by itself if `options` (those of torch.compile) ask for it.
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """How layers are compiled: by torch.compile with these options, or as a whole model was that is now in parts."""
+
+    options: Mapping[str, Any]
+    context: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)
+
+    def __call__(self, layer: Any) -> Any:
+        return torch.compile(layer, **self.options) if self.context is None else self.context(layer)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def compiler_of(asked: bool | Mapping[str, Any]) -> Compiler | None:
+    """What an option `compile` asks for."""
+    return None if asked is False else Compiler({} if asked is True else dict(asked))
+
+
+def uncompiled(model: Any) -> tuple[Any, Compiler | None]:
+    """The model that torch.compile was given, with the names it had, and what compiled it. It compiles its layers, one
+    by one: as a whole it can't be cut.
+    """
+    if is_optimized(model):
+        return model._orig_mod, Compiler({}, model.dynamo_ctx)
+    return model, None
+
+
+def is_optimized(module: Any) -> bool:
+    """Whether torch.compile made it from a module."""
+    return type(module).__module__ == "torch._dynamo.eval_frame" and isinstance(module, nn.Module)
+
+
+def compiled(layers: Sequence[Callable[..., Any]], compiler: Compiler | None) -> list[Callable[..., Any]]:
+    """The layers, each compiled by itself if there is a compiler.
 
     By itself, because then the bits do not depend on where the model is cut, every layer draws from its own seed, and
-    layers of one kind are compiled once.
+    layers of one kind are compiled once. Of a traced model the pieces are compiled, between their draws.
     """
-    if options is False:
+    if compiler is None:
         return list(layers)
-    if any(getattr(layer, "counts_draws", False) for layer in layers):
-        raise ConfigError(
-            "compile= is for models that are sequences of layers, and this one was traced: give layers= as well."
-        )
-    return [
-        layer if is_compiled(layer) else torch.compile(layer, **({} if options is True else options))
-        for layer in layers
-    ]
+    traced: list[Any] = [layer for layer in layers if is_traced(layer)]
+    for layer in traced:
+        layer.compiler = compiler
+    return [layer if is_compiled(layer) else compiler(layer) for layer in layers]
