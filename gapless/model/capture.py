@@ -25,10 +25,13 @@ from .counting import Counting, weighed_by
 from .cut import Crossing, choose, follow, homes_of, is_graph_of
 from .cuts import Cuts
 from .edition import Edition
+from .layers import check_initialised
 from .piece import Piece, Slot
 from .trace import Trace
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
+# What torch.export takes as an argument.
+_TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Captured:
@@ -42,6 +45,7 @@ class Captured:
         """`devices`: that of each stage. `movable` says that parameters may change their stages when the model is
         edited.
         """
+        check_initialised(model)
         if cuts is not None:
             _check_same(cuts, model)
         self.module = model
@@ -229,7 +233,14 @@ def flat_of(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
         call = (part, {})
     elif isinstance(part, dict):
         call = ((), part)
-    return pytree.tree_flatten(call)
+    flat, spec = pytree.tree_flatten(call)
+    for leaf in flat:
+        if leaf is not None and not isinstance(leaf, _TRACEABLE):
+            raise ConfigError(
+                f"the batch has a {type(leaf).__name__}, which can't be traced: pass tensors, numbers and strings, or "
+                "tuples, lists and dicts of them"
+            )
+    return flat, spec
 
 
 def _key(leaf: Any) -> Any:

@@ -44,15 +44,15 @@ def _written(node: Node) -> list[Node]:
 
 def unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
     """Stretches of positions without a cut: (from, up to)."""
+    stretches = _vmapped(trace)
     writes = [(index[node], target) for node in trace.nodes for target in _written(node)]
     if not writes:
-        return []
+        return stretches
     memory = _memory(trace)
     ends: dict[Any, int] = {}
     for number, target in writes:
         for place in memory.get(target, ()):
             ends[place] = max(ends.get(place, -1), number)
-    stretches = []
     for place, end in ends.items():
         holders = [node for node, places in memory.items() if place in places and node.op != "output"]
         if any(node.op == "get_attr" for node in holders):
@@ -60,6 +60,20 @@ def unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
             stretches.append((min(uses), max(uses)))
         else:
             stretches.append((min(index.get(node, -1) for node in holders), end))
+    return stretches
+
+
+def _vmapped(trace: Trace) -> list[tuple[int, int]]:
+    """What torch.vmap runs: between its begin and its end tensors have a dimension that can't be seen elsewhere."""
+    stretches, start, depth = [], 0, 0
+    for number, node in enumerate(trace.nodes):
+        name = getattr(node.target, "__name__", "")
+        if name == "_vmap_increment_nesting":
+            start, depth = number if depth == 0 else start, depth + 1
+        elif name == "_vmap_decrement_nesting":
+            depth -= 1
+            if depth == 0:
+                stretches.append((start, number))
     return stretches
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parameter import is_lazy
 
 from gapless.errors import ConfigError, PartitionError
 
@@ -33,6 +34,7 @@ class Layers:
             raise PartitionError(
                 f"a {type(model).__name__} is not a sequence of layers; pass an nn.Sequential or a list of layers"
             )
+        check_initialised(self.module)
         for number, layer in enumerate(self.layers):
             if not callable(layer) or (isinstance(layer, nn.Module) and _has_no_forward(layer)):
                 raise PartitionError(f"layer {number} is a {type(layer).__name__}, which can't be called")
@@ -64,6 +66,16 @@ class Layers:
             1 + (sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0)
             for layer in self.layers
         ]
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Every parameter and buffer has a shape: of lazy layers only their first call tells it."""
+    for name, part in model.named_modules():
+        if any(is_lazy(each) for each in (*part._parameters.values(), *part._buffers.values())):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(part).__name__} whose parameters have no shape yet: call the model "
+                "once with a batch, under torch.no_grad(), before its pipeline and its optimizer are made"
+            )
 
 
 def is_sequence(model: Any) -> bool:

@@ -19,6 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_VMAP = torch._C._functorch.TransformType.Vmap
+
 
 class LostError(Exception):
     """A trace would lose something that the gradients or the numbers depend on."""
@@ -110,7 +113,9 @@ def _leaving_inference(thread: int, original: Any) -> Any:
 
 
 class _Switches(TorchFunctionMode):
-    """Notices calls that are made under other switches of torch than the caller's."""
+    """Notices calls that are made under other switches of torch than the caller's, or under a transform that
+    differentiates.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +124,11 @@ class _Switches(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        top = torch._C._functorch.peek_interpreter_stack()
+        if func in _GRADIENTS or (top is not None and top.key() != _VMAP):
+            raise LostError(
+                "it computes gradients in its forward (torch.func or autograd.grad), which no trace can keep"
+            )
         for name, value in _switches().items():
             if value != self._before[name]:
                 raise LostError(f"for a part of its forward it sets {name} to {value}, which a trace would lose")

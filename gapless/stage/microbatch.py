@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 
+_CONSTANTS = frozenset((bool, int, float, str))
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
 
@@ -39,7 +40,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
             tensors.append(leaf)
             places.append(place)
             leaves[place] = None
-        elif isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf):
+        elif leaf is not None and type(leaf) not in _CONSTANTS:
             _refuse_hidden_tensors(leaf)
     return tensors, Shape(spec, leaves, places)
 
@@ -55,14 +56,23 @@ def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
-    is_mapping = isinstance(leaf, Mapping)
-    held = leaf if is_mapping else {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
+    """Tensors that are neither cut nor followed would go astray."""
+    kind = type(leaf).__name__
+    if isinstance(leaf, set | frozenset):
+        if any(isinstance(each, Tensor) for each in leaf):
+            raise ConfigError(f"a {kind} holds tensors, and has no order to find them again by: pass a list or a dict.")
+        return
+    if isinstance(leaf, Mapping):
+        held, way_out = leaf, ""
+    elif dataclasses.is_dataclass(leaf):
+        held = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+        way_out = f"call torch.export.register_dataclass({kind}), or "
+    else:
+        held = getattr(leaf, "__dict__", {})
+        way_out = "register it with torch.utils._pytree.register_pytree_node, or "
     hidden = [str(name) for name, value in held.items() if isinstance(value, Tensor)]
     if hidden:
-        way_out = "" if is_mapping else f"call torch.export.register_dataclass({type(leaf).__name__}), or "
-        raise ConfigError(
-            f"{type(leaf).__name__} holds tensors ({', '.join(hidden)}) where none can be seen: {way_out}pass a dict."
-        )
+        raise ConfigError(f"{kind} holds tensors ({', '.join(hidden)}) where none can be seen: {way_out}pass a dict.")
 
 
 def _as_dict(tree: Any) -> Any:
@@ -102,6 +112,8 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         raise ConfigError("the batch is empty (0 samples): skip it, or let the data loader drop it.")
     count = min(num_microbatches, size)
     tensors, shape = flatten(tree)
+    if shape is not None:
+        _refuse_arrays(shape.leaves)
     dims = _dims(tensors, shape, tree, batch_dims)
     columns = []
     for tensor, dim in zip(tensors, dims, strict=True):
@@ -115,6 +127,15 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         else:
             columns.append(list(tensor.tensor_split(count, dim)))
     return [unflatten([column[m] for column in columns], shape) for m in range(count)]
+
+
+def _refuse_arrays(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        if type(leaf).__module__ == "numpy" and leaf.ndim > 0:
+            raise ConfigError(
+                f"the batch has a numpy array of shape {leaf.shape}, which would go whole to every microbatch: pass "
+                "torch.from_numpy of it."
+            )
 
 
 def sizes(size: int, num_microbatches: int) -> list[int]:

@@ -1,0 +1,146 @@
+"""What people try first: it works, or one sentence tells the way out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.errors import ConfigError, PartitionError
+from tests.model.training import assert_exact
+
+WIDTH = 6
+
+
+class Pair(nn.Module):
+    """Two layers, and an argument that it has no use for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        made: Tensor = self.last(torch.tanh(self.first(x)))
+        return made
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.points = torch.randn(4)
+
+
+def rows() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+def sequence() -> nn.Sequential:
+    return nn.Sequential(Pair(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("model", [Pair, sequence])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({torch.ones(4)}, "a set holds tensors, and has no order to find them again by: pass a list or a dict"),
+        (Holder(), r"Holder holds tensors \(points\) where none can be seen: register it with .* or pass a dict"),
+        (
+            np.ones((4, 2)),
+            r"a numpy array of shape \(4, 2\), which would go whole to every microbatch: pass torch.from_n",
+        ),
+    ],
+)
+def test_tensors_that_can_not_be_seen_in_a_batch_are_refused(model: Any, more: Any, message: str) -> None:
+    with (
+        gapless.Pipeline(model(), devices=2, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match=message),
+    ):
+        pipe.step({"x": rows(), "more": more}, rows())
+
+
+def test_a_set_of_words_goes_to_every_microbatch_and_can_not_be_traced() -> None:
+    with gapless.Pipeline(sequence(), devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step({"x": rows(), "more": {"a", "b"}}, rows())
+    with (
+        gapless.Pipeline(Pair(), devices=2, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match="the batch has a set, which can't be traced: pass tensors, numbers"),
+    ):
+        pipe.step({"x": rows(), "more": {"a", "b"}}, rows())
+
+
+class Lazy(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LazyLinear(WIDTH)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Lazy, "last"), (lambda: nn.Sequential(nn.ReLU(), nn.LazyLinear(2)), "1")])
+def test_lazy_layers_are_to_be_called_once_before(model: Any, name: str) -> None:
+    made = model()
+    with pytest.raises(
+        ConfigError, match=f"{name} is a LazyLinear whose parameters have no shape yet: call the model o"
+    ):
+        gapless.Pipeline(made, devices=2, microbatches=2, loss=F.mse_loss)
+    with torch.no_grad():
+        target = made(rows())
+    with gapless.Pipeline(made, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(rows(), target)
+
+
+class Energy(Pair):
+    """A layer whose output has a gradient in it."""
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        h = self.first(x)
+        made: Tensor = self.last(h) + torch.func.grad(lambda part: self.last(part).pow(2).sum())(h)
+        return made
+
+
+class Force(Pair):
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        h = self.first(x)
+        (force,) = torch.autograd.grad(self.last(h).pow(2).sum(), h, create_graph=True)
+        made: Tensor = self.last(h) + force
+        return made
+
+
+@pytest.mark.parametrize("model", [Energy, Force])
+def test_gradients_inside_a_traced_forward_are_refused_with_the_line(model: type[nn.Module]) -> None:
+    with pytest.raises(
+        PartitionError, match=r"computes gradients in its forward .*test_first_contact.py, line \d+, in .*layers="
+    ):
+        gapless.Pipeline(model(), devices=2, microbatches=1, loss=F.mse_loss, example=rows())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("layer", [Energy, Force])
+def test_gradients_inside_a_layer_are_exact(layer: type[nn.Module], schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    x, y = rows(), rows()
+    with gapless.Pipeline(
+        model, devices=2, microbatches=2, loss=F.mse_loss, schedule=schedule, intra_op_threads=torch.get_num_threads()
+    ) as pipe:
+        pipe.step(x, y)
+    for part, goal in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+        (F.mse_loss(plain(part), goal) * 0.5).backward()
+    for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad)  # type: ignore[arg-type]
+
+
+class Mapped(Pair):
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        made: Tensor = self.last(torch.vmap(lambda row: torch.tanh(self.first(row)) * row.sum())(x))
+        return made
+
+
+def test_what_vmap_runs_is_not_cut() -> None:
+    """A tensor inside vmap crossed to the next stage, where it has no meaning."""
+    torch.manual_seed(0)
+    assert_exact(Mapped(), [(rows(), rows())], loss=F.mse_loss, microbatches=2)
