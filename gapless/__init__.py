@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
     from gapless.schedule.verify import verify as verify
+    from gapless.stage.auxiliary import aux_loss as aux_loss
     from gapless.stage.seeds import seed_of as seed_of
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "Result": "gapless.pipeline.result",
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
+    "aux_loss": "gapless.stage.auxiliary",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.links",
@@ -48,6 +50,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
+    "aux_loss",
     "make_plan",
     "make_schedule",
     "measure_links",

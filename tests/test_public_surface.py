@@ -17,6 +17,7 @@ PUBLIC = [
     "Schedule",
     "Timeline",
     "__version__",
+    "aux_loss",
     "make_plan",
     "make_schedule",
     "measure_links",

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from gapless.stage.auxiliary import aux_loss
+
 from .grouped import run_grouped_mm
 
 aten = torch.ops.aten
@@ -66,6 +68,7 @@ PYTHON: dict[Any, Callable[..., Any]] = {
     aten.rnn_tanh.input: torch.rnn_tanh,
     aten.rnn_relu.input: torch.rnn_relu,
     aten.batch_norm.default: torch.batch_norm,
+    torch.ops.gapless.aux_loss.default: aux_loss,
     torch.ops.gapless.grouped_mm.default: run_grouped_mm,
     torch.ops.higher_order.wrap_with_set_grad_enabled: _with_grad,
     torch.ops.higher_order.wrap_with_autocast: _with_autocast,
@@ -102,6 +105,7 @@ _HEAVY = (F.linear, torch.matmul, torch.mm, torch.addmm, F.embedding, *_convolut
 _KNOWN: dict[Any, Any] = {_embedding: F.embedding, _attention: F.scaled_dot_product_attention}
 COUNTING = (torch.batch_norm, aten.add_.Tensor)
 WRAPPING = (_with_grad, _with_autocast)  # calls that are given the body they run
+UNCOMPILED = (*WRAPPING, aux_loss)
 
 
 def is_heavy(node: Node) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .operators import COUNTING, PYTHON, WRAPPING, Answer, answered, is_heavy
+from .operators import COUNTING, PYTHON, UNCOMPILED, Answer, answered, is_heavy
 from .segments import Compiler, in_segments
 
 Place = Callable[[int], None]
@@ -83,7 +83,7 @@ class Piece:
         if compiler is not None:
             asks = {place, answer}
             graph = in_segments(
-                graph, lambda node: node.target in WRAPPING or not asks.isdisjoint(node.all_input_nodes), compiler
+                graph, lambda node: node.target in UNCOMPILED or not asks.isdisjoint(node.all_input_nodes), compiler
             )
         run: Callable[..., Any] = GraphModule({}, graph).forward
         return run

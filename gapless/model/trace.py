@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
+from gapless.stage.auxiliary import traced
 from gapless.stage.settings import settings
 
 from .called import as_called, without_cache
@@ -107,7 +108,13 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> tuple[G
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            with nothing_lost(), _without_torchs_report(), as_called(model), Questions(flat) as questions:
+            with (
+                nothing_lost(),
+                traced(),
+                _without_torchs_report(),
+                as_called(model),
+                Questions(flat) as questions,
+            ):
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
             return program.module(), questions.asked

@@ -19,6 +19,7 @@ from gapless.errors import GaplessError
 
 from . import microbatch as mb
 from .autocast import AutocastState, autocast_is_on
+from .auxiliary import Added, WithAux
 from .buffers import Taken
 from .calls import Calls
 from .deferred import Records
@@ -253,14 +254,19 @@ class Cell:
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls = self._calls
-        with calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch):
+        value, aux = (value.value, value.aux) if type(value) is WithAux else (value, None)
+        with calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch), Added() as added:
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
-                return self._hand_on(kept, value)
+                aux = added.to(aux)
+                return self._hand_on(kept, value if aux is None else WithAux(value, aux))
             loss = calls.loss(value, work.target)
             check_scalar(loss)
-            weighted = without_loss(value) if type(work.weight) is float and not work.weight else [loss * work.weight]
+            aux = added.to(aux)
+            loss = loss if aux is None else loss + aux
+            uncounted = type(work.weight) is float and not work.weight
+            weighted = without_loss(value, aux) if uncounted else [loss * work.weight]
         kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
         kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
         return self._outputs(value) if work.want_outputs else None, loss.detach()

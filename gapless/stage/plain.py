@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import microbatch as mb
+from .auxiliary import Added
 from .batchnorm import BatchNorm, PlainMode, Statistics
 from .counted import Weigh, weighed
 from .part import Part
@@ -69,17 +70,19 @@ def plain_step(
     for microbatch, (part, goal, share) in enumerate(zip(parts, targets, weights, strict=True)):
         value = part
         statistics.enter(microbatch, replaying=False)
-        with mode:
+        with mode, Added() as added:
             for number, layer in enumerate(layers):
                 torch.manual_seed(seed_of(seed, step, microbatch, number))
                 value = apply_first(layer, value) if number == 0 else layer(value)
             value_of_loss = loss(value, goal)
+            aux = added.to(None)
+            value_of_loss = value_of_loss if aux is None else value_of_loss + aux
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
         if share:
             _backward([value_of_loss * share])
         else:
-            _backward(without_loss(value))
+            _backward(without_loss(value, aux))
     statistics.finish()
     total = sum_in_order(losses, weights)
     return PlainResult(total, losses, mb.merge(outputs, counts))
@@ -115,11 +118,13 @@ def sum_in_order(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def without_loss(outputs: Any) -> list[Tensor]:
-    """Where the backward of a microbatch starts that weighs nothing, with a gradient of zero: at the outputs, and not
-    at the loss, since a mean over nothing is no number, and zero times that is none either.
+def without_loss(outputs: Any, aux: Tensor | None) -> list[Tensor]:
+    """Where the backward of a microbatch starts that weighs nothing, with a gradient of zero: at the outputs and at
+    what layers have added to the loss, and not at the loss, since a mean over nothing is no number, and zero times that
+    is none either.
     """
-    return [tensor * 0 for tensor in mb.flatten(outputs)[0] if tensor.requires_grad and tensor.dim()]
+    starts = [tensor for tensor in mb.flatten(outputs)[0] if tensor.requires_grad and tensor.dim()]
+    return [tensor * 0 for tensor in (*starts, *([] if aux is None else [aux]))]
 
 
 def _backward(starts: Sequence[Tensor]) -> None:

@@ -1,0 +1,99 @@
+"""Auxiliary losses: scalars that layers add to the loss of the microbatch they compute, such as an expert router's.
+
+In a plain loop a layer stores such a scalar and the training code adds it to the loss. In a pipeline other microbatches
+are under way when the loss is computed, on other devices, so what a layer has stored is another microbatch's. Here it
+travels with the activations instead, and its gradient comes back with theirs:
+
+    stage 0   h, a0  -->  stage 1   h, a0 + a1  -->  last stage   (loss(h, target) + (a0 + a1)) * weight
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gapless.errors import GaplessError
+
+
+class WithAux(NamedTuple):
+    """What a stage hands on, with the sum of the auxiliary losses so far."""
+
+    value: Any
+    aux: Tensor
+
+
+class _Running(threading.local):
+    add: Callable[[Tensor], Tensor] | None = None
+
+
+_running = _Running()
+
+
+def aux_loss(value: Tensor) -> Tensor:
+    """Adds a scalar to the loss of the microbatch that is being computed; for the forward of a layer.
+
+    The loss of a microbatch is then `loss(outputs, target) + aux`, with the sum of what its layers have added, in their
+    order, as `aux`; both are weighed alike. Returns the scalar without its history, to be logged. Outside of a step, in
+    `evaluate` and in a loop of your own, it returns the scalar as it is and does nothing else.
+    """
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        what = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise GaplessError(
+            f"aux_loss takes a scalar tensor of floats, and got {what}: reduce it, with mean() for example."
+        )
+    return value if _running.add is None else _running.add(value)
+
+
+class Added:
+    """The auxiliary losses of one forward, in order; collected while it is entered."""
+
+    __slots__ = ("_before", "_losses")
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def __enter__(self) -> Added:
+        self._before = _running.add
+        _running.add = self._add
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _running.add = self._before
+
+    def _add(self, value: Tensor) -> Tensor:
+        self._losses.append(value)
+        return value.detach()
+
+    def to(self, before: Tensor | None) -> Tensor | None:
+        """The sum of these and what there was before."""
+        for each in self._losses:
+            before = each if before is None else before + each
+        return before
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[None]:
+    """While it holds, this thread traces: the call is kept in the graph."""
+    before, _running.add = _running.add, torch.ops.gapless.aux_loss
+    try:
+        yield
+    finally:
+        _running.add = before
+
+
+@torch.library.custom_op("gapless::aux_loss", mutates_args=())
+def _aux_loss(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+@_aux_loss.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+torch.fx.node.has_side_effect(torch.ops.gapless.aux_loss.default)  # a trace keeps it, whether its result is used or not
