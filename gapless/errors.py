@@ -28,6 +28,14 @@ class PartitionError(GaplessError):
     """A model that cannot be cut as asked."""
 
 
+class TooFewLayersError(PartitionError):
+    """A model that cannot be cut into so many stages, but into `most`."""
+
+    def __init__(self, words: str, most: int) -> None:
+        super().__init__(words)
+        self.most = most
+
+
 class PlanError(GaplessError):
     """No plan fits the costs and limits."""
 

@@ -118,6 +118,19 @@ def test_evaluate_gives_the_bits_of_the_plain_model_in_eval_mode(schedule: str, 
     assert_same(result.loss, weighted[0] + weighted[1] + weighted[2] + weighted[3], "loss")
 
 
+def test_calling_a_pipeline_is_evaluating() -> None:
+    model = mlp(dropout=0.3)
+    with pipeline(model) as pipe:
+        called, evaluated = pipe(X), pipe.evaluate(X)
+        assert called.loss is None
+        assert torch.equal(called.outputs, evaluated.outputs)
+        with_target = pipe(X, Y).loss
+        assert with_target is not None
+        assert torch.equal(with_target, pipe.evaluate(X, Y).loss)  # type: ignore[arg-type]
+        assert model.training
+        assert pipe.steps == 0
+
+
 def test_evaluate_without_a_target_has_outputs_and_no_loss() -> None:
     with pipeline() as pipe:
         result = pipe.evaluate(X)
@@ -512,6 +525,49 @@ def test_a_pipeline_prints_its_stages_devices_schedule_and_predicted_bubble() ->
             "  stage 2 on device 1 (cpu): layers 2 to 2, 42 parameters, remat layer",
             "  stage 3 on device 0 (cpu): layers 3 to 3, 42 parameters",
         ]
+
+
+def test_a_traced_pipeline_prints_the_modules_of_its_stages() -> None:
+    """It printed "layers 0 to 0", which names nothing of the user's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.down(torch.tanh(self.up(x)))
+            return y
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(4))
+            self.head = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            y: Tensor = self.head(x)
+            return y
+
+    with pipeline(Net(), devices=["cpu"] * 2) as pipe:
+        assert "to be traced and cut when the first batch comes" in repr(pipe)
+        pipe.step(X, Y)
+        assert [line.partition(": ")[2] for line in repr(pipe).splitlines()[1:]] == [
+            "embed to blocks.1, 366 parameters",
+            "blocks.2 to head, 366 parameters",
+        ]
+    with pipeline(Net(), devices=["cpu"] * 5) as pipe:
+        pipe.step(X, Y)
+        shown = [line.partition(": ")[2] for line in repr(pipe).splitlines()[1:]]
+        assert shown[0].startswith("embed")
+        assert shown[-1].partition(",")[0].endswith("head")
+        assert all("layers" not in line for line in shown)
+    with pipeline(Net(), devices=["cpu"]) as pipe:
+        pipe.step(X, Y)
+        assert "embed to head, 732 parameters" in repr(pipe)
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

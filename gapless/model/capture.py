@@ -26,6 +26,7 @@ from .cut import Crossing, choose, follow, homes_of, is_graph_of
 from .cuts import Cuts
 from .edition import Edition
 from .layers import check_initialised
+from .names import names_of
 from .piece import Piece, Slot
 from .trace import Trace
 
@@ -158,6 +159,8 @@ class Captured:
     def _cut(self, trace: Trace) -> None:
         crossing = Crossing(trace)
         cuts = self._places(crossing)
+        if not self.edition.traces:
+            self.edition.names = names_of(trace, cuts, self.module)
         for name, stages in homes_of(crossing, cuts).items():
             self._homes.setdefault(name, stages)
         moved = [None if target == self._origin else (self._origin, target) for target in self._devices]

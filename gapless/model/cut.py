@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gapless.errors import PartitionError
+from gapless.errors import PartitionError, TooFewLayersError
 
 from .changes import tensors_of, unbroken
 from .cuts import Cuts
@@ -75,9 +75,10 @@ def choose(crossing: Crossing, num_stages: int) -> list[int]:
     total = sums[-1]
     places = _candidates(crossing, total / _CANDIDATES if len(crossing.costs) > _CANDIDATES else 0.0)
     if len(places) < num_stages - 1:
-        raise PartitionError(
+        raise TooFewLayersError(
             f"the traced model can be cut in {len(places)} places, but {num_stages} stages were asked for: use fewer "
-            "devices or stages per device, or cut it by hand with layers="
+            "devices or stages per device, or cut it by hand with layers=",
+            len(places) + 1,
         )
     ends = [*(sums[place + 1] for place in places), total]
     bound = _least_bound(ends, num_stages) * _SLACK

@@ -23,6 +23,7 @@ class Edition:
         self.pieces = pieces
         self.traces: list[tuple[tuple[Any, ...], Trace]] = []
         self.known: dict[Any, list[int]] = {}  # traces that fit a kind of microbatch
+        self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
         self._reads: Noted = {}
         self._makeup = self._taken()

@@ -32,6 +32,7 @@ from gapless.pipeline.arguments import (
     check_uncounted,
     layers_per_stage,
     one_of,
+    room_for,
     stages_per_device_of,
     world_of,
 )
@@ -51,6 +52,7 @@ from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.counted import Weighed, weighed
+from gapless.stage.devices import Devices
 from gapless.stage.part import Part
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
@@ -65,8 +67,8 @@ class Pipeline:
     """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
-    devices            how many, or a list of torch devices (one may be there several times): one process, a thread for
-                       each
+    devices            how many, "cuda" for all GPUs, or a list of torch devices (one may be there several times): one
+                       process, a thread for each
     mesh               instead of devices, one process for each, under torchrun: a torch DeviceMesh with a dimension pp,
                        and dp and tp if wanted; every rank makes the same calls
     schedule           a name from `gapless schedules`, a Schedule, or a Plan, which brings microbatches, partition,
@@ -103,7 +105,7 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[Callable[..., Any]],
         *,
-        devices: int | Sequence[torch.device | str] | None = None,
+        devices: Devices | None = None,
         mesh: "DeviceMesh | None" = None,
         microbatches: int | None = None,
         loss: Loss | None = None,
@@ -167,7 +169,8 @@ class Pipeline:
         self._model: Layers | Captured
         if layers is not None or is_sequence(model):
             self._model = Layers(model, layers)
-            self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
+            with room_for(self.schedule, count):
+                self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
             self._world.agree(self._facts())
             self._make_stages()
         else:
@@ -269,6 +272,10 @@ class Pipeline:
                     module.training = training
         return Result(losses, weights if losses else (), merged)
 
+    def __call__(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
+        """As `evaluate`: `pipe(x).outputs` are the model's. To train, call `step`."""
+        return self.evaluate(inputs, target, outputs=outputs)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
         return self._world.clip(list(self._model.module.parameters()), max_norm, norm_type)
@@ -357,11 +364,18 @@ class Pipeline:
                 remat = f", remat {work.remat}" if work.remat != "none" else ""
                 remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
             lines.append(
-                f"  stage {stage} on device {device} ({self.devices[device]}): layers {first} to {first + count - 1}, "
+                f"  stage {stage} on device {device} ({self.devices[device]}): {self._names(stage, first, count)}, "
                 f"{size:,} parameters{remat}"
             )
             first += count
         return "\n".join(lines if self._stages else [*lines, "  to be traced and cut when the first batch comes"])
+
+    def _names(self, stage: int, first: int, count: int) -> str:
+        """What a stage has, in the user's words."""
+        if isinstance(self._model, Captured):
+            names = self._model.edition.names
+            return names[stage] if names else "to be traced again, since the model was edited"
+        return f"layers {first} to {first + count - 1}"
 
     # -- how it is done ---------------------------------------------------------------------------------------------
 
@@ -413,7 +427,8 @@ class Pipeline:
         if isinstance(model, Layers):
             return parts
         known, edition = model.num_traces, model.edition
-        prepared: list[Any] = model.prepare(parts)
+        with room_for(self.schedule, len(self.devices)):
+            prepared: list[Any] = model.prepare(parts)
         if model.num_traces != known or edition is not self._edition:
             model.settle()
             if edition is not self._edition:

@@ -1,17 +1,20 @@
 """What a user asks of a pipeline, checked: a fact, its numbers and the way out where it can't be done."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gapless.errors import ConfigError, PartitionError, ScheduleError
+from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
 from gapless.model.layers import Layers, more_than_its_layers
 from gapless.model.materialise import on_meta
+from gapless.pipeline.agreed import named
 from gapless.plan.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
 from gapless.run.alone import Alone
-from gapless.schedule.action import Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
@@ -27,8 +30,48 @@ def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
         raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule or a Plan")
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
+    if loss is not None and not _takes_two(loss):
+        raise ConfigError(
+            f"loss is {named(loss)}{inspect.signature(loss)}, but it is called with the outputs and the target: give "
+            "it two arguments, of which it may leave one unused"
+        )
     if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
         raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
+
+
+def _takes_two(loss: Any) -> bool:
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # nobody knows what it takes
+        return True
+    return True
+
+
+@contextmanager
+def room_for(schedule: Schedule, num_devices: int) -> Iterator[None]:
+    """Where a model has too few layers for the stages of a schedule, one that fits is named."""
+    try:
+        yield
+    except TooFewLayersError as error:
+        each = schedule.num_stages // num_devices
+        needs = f"{schedule.name or 'the schedule'} on {num_devices} devices needs {schedule.num_stages} stages"
+        by_hand = "cut the model into smaller layers"
+        if num_devices <= error.most and each > 1:
+            other = "zb-h1" if Kind.WEIGHT_GRAD in schedule.kinds else "1f1b"
+            way_out = f"use schedule={other!r}, which has {num_devices}, or {by_hand}"
+            if error.most >= each:
+                way_out = f"use schedule={other!r}, which has {num_devices}, {_most(error.most // each)}, or {by_hand}"
+        elif error.most > 1:
+            way_out = f"use at most {error.most} devices{' with 1f1b' if each > 1 else ''}, or {by_hand}"
+        else:
+            way_out = f"{by_hand}, of which each stage needs one"
+        raise PartitionError(f"{str(error).partition(', but')[0]}, but {needs}: {way_out}") from None
+
+
+def _most(devices: int) -> str:
+    return f"at most {devices} device{'s' if devices > 1 else ''}"
 
 
 def check_plan(

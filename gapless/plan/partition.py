@@ -7,7 +7,7 @@ and only the slowest of all counts. Times are those of one microbatch.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from gapless.errors import PartitionError
+from gapless.errors import PartitionError, TooFewLayersError
 from gapless.plan.chain import Chain, solve
 from gapless.plan.sharing import held_by_stage, solve_shared
 from gapless.schedule.costs import Number
@@ -95,9 +95,10 @@ def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 def check_enough_layers(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
-        raise PartitionError(
+        raise TooFewLayersError(
             f"the model has {num_layers} layers, but {num_stages} stages were asked for: use fewer devices or stages "
-            "per device, or cut the model into smaller layers"
+            "per device, or cut the model into smaller layers",
+            num_layers,
         )
 
 

@@ -207,8 +207,16 @@ class Calls:
         assert self._loss is not None
         if self._compiled_loss is not None:
             return self._loss_compiled(self._compiled_loss, outputs, target)
-        with self._mode if self._inside(self._loss, self._loss_way) else _NOTHING:
-            return self._loss(outputs, target)
+        try:
+            with self._mode if self._inside(self._loss, self._loss_way) else _NOTHING:
+                return self._loss(outputs, target)
+        except (AttributeError, TypeError) as error:
+            if target is None:
+                raise ConfigError(
+                    f"no target was given, and the loss failed without one ({type(error).__name__}: {error}): pass it "
+                    "after the inputs, as step(inputs, target)"
+                ) from error
+            raise
 
     def _loss_compiled(self, calls: CompiledCalls, outputs: Any, target: Any) -> Any:
         assert self._loss is not None

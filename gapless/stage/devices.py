@@ -8,13 +8,13 @@ from gapless.errors import ConfigError
 
 _MOST = 4096  # threads of one process
 
-Devices = int | Sequence[torch.device | str]
+Devices = int | str | torch.device | Sequence[torch.device | str]
 
 
 def torch_devices(devices: Devices) -> list[torch.device]:
-    """A number stands for GPUs where there are as many, and for threads of the CPU elsewhere."""
-    if isinstance(devices, str):
-        raise ConfigError(f"devices is {devices!r}, but it must be a number or a list, as [{devices!r}, {devices!r}]")
+    """A number stands for GPUs where there are as many, and for threads of the CPU elsewhere; "cuda" for all GPUs."""
+    if isinstance(devices, str | torch.device):
+        return _named(devices)
     if isinstance(devices, int):
         if isinstance(devices, bool) or devices < 1:
             raise ConfigError(f"devices is {devices!r}, but it must be a whole number of at least 1")
@@ -27,6 +27,20 @@ def torch_devices(devices: Devices) -> list[torch.device]:
     if not made:
         raise ConfigError("devices is an empty list, but it must have at least 1, as ['cpu', 'cpu']")
     return made
+
+
+def _named(name: str | torch.device) -> list[torch.device]:
+    """One device by its name, or all GPUs."""
+    device = _torch_device(name) if str(name) != "cuda" else torch.device(name)
+    if device.type == "cpu":
+        raise ConfigError("devices is 'cpu', but it must say how many: devices=['cpu'] * 4 are 4 threads")
+    if device.index is not None:
+        return [device]
+    if not torch.cuda.device_count():
+        raise ConfigError(
+            "devices is 'cuda', all GPUs, but this machine has none: devices=4 are 4 threads of the CPU there"
+        )
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def _torch_device(name: torch.device | str) -> torch.device:

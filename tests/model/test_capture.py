@@ -282,7 +282,7 @@ def test_more_stages_than_places_to_cut_are_refused() -> None:
 
     with (
         gapless.Pipeline(Tiny(), devices=4, microbatches=2, loss=F.mse_loss) as pipe,
-        pytest.raises(PartitionError, match="can be cut in 0 places, but 4 stages were asked for"),
+        pytest.raises(PartitionError, match=r"can be cut in 0 places, but .* on \d devices needs 4 stages: "),
     ):
         pipe.step(torch.randn(4, 2), torch.randn(4, 2))
 

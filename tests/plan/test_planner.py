@@ -130,7 +130,7 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"devices": "cpu"}, "devices is 'cpu', but it must be a number or a list"),
+        ({"devices": "cpu"}, "devices is 'cpu', but it must say how many"),
         ({"devices": ["cpu", "cuda:7"]}, "device cuda:7 is not there: this machine has"),
         ({"devices": ["gpu:0"]}, "device 'gpu:0' is neither cpu nor cuda"),
         ({"seconds": float("nan")}, "seconds is nan, but it is a number of at least 0"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.errors import ConfigError, PartitionError, ScheduleError
 from gapless.stage.deferred import defer
+from gapless.stage.devices import torch_devices
 from gapless.stage.stage import Remat
 from tests.pipelines import Do, assert_same, assert_same_gradients, mlp, schedule_named
 
@@ -39,8 +40,23 @@ _MADE = gapless.make_schedule
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"devices": 3, "model": mlp(2)}, PartitionError, "the model has 2 layers, but 3 stages were asked for"),
-        ({"devices": 2, "schedule": "zb-v", "model": mlp(3)}, PartitionError, "has 3 layers, but 4 stages"),
+        (
+            {"devices": 3, "model": mlp(2)},
+            PartitionError,
+            "the model has 2 layers, but 1f1b on 3 devices needs 3 stages: use at most 2 devices, or cut the model",
+        ),
+        (
+            {"devices": 2, "schedule": "zb-v", "model": mlp(3)},
+            PartitionError,
+            "3 layers, but zb-v on 2 devices needs 4 stages: use schedule='zb-h1', which has 2, at most 1 device, or",
+        ),
+        (
+            {"devices": 4, "schedule": "interleaved", "model": mlp(4)},
+            PartitionError,
+            "but interleaved on 4 devices needs 8 stages: use schedule='1f1b', which has 4, at most 2 devices, or cut",
+        ),
+        ({"model": mlp(1)}, PartitionError, "1f1b on 2 devices needs 2 stages: cut the model into smaller layers"),
+        ({"loss": lambda outputs: outputs.mean()}, ConfigError, "(outputs), but it is called with the outputs and the"),
         ({"partition": [1, 2]}, PartitionError, "[1, 2] has 2 stages and 3 layers, but the schedule has 2 stages and"),
         ({"partition": [9, -1]}, PartitionError, "at least 1 layer per stage"),
         ({"partition": [4, 2, 2]}, PartitionError, "[4, 2, 2] has 3 stages and 8 layers, but the schedule has 2"),
@@ -53,7 +69,10 @@ _MADE = gapless.make_schedule
         ({"devices": 0}, ConfigError, "devices is 0"),
         ({"devices": []}, ConfigError, "devices is an empty list"),
         ({"devices": True}, ConfigError, "devices is True"),
-        ({"devices": "cpu"}, ConfigError, "a number or a list, as ['cpu', 'cpu']"),
+        ({"devices": "cpu"}, ConfigError, "it must say how many: devices=['cpu'] * 4 are 4 threads"),
+        ({"devices": torch.device("cpu")}, ConfigError, "it must say how many"),
+        ({"devices": "cuda:99"}, ConfigError, "device cuda:99 is not there: this machine has"),
+        ({"devices": "gpu"}, ConfigError, "device 'gpu' is neither cpu nor cuda"),
         ({"devices": ["cpu", "meta"]}, ConfigError, "device meta is neither cpu nor cuda"),
         ({"devices": ["cpu", "cuda:99"]}, ConfigError, "device cuda:99 is not there: this machine has"),
         ({"microbatches": 0}, ConfigError, "microbatches is 0"),
@@ -80,6 +99,32 @@ def test_an_impossible_pipeline_is_refused_with_its_numbers(
 def test_a_model_without_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="weight of a Linear is on the meta device"):
         pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta")))
+
+
+def all_gpus() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+@pytest.mark.parametrize("name", ["cuda", torch.device("cuda")])
+def test_cuda_stands_for_all_gpus(name: Any) -> None:
+    """It was taken for a list of four letters, and then refused."""
+    if all_gpus():
+        assert torch_devices(name) == all_gpus()
+        assert torch_devices("cuda:0") == all_gpus()[:1]
+        return
+    with pytest.raises(ConfigError, match="'cuda', all GPUs, but this machine has none: devices=4 are 4 threads"):
+        torch_devices(name)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss, lambda outputs, target: target["label"]])
+def test_a_forgotten_target_is_said_in_a_sentence(loss: Any) -> None:
+    """It was whatever the loss makes of None: `argument 'target' must be Tensor, not NoneType`."""
+    with pipeline(loss=loss) as pipe:
+        with pytest.raises(ConfigError, match=r"no target was given, and the loss failed without .* step\(inputs, t"):
+            pipe.step(X)
+        pipe.evaluate(X)
+    with pipeline(loss=lambda outputs, _: outputs.square().mean()) as pipe:
+        pipe.step(X)  # some need none
 
 
 @pytest.mark.parametrize("call", ["step", "evaluate"])
