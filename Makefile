@@ -10,7 +10,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo check test test-all browser network clean
+.PHONY: setup demo check test test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -56,8 +56,25 @@ endif
 test: check browser network
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: check browser network
-	$(BIN)/python -m pytest
+# The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
+# tests/test_shards.py sees to it that every test file is in one of them.
+SLOW_theory := tests/bench tests/cli tests/plan tests/schedule tests/train tests/view
+SLOW_models := tests/model tests/stage tests/zoo
+SLOW_lives := tests/run/test_children.py tests/run/test_failures.py tests/run/test_life.py tests/run/test_watch.py
+SLOW_ranks := $(filter-out $(SLOW_lives),$(wildcard tests/run/test_*.py))
+SLOW_random := tests/test_random_models.py
+SLOW_exact := $(filter-out $(SLOW_random),$(wildcard tests/test_*.py))
+SHARDS := theory models lives ranks random exact
+
+slow: $(SHARDS:%=slow-%)
+
+slow-%: $(STAMP) network
+	$(BIN)/python -m pytest -m slow --durations 10 $(or $(wildcard $(SLOW_$*)),$(error $@ has no tests; make shards))
+
+shards:
+	@$(foreach shard,$(SHARDS),echo slow-$(shard): $(wildcard $(SLOW_$(shard)));)
+
+test-all: test slow
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
