@@ -172,6 +172,7 @@ class Pipeline:
             with room_for(self.schedule, count):
                 self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
             self._world.agree(self._facts())
+            self._world.compare_weights(self._model.module)
             self._make_stages()
         else:
             assert isinstance(model, nn.Module)
@@ -180,6 +181,7 @@ class Pipeline:
                 check_uncounted(partition, model)
             self._model = Captured(model, self._stage_devices, self._cuts, movable=self._is_whole)
             self._world.agree(self._facts())
+            self._world.compare_weights(self._model.module)
             if example is not None:
                 self._prepared([_apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._called_as_a_whole = None if layers is not None else model
@@ -211,11 +213,13 @@ class Pipeline:
         check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
-        with self._team.held(), self._world.call():
+        with self._team.held(), self._world.call("in a step"):
+            self._world.check_start()
             self._follow()
             prepared = self._prepared(parts)
             program = self._program(len(parts), inference=False, recorded=self._timeline)
             counted = self._weighed(inputs, target, parts, prepared, targets, counts)
+            self._world.check_batch(inputs, target, counted.numbers, self.schedule, inference=False)
             weights = self._world.weights(counted, self.microbatches, part)
             batch = program.batch
             batch.step, batch.inputs, batch.targets, batch.want_outputs = self.steps, prepared, targets, outputs
@@ -243,7 +247,9 @@ class Pipeline:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
         check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
-        with self._team.held(), self._world.call():
+        with self._team.held(), self._world.call("evaluating"):
+            self._world.check_start()
+            self._world.check_batch(inputs, target, (), self.schedule, inference=True)
             self._follow()
             modes = [(module, module.training) for module in self._model.module.modules()]
             self._model.module.eval()

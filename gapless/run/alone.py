@@ -55,9 +55,20 @@ class Alone:
     def refuse(self, error: BaseException) -> None:
         """Nobody to tell."""
 
-    def call(self) -> AbstractContextManager[object]:
+    def call(self, doing: str) -> AbstractContextManager[object]:
         """Nothing can go wrong elsewhere."""
         return nullcontext()
+
+    def compare_weights(self, module: nn.Module) -> None:
+        """With whose?"""
+
+    def check_start(self) -> None:
+        """There is one model."""
+
+    def check_batch(
+        self, inputs: Any, target: Any, numbers: Sequence[float], schedule: Schedule, *, inference: bool
+    ) -> None:
+        """There is one batch."""
 
     def made(self) -> None:
         """Nobody waits for it."""

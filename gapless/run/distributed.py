@@ -98,6 +98,11 @@ class Links:
         for outbox in self.near.values():
             outbox.break_off()
 
+    def in_child(self) -> None:
+        """A forked child has copies of what only this process reads."""
+        if self.inbox is not None:
+            self.inbox.in_child()
+
     def check(self) -> None:
         """Raises if this process can't take part in another step."""
         failure = self.courier.failure

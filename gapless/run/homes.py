@@ -19,34 +19,40 @@ class Homes:
         uses: Mapping[nn.Parameter, list[int]] | None = None,
     ) -> None:
         self._device, self._parts, self.devices = device, parts, devices
-        self._stages = {id(parameter): stages for parameter, stages in (uses or {}).items()}
+        self._parameters = dict(uses or {})  # held: the id() of one that is gone may be another tensor's
+        self._buffers: dict[Tensor, list[int]] = {}
 
     @property
     def known(self) -> bool:
         """The model is cut."""
-        return bool(self._stages)
+        return bool(self._parameters or self._buffers)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether some stage was known to use it."""
-        return id(tensor) in self._stages
+        return self._stages(tensor) is not None
 
     def find_buffers(self) -> None:
-        """Modules may have made new ones."""
+        """Modules may have made new ones, and dropped others."""
+        self._buffers = {}
         for stage, layers in enumerate(self._parts):
             for buffer in _buffers(layers):
-                self._stages.setdefault(id(buffer), [stage])
+                self._buffers.setdefault(buffer, [stage])
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a stage of this device uses it."""
-        if not self._stages:
+        if not self.known:
             return True
-        stages = self._stages.get(id(tensor))
+        stages = self._stages(tensor)
         return self._device == 0 if stages is None else any(self.devices[s] == self._device for s in stages)
 
     def home(self, tensor: Tensor) -> int:
         """The device that answers for it, if several hold it."""
-        stages = self._stages.get(id(tensor))
+        stages = self._stages(tensor)
         return self.devices[stages[0]] if stages else 0
+
+    def _stages(self, tensor: Tensor) -> list[int] | None:
+        known = self._parameters.get(tensor) if isinstance(tensor, nn.Parameter) else None
+        return known or self._buffers.get(tensor)
 
 
 def _buffers(layers: Sequence[Any]) -> Iterator[Tensor]:

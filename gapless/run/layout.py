@@ -1,5 +1,6 @@
-"""Everything of a tree of tensors but its numbers: structure, constants, dtypes, shapes, strides, and which tensors
-want a gradient. It is described in JSON, from which another process makes its own; nothing is pickled.
+"""Everything of a tree of tensors but its numbers: structure, constants, dtypes, shapes, strides, which tensors want a
+gradient, and which are to be read with another sign, as conjugates and their parts are. It is described in JSON, from
+which another process makes its own; nothing is pickled.
 """
 
 import ctypes
@@ -33,6 +34,7 @@ class Slot:
     offset: int  # in elements, from the beginning of the data
     sent_shape: tuple[int, ...]
     sent_stride: tuple[int, ...]
+    signs: int
 
     def target(self, storage: Any, start: int) -> Tensor:
         """The place of the tensor in a buffer whose data begin at byte `start`."""
@@ -47,8 +49,7 @@ class Slot:
         made = torch.empty(0, dtype=self.dtype)
         if count:
             made = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=at)
-        made = made.as_strided(self.shape, self.stride)
-        return made.requires_grad_() if self.requires_grad else made
+        return self.finished(made.as_strided(self.shape, self.stride))
 
     def read(self, storage: Any, start: int) -> Tensor:
         """The tensor as it was, as a view if it is dense there."""
@@ -62,6 +63,11 @@ class Slot:
                 self.sent_shape, self.stride, dtype=self.dtype, device=made.device, pin_memory=made.is_pinned()
             ).copy_(made)
             made = made.as_strided(self.shape, self.stride) if self.sent_shape != self.shape else made
+        return self.finished(made)
+
+    def finished(self, made: Tensor) -> Tensor:
+        """All of it that is not in its bytes."""
+        made = read_with(self.signs, made) if self.signs else made
         return made.requires_grad_() if self.requires_grad else made
 
 
@@ -74,14 +80,12 @@ class Layout:
         self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
         self._spec = _spec_from(described) if self._form == "tree" else None
         self.slots: list[Slot] = []
-        # Every tensor fills its memory and stands for the numbers that are there, as complex ones may not.
-        self.is_dense = True
+        self.is_dense = True  # every tensor fills its memory
         end = 0
-        for dtype, shape, stride, requires_grad in described["tensors"]:
-            slot = _slot(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end)
+        for dtype, shape, stride, requires_grad, signs in described["tensors"]:
+            slot = _slot(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end, signs)
             self.slots.append(slot)
-            as_it_is = (slot.sent_shape, slot.sent_stride) == (tuple(shape), tuple(stride))
-            self.is_dense = self.is_dense and as_it_is and not slot.dtype.is_complex
+            self.is_dense &= (slot.sent_shape, slot.sent_stride) == (tuple(shape), tuple(stride))
             end += padded(math.prod(slot.sent_shape) * slot.dtype.itemsize)
         self.size = end
         self.is_all_views = all(slot.sent_stride == slot.stride for slot in self.slots)
@@ -96,7 +100,7 @@ class Layout:
         for slot, start, stop in self._spans:
             made = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
             _memmove(made.data_ptr(), data[start:stop], stop - start)
-            tensors.append(made.requires_grad_() if slot.requires_grad else made)
+            tensors.append(slot.finished(made))
         return self.tree(tensors)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
@@ -113,17 +117,35 @@ class Layout:
 def key_of(tree: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a tree, and what its layout depends on."""
     if type(tree) is Tensor:
-        return [tree], (tree.dtype, tree.shape, tree.stride(), tree.requires_grad)
+        return [tree], (tree.dtype, tree.shape, tree.stride(), tree.requires_grad, signs_of(tree))
     if type(tree) is list and len(tree) == 1 and type(tree[0]) is Tensor:
         only = tree[0]
-        return tree, (list, only.dtype, only.shape, only.stride(), only.requires_grad)
+        return tree, (list, only.dtype, only.shape, only.stride(), only.requires_grad, signs_of(only))
     if _is_flat(tree):
         tensors = [item for item in tree if item is not None]
         return tensors, ("list", *(None if item is None else key_of(item)[1] for item in tree))
     tensors, shape = mb.flatten(tree)
     leaves, spec = (shape.leaves, shape.spec) if shape is not None else ([], None)
     constants = tuple((type(leaf), repr(leaf)) for leaf in leaves)
-    return tensors, (spec, constants, *((t.dtype, t.shape, t.stride(), t.requires_grad) for t in tensors))
+    return tensors, (spec, constants, *((t.dtype, t.shape, t.stride(), t.requires_grad, signs_of(t)) for t in tensors))
+
+
+def signs_of(tensor: Tensor) -> int:
+    """How its bytes are to be read: their negative, their conjugate, or as they are."""
+    return tensor.is_neg() + 2 * tensor.is_conj()
+
+
+def read_with(signs: int, tensor: Tensor) -> Tensor:
+    """The same bytes, read so; twice is as they are."""
+    with torch.no_grad():
+        tensor = torch._neg_view(tensor) if signs & 1 else tensor
+        return tensor.conj() if signs & 2 else tensor
+
+
+def check(tree: Any) -> None:
+    """Refuses tensors that are more than bytes with strides, by their name."""
+    for tensor in mb.flatten(tree)[0]:
+        _stride(tensor)
 
 
 def _is_flat(tree: Any) -> bool:
@@ -133,7 +155,7 @@ def _is_flat(tree: Any) -> bool:
 
 def describe(tree: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"form": "tensor", "places": [0], "leaves": [None]}
-    if type(tree) is Tensor:
+    if isinstance(tree, Tensor):
         tensors = [tree]
     elif _is_flat(tree):
         tensors = [item for item in tree if item is not None]
@@ -141,9 +163,7 @@ def describe(tree: Any) -> dict[str, Any]:
         described = {"form": "list", "places": places, "leaves": [None] * len(tree)}
     else:
         tensors, shape = mb.flatten(tree)
-        if shape is None:  # a subclass of tensor
-            _stride(tree)
-            raise ConfigError(f"a {type(tree).__name__} can't cross between processes: make it a plain tensor first")
+        assert shape is not None
         described = {
             "form": "tree",
             "places": shape.tensors,
@@ -152,15 +172,21 @@ def describe(tree: Any) -> dict[str, Any]:
             "spec": _spec_to(shape.spec),
         }
     described["tensors"] = [
-        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(_stride(tensor)), tensor.requires_grad]
+        [
+            str(tensor.dtype).removeprefix("torch."),
+            list(tensor.shape),
+            list(_stride(tensor)),
+            tensor.requires_grad,
+            signs_of(tensor),
+        ]
         for tensor in tensors
     ]
     return described
 
 
 def _stride(tensor: Tensor) -> tuple[int, ...]:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+    kind = _kind(tensor)
+    if kind:
         way_out = "make it a plain one first"
         if kind == "DTensor":
             way_out = "let the layer return its local part, with use_local_output=True or to_local()"
@@ -168,16 +194,29 @@ def _stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def _slot(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, start: int) -> Slot:
+def _kind(tensor: Tensor) -> str:
+    """What it is, if it is more than bytes with strides."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested tensor" if tensor.is_nested else f"quantized tensor ({tensor.dtype})"
+    if tensor.device.type == "meta":
+        return "meta tensor without data"
+    return "" if type(tensor) in (Tensor, torch.nn.Parameter) else type(tensor).__name__
+
+
+def _slot(
+    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, start: int, signs: int
+) -> Slot:
     sent = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
     offset, contiguous = start // dtype.itemsize, _contiguous(sent)
     span, dense = _span(sent, stride)
     count = math.prod(sent)
     if dense or count == 0:
-        return Slot(dtype, shape, stride, requires_grad, offset, sent, stride)
+        return Slot(dtype, shape, stride, requires_grad, offset, sent, stride, signs)
     if span is None or span > _SPARSEST * count:  # elements share memory, or too little of it is used
-        return Slot(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape))
-    return Slot(dtype, shape, stride, requires_grad, offset, sent, contiguous)
+        return Slot(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape), signs)
+    return Slot(dtype, shape, stride, requires_grad, offset, sent, contiguous, signs)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, bool]:

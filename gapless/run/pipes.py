@@ -95,6 +95,13 @@ class Inbox:
         with self._closing, contextlib.suppress(OSError):
             os.write(self.descriptor, _FRAME.pack(0, _BROKEN, 0, 0))
 
+    def in_child(self) -> None:
+        """A forked child would keep it open when its parent is dead."""
+        self.broken = True
+        for end in (self._end, self.descriptor):
+            with contextlib.suppress(OSError):  # closed before the fork
+                os.close(end)
+
     def close(self) -> None:
         self.broken = True
         with self._closing:

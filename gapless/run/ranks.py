@@ -1,7 +1,8 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from gapless.errors import ConfigError, TransportError
 from gapless.model.tied import Uses, tie, uses_of
 from gapless.run import nccl
 from gapless.run.agreement import Agreement
+from gapless.run.blame import is_lost
+from gapless.run.children import keep_for_ever, tell_in_child
 from gapless.run.clocks import Clock
 from gapless.run.courier import Courier, break_off
 from gapless.run.distributed import Channels, Links
@@ -27,10 +30,11 @@ from gapless.run.pace import Pace, Row, planned_work
 from gapless.run.pending import Pending
 from gapless.run.pipes import find_near
 from gapless.run.replicas import Buckets, Shares, check_same, gathered, same_everywhere
+from gapless.run.sameness import Sameness
 from gapless.run.sharded import Sharded
 from gapless.run.streams import make_lane
 from gapless.run.transport import Transport
-from gapless.run.watch import Call, Watch, is_connection
+from gapless.run.watch import Call, Watch
 from gapless.run.whereabouts import Whereabouts
 from gapless.run.whole import gather, held, load
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
@@ -57,15 +61,22 @@ class Ranks:
         store = part_of_store("agreement", sorted(self.seat.ring))
         self._agreement = Agreement(store, self.seat.ring, rank, timeout)
         self._agreement.reach(facts_of(seat.mesh), lambda: None)
+        self._process = os.getpid()
+        tell_in_child(self)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
-        self._groups = make_groups(self.seat, network)
-        self._sums = self._groups.dp  # of gradients
-        self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
-        self._links = self._make_links()
-        self._whereabouts = self._watch.whereabouts = Whereabouts(self._links, lambda: self._watch.inside)
+        with ExitStack() as opened:  # if what follows fails, nobody is to believe that this rank lives on
+            opened.push(self._could_not_connect)
+            self._groups = make_groups(self.seat, network)
+            self._sums = self._groups.dp  # of gradients
+            self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
+            opened.callback(self._courier.close, lambda: True)
+            self._links = self._make_links()
+            opened.pop_all()
+        self._whereabouts = self._watch.whereabouts = Whereabouts(self._links, lambda: self._watch.under_way)
         self._watch.break_off = self._break_off
         self._pace = Pace(self._rows())
-        self._planned: dict[int, float] = {}  # by the number of microbatches
+        self._sameness = Sameness(self.seat, self._groups.pp, self._groups.dp)
+        self._planned: dict[tuple[int, bool], float] = {}  # by the number of microbatches, and whether it only infers
         self._homes = Homes(self.seat.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._sharded = Sharded({})
@@ -92,11 +103,26 @@ class Ranks:
             self._sums = groups.connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
         return Links(self._courier, *here, self._watch.lost, memory, groups)
 
+    def _could_not_connect(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._watch.raised(error)
+        self._watch.close()
+
+    def in_child(self) -> None:
+        """A forked child is no rank. Its copies of groups are never destroyed: they share the parent's epoll."""
+        keep_for_ever(self)
+        if hasattr(self, "_links"):
+            self._links.in_child()
+
     # -- before the first step --------------------------------------------------------------------------------------
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Every rank was asked for the same, or all of them refuse."""
         self._agreement.reach(facts, self._watch.check)
+
+    def compare_weights(self, module: nn.Module) -> None:
+        """While each rank has all of them as it has made them; `check_start` refuses those that differ."""
+        self._sameness.compare_weights(module)
 
     def refuse(self, error: BaseException) -> None:
         """The pipeline could not be made on this rank, so nobody need wait for it."""
@@ -160,25 +186,32 @@ class Ranks:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def call(self, *, leaves: bool = True) -> Call:
-        """Around everything that all ranks do together, such as a step."""
+    def call(self, doing: str, *, leaves: bool = True) -> Call:
+        """Around everything that all ranks do together: `doing` a step, say."""
+        if os.getpid() != self._process:
+            raise TransportError(
+                f"process {os.getpid()} is a forked child of rank {self._watch.me} (process {self._process}) and has "
+                "no connection to the other ranks: make this call in the rank itself, on every rank"
+            )
         self._watch.check()
         failure = self._courier.failure
-        if failure is not None and is_connection(failure):
+        if failure is not None and is_lost(failure):
             raise self._watch.lost(None, failure) from None
         self._links.check()
-        return self._watch.call(leaves=leaves)
+        return self._watch.call(doing, leaves=leaves)
 
     def made(self) -> None:
         """The pipeline is complete."""
-        self._watch.inside = False
+        self._sameness.begin()
+        self._watch.made()
 
     def running(self, program: Program, costs: Costs | None) -> AbstractContextManager[None]:
         """Around the actions of a program: from here on others depend on this rank."""
         self._check_weights()
         self._watch.begun = True
-        if program.schedule.num_microbatches not in self._planned:
-            self._planned[program.schedule.num_microbatches] = planned_work(program.schedule, self.seat.device, costs)
+        key = (program.schedule.num_microbatches, program.inference)
+        if key not in self._planned:
+            self._planned[key] = planned_work(program.schedule, self.seat.device, costs)
         return self._whereabouts.running(program)
 
     def _rows(self) -> list[Row]:
@@ -193,13 +226,24 @@ class Ranks:
 
     def _failed(self, error: BaseException) -> None:
         """The courier did, which may be another rank's doing."""
-        if not is_connection(error):
+        if not is_lost(error):
             self._watch.raised(error)
         self._links.break_off()  # or others would wait for what will never be sent
 
     def _break_off(self) -> None:
         self._links.break_off()
         break_off(self._groups.dp)
+
+    def check_start(self) -> None:
+        """Raises on every rank if those of a pipeline have started with different weights."""
+        self._sameness.check_start()
+
+    def check_batch(
+        self, inputs: Any, target: Any, numbers: Sequence[float], schedule: Schedule, *, inference: bool
+    ) -> None:
+        """Raises on every rank if those of this pipeline have got different batches. Most often it does nothing."""
+        first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
+        self._sameness.check(inputs, target, numbers, first=first, last=last, inference=inference)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +305,7 @@ class Ranks:
                 buckets.keep()
             self._pending.add(self._parameters)
         where = self._whereabouts
-        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches])
+        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches, False])
 
     def _check_weights(self) -> None:
         """Raises on every rank if those of this one were changed while gradients waited for an exchange."""
@@ -333,7 +377,7 @@ class Ranks:
         self._homes.find_buffers()
         if not whole:
             return held(module, self._homes.holds)
-        with self.call(leaves=False):
+        with self.call("gathering the state of its model", leaves=False):
             return gather(module, self._homes.home, self.seat.device, self._groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
@@ -356,7 +400,7 @@ class Ranks:
         self._pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
-        with self.call(leaves=False):
+        with self.call("clipping gradients", leaves=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
 
     # -- what was measured ------------------------------------------------------------------------------------------
@@ -369,12 +413,12 @@ class Ranks:
 
     def hops(self) -> list[Hop]:
         """From each device of this pipeline to the next: every rank has all of them."""
-        with self.call():
+        with self.call("measuring its links"):
             return measure_hops(self._links, self._groups.pp, self.seat.torch_device)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What the first device makes, on every rank."""
-        with self.call():
+        with self.call("planning"):
             if self.seat.device > 0:
                 (came,) = self._links.incoming(0, "loss").get()
                 return bytes(came.tolist()).decode()
@@ -388,6 +432,7 @@ class Ranks:
         self._watch.say_goodbye()
         self._links.close(lambda: self._watch.news is not None, self._watch.timeout)
         self._buckets, self._sums, self._pace = {}, None, Pace(())
+        self._sameness = Sameness(self.seat, None, None)
         self._groups.close()
         self._watch.close()
 

@@ -4,11 +4,15 @@
 
 Nothing else ever closes such a connection, so one that is closed without a goodbye means that the process at its other
 end is dead, whatever this one is doing at that moment. News travel both ways round, so they pass a rank that sleeps.
+A child that is forked has the connection too, and would keep it open when its parent is dead: it closes its copy.
 """
 
 import contextlib
 import ctypes
 import json
+import os
+import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -18,6 +22,8 @@ from typing import Any
 
 import torch
 
+from gapless.run.processes import Life
+
 _SIZE = 2048  # bytes of every message
 _TAG = 2
 _NEVER_SENT = 1
@@ -26,6 +32,8 @@ _UNANSWERED = 3  # signs of life to one that says nothing: whatever else is said
 _SOON = timedelta(milliseconds=1)
 _A_WHILE = timedelta(milliseconds=500)
 _NEVER = timedelta(days=365)
+_SHORTER = (400, 200, 100, 50, 25)  # characters that are left of each text, if a message is too long
+_DESCRIPTORS = "/proc/self/fd"
 
 Words = dict[str, Any]
 
@@ -34,9 +42,18 @@ class Neighbour:
     """The rank at the other end of a connection, and the thread that listens to it."""
 
     def __init__(
-        self, rank: int, group: Any, hear: Callable[["Neighbour", Words], None], lose: Callable[["Neighbour"], None]
+        self,
+        rank: int,
+        connect: Callable[[], Any],
+        hear: Callable[["Neighbour", Words], None],
+        lose: Callable[["Neighbour"], None],
     ) -> None:
+        before = _sockets()
+        group = connect()
+        self._socket = _only_new(before)
         self.rank = rank
+        self.life: Life | None = None  # of its process, where that can be seen
+        self.ended: float | None = None  # when its process was seen to be dead
         self.heard = time.monotonic()
         self.last: Words = {}  # its last sign of life
         self.left: str | None = None  # has said goodbye, and why
@@ -54,9 +71,7 @@ class Neighbour:
             if self._group is None or (beat and self._unanswered >= _UNANSWERED):
                 return
             self._unanswered += beat
-            message = torch.frombuffer(
-                bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_SIZE)[:_SIZE]), dtype=torch.uint8
-            )
+            message = torch.frombuffer(bytearray(encoded(words).ljust(_SIZE)), dtype=torch.uint8)
             self._sent.append((self._group.send([message], self._other, _TAG), message))
 
     def _listen(self) -> None:
@@ -69,7 +84,8 @@ class Neighbour:
                 work.wait(_NEVER)
                 self.heard, self._unanswered = time.monotonic(), 0
                 self._post(posted)
-                self._hear(self, json.loads(ctypes.string_at(buffer.data_ptr(), _SIZE)))
+                with contextlib.suppress(ValueError):  # what can't be read says at least that somebody is there
+                    self._hear(self, json.loads(ctypes.string_at(buffer.data_ptr(), _SIZE)))
         self._lose(self)
 
     def _post(self, posted: deque[tuple[Any, Any]]) -> None:
@@ -77,6 +93,11 @@ class Neighbour:
         buffer = torch.empty(_SIZE, dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):
             posted.append((self._group.recv([buffer], self._other, _TAG), buffer))
+
+    def in_child(self) -> None:
+        """Closes the copy of the connection that a forked child has."""
+        if self._socket is not None and self._socket in _sockets():
+            os.close(self._socket[0])
 
     def close(self) -> None:
         """What was said leaves first. A receive that runs out of time closes the connection, which ends the thread."""
@@ -89,6 +110,54 @@ class Neighbour:
         with self._lock:
             self._sent.clear()
             self._group = None
+
+
+def encoded(words: Words) -> bytes:
+    """No longer than a message, whatever the texts in it."""
+    for most in (None, *_SHORTER):
+        data = json.dumps(_shortened(words, most), ensure_ascii=False).encode(errors="replace")
+        if len(data) <= _SIZE:
+            return data
+    raise AssertionError(f"{len(data)} bytes of words without a long text")
+
+
+def _shortened(words: Any, most: int | None) -> Any:
+    if isinstance(words, dict):
+        return {name: _shortened(value, most) for name, value in words.items()}
+    if isinstance(words, str) and most is not None and len(words) > most:
+        return f"{words[:most]}..."
+    return words
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The file descriptors of this process that are sockets, with what tells one from another of the same number."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):  # the one by which the names were read
+                link = os.readlink(f"{_DESCRIPTORS}/{name}")
+                if link.startswith("socket:"):
+                    found.add((int(name), link))
+    return found
+
+
+def _only_new(before: set[tuple[int, str]]) -> tuple[int, str] | None:
+    """The connection that was made since. None if another thread has made one in the same moment: nobody else's is
+    ever closed.
+    """
+    new = [one for one in _sockets() - before if _is_connected(one[0])]
+    return new[0] if len(new) == 1 else None
+
+
+def _is_connected(descriptor: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            copy.getpeername()
+            return copy.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:
+        return False
 
 
 def pairs(ranks: Sequence[int], me: int) -> list[tuple[int, int]]:

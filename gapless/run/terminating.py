@@ -1,6 +1,7 @@
 """SIGTERM: the step under way is finished and all ranks leave together, instead of one vanishing in the middle of it.
 
-The handler only takes a note. A handler of the user's own is left alone.
+The handler only takes a note. A handler of the user's own is left alone. A forked child has none of ours: there nobody
+would read the note, and `multiprocessing` ends its daemons with this signal.
 """
 
 import os
@@ -8,6 +9,8 @@ import signal
 import threading
 import time
 from types import FrameType
+
+from gapless.run.children import tell_in_child
 
 _AGAIN = 2.0  # seconds after which a second signal is meant
 
@@ -29,6 +32,7 @@ class Terminating:
         if there is signal.SIG_DFL:
             there = cls()
             signal.signal(signal.SIGTERM, there)
+            tell_in_child(there)
         if not isinstance(there, cls):
             return None
         there._users += 1
@@ -41,6 +45,9 @@ class Terminating:
         if now - self._since > _AGAIN or self._users == 0:
             self._restore()
             os.kill(os.getpid(), signum)
+
+    def in_child(self) -> None:
+        self._restore()
 
     def leave(self) -> None:
         """The last pipeline puts back what was there."""

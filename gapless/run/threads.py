@@ -4,6 +4,7 @@ A channel is (source, target, kind) and delivers in the producer's order. A devi
 """
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -94,19 +95,27 @@ class Team:
     """The threads. They start at the first use, keep nothing alive between two uses, and end with `close`."""
 
     def __init__(self, names: Sequence[str], intra_op_threads: int) -> None:
-        self._inboxes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in names]
         self._names = names
         self._intra_op_threads = intra_op_threads
-        self._threads: list[threading.Thread] = []
         self._closed = False
         self._holders: set[object] = set()
-        self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
         self.left: Callable[[], None] | None = None  # clears up after a run that was not cleared up after
-        self._cores = Cores() if intra_op_threads == 1 else None  # threads of their own would go where they are put
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without threads, in this process."""
+        self._process = os.getpid()
+        self._inboxes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in self._names]
+        self._threads: list[threading.Thread] = []
+        self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
+        # Threads of their own would go where they are put.
+        self._cores = Cores() if self._intra_op_threads == 1 else None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """One step at a time: another one, from a second thread or from inside a layer, would mix with it or hang."""
+        if self._process != os.getpid():
+            self._begin_in_child()
         me = object()
         try:
             self._holders.add(me)  # Ctrl-C may come between any two calls, so there is nothing to undo but this one
@@ -123,6 +132,15 @@ class Team:
     def busy(self) -> bool:
         """A step is under way."""
         return bool(self._holders)
+
+    def _begin_in_child(self) -> None:
+        """A forked child has everything but the threads."""
+        if self._holders:
+            raise TransportError(
+                f"process {os.getpid()} was forked from process {self._process} in the middle of a step, of which it "
+                "has only a part: fork between two steps, or make a pipeline in the child"
+            )
+        self._begin()
 
     def run(self, tasks: Iterable[Task], stop: Callable[[], None], kind: int = 0) -> None:
         """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller. Runs of one
@@ -189,12 +207,13 @@ class Closing(Protocol):
 
 def close_with(owner: object, *parts: Closing) -> Callable[[], Any]:
     """End the parts, one after another, when `owner` is closed or collected, or the interpreter ends."""
-    return weakref.finalize(owner, _close, parts)
+    return weakref.finalize(owner, _close, parts, os.getpid())
 
 
-def _close(parts: Iterable[Closing]) -> None:
-    for part in parts:
-        part.close()
+def _close(parts: Iterable[Closing], process: int) -> None:
+    if os.getpid() == process:  # a forked child has its copy, but they are not its own
+        for part in parts:
+            part.close()
 
 
 def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:

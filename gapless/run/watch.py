@@ -1,7 +1,8 @@
 """Nobody waits for ever, and nobody leaves without a word: what goes wrong on one rank is known to all, with its place.
 
     raised    an exception in a step     told round the ring; the other ranks raise a short error of their own
-    dead      a closed connection        noticed at once by both neighbours in the ring
+    dead      a process that has ended   noticed at once by both neighbours in the ring: by the closed connection, and
+                                         by the process itself, whose children may keep the connection open
     silent    no sign of life            after `timeout`; a long computation is no silence, its process still beats
     stuck     nobody computes            after `timeout`; ranks that make different calls wait for each other
 
@@ -18,10 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from gapless.errors import ConfigError, TransportError, noted_place
+from gapless.run.blame import in_short, is_lost, may_be_lost
+from gapless.run.children import tell_in_child
+from gapless.run.processes import Life, this_process
 from gapless.run.ring import Neighbour, Words, pairs
 from gapless.run.terminating import Terminating
 
@@ -31,8 +36,9 @@ _BEATS_PER_TIMEOUT = 8
 _GRACE = 10.0  # seconds to end a call in, after the news
 _NEWS_WITHIN = 2.0  # seconds after a connection was lost
 _ROUND_WITHIN = 5.0
-_MOST_TEXT = 300
-_CONNECTION = ("gloo", "pair closure", "Connection closed", "Connection reset", "NCCL")
+_LOOK = 0.25  # seconds between two looks at the neighbours' processes
+_LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may still come
+_MAKING = "making its pipeline"
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,10 @@ class Nowhere:
         self._me = me
 
     def words(self) -> str:
-        return f"rank {self._me} was making its pipeline"
+        return f"rank {self._me} was {_MAKING}"
 
     def last(self) -> str:
-        return "making its pipeline"
+        return _MAKING
 
     def progress(self) -> object:
         return None
@@ -82,6 +88,7 @@ class Watch:
         self.me, self.timeout = me, timeout
         self.calls = 0  # begun; every rank makes the same
         self.inside = True  # a call; making the pipeline is the first
+        self.doing = _MAKING  # in the last call
         self.begun = False  # in this call, something that others wait for
         self.news: News | None = None
         self.whereabouts: Whereabouts = Nowhere(me)
@@ -96,27 +103,53 @@ class Watch:
         self._leave_before: int | None = None  # the call that no rank begins
         self._round = threading.Event()
         self._beat = min(_LONGEST_BEAT, timeout / _BEATS_PER_TIMEOUT)
-        self._awake = self._active = time.monotonic()
+        self._awake = self._active = self._last_beat = time.monotonic()
         self._progress: object = None
         self._closing = threading.Event()
         self._terminating = Terminating.installed()
         self._neighbours: list[Neighbour] = []
         self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
-        for pair in pairs(ranks, me):
-            other = pair[1 - pair.index(me)]
-            try:
-                group = connect("ring", pair, pair.index(me), timeout=timeout)
-            except RuntimeError as error:
-                self.close()
-                raise TransportError(f"rank {me} can't reach rank {other} within {timeout:g} s: {error}") from None
-            self._neighbours.append(Neighbour(other, group, self._hear, self._lose))
+        tell_in_child(self)
+        try:
+            for pair in pairs(ranks, me):
+                self._connect(pair, connect)
+        except BaseException:
+            self.close()
+            raise
         self._pulse.start()
+
+    def _connect(self, pair: tuple[int, int], connect: Callable[..., Any]) -> None:
+        number = pair.index(self.me)
+        other = pair[1 - number]
+        make = partial(connect, "ring", pair, number, timeout=self.timeout)
+        try:
+            neighbour = Neighbour(other, make, self._hear, self._lose)
+        except RuntimeError as error:
+            words = f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
+            raise TransportError(words) from None
+        self._neighbours.append(neighbour)
+        neighbour.say({"process": this_process()})
+
+    def in_child(self) -> None:
+        """A forked child is no rank."""
+        for neighbour in self._neighbours:
+            neighbour.in_child()
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
-    def call(self, *, leaves: bool) -> "Call":
+    def call(self, doing: str, *, leaves: bool) -> "Call":
         """`leaves`: where a rank leaves that was asked to. All ranks make the same calls, so they do so in the same."""
-        return Call(self, leaves)
+        return Call(self, doing, leaves)
+
+    @property
+    def under_way(self) -> str:
+        """The call that this rank is in, if it is in one."""
+        return self.doing if self.inside else ""
+
+    def made(self) -> None:
+        """The pipeline is; what neighbours believe about this rank is not to be older than that."""
+        self.inside = False
+        self._say_where()
 
     def check(self) -> None:
         """Raises if an earlier call has failed, on any rank."""
@@ -170,25 +203,31 @@ class Watch:
     def raised(self, error: BaseException) -> None:
         """An exception on this rank ends the step of all."""
         where = noted_place(error) or self.whereabouts.last()
-        text = f"{type(error).__name__}: {error}".strip(": ").splitlines() or [type(error).__name__]
-        shown = text[0][:_MOST_TEXT]
-        self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {shown} (its output has more)"))
+        self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {in_short(error)} (its output has more)"))
 
     def lost(self, rank: int | None, error: BaseException) -> TransportError:
         """What is raised where something will not come. The news may be on their way."""
         words = self.whereabouts.words()
         self._known.wait(_NEWS_WITHIN)
         if self.news is None:
-            said = str(error).splitlines()
             left = [each for each in self._neighbours if each.left is not None and rank in (each.rank, None)]
-            reason = said[0] if said else type(error).__name__
-            reason = f"rank {left[0].rank} has {left[0].left}" if left else reason
+            reason = f"rank {left[0].rank} has {left[0].left}" if left else in_short(error)
             self.tell(News("lost", rank, f"{words}, and it did not come: {reason}"))
             assert self.news is not None
         self._told = True
         if words in self.news.text:
             return TransportError(self.news.text)
         return TransportError(f"{words}: {self.news.text}")
+
+    def explained(self, error: BaseException) -> TransportError | None:
+        """What is raised instead of an error that another rank's end may have caused; None if nobody has ended. The
+        others wait for news of this one meanwhile, but longer.
+        """
+        if not may_be_lost(error):
+            return None
+        self._known.wait(_NEWS_WITHIN / 4)
+        ended = self.news is not None and self.news.kind in ("dead", "silent")
+        return self.lost(None, error) if ended else None
 
     # -- what is heard ----------------------------------------------------------------------------------------------
 
@@ -208,16 +247,20 @@ class Watch:
                 self._next.say(words)
         elif "bye" in words:
             neighbour.left = words["bye"]
+        elif "process" in words:
+            neighbour.life = Life.found(words["process"])
 
     def _lose(self, neighbour: Neighbour) -> None:
+        self._bury(neighbour, f"its connection to rank {self.me} was closed")
+
+    def _bury(self, neighbour: Neighbour, how: str) -> None:
         if not self._closing.is_set() and neighbour.left is None:
-            text = f"rank {neighbour.rank} is dead: its connection to rank {self.me} was closed{self._last(neighbour)}"
+            text = f"rank {neighbour.rank} is dead: {how}{self._last(neighbour)}"
             self.tell(News("dead", neighbour.rank, text))
 
     def _last(self, neighbour: Neighbour) -> str:
         ago = time.monotonic() - neighbour.heard
-        last = neighbour.last.get("at", "making its pipeline")
-        return f"; when last heard from, {ago:.1f} s ago, it was {last}"
+        return f"; when last heard from, {ago:.1f} s ago, it was {neighbour.last.get('at', _MAKING)}"
 
     def _ask(self, rank: int) -> None:
         if self._asked_by is None:
@@ -238,9 +281,13 @@ class Watch:
     # -- signs of life ----------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        while not self._closing.wait(self._beat):
+        while not self._closing.wait(min(self._beat, _LOOK)):
             now = time.monotonic()
             slept, self._awake = now - self._awake > 2 * self._beat + 1, now
+            self._look_at_processes(now)
+            if now - self._last_beat < self._beat and not slept:
+                continue
+            self._last_beat = now
             if slept:  # this process itself: first it hears what was said in the meantime
                 self._active = now
                 for neighbour in self._neighbours:
@@ -251,9 +298,21 @@ class Watch:
                 self._active = now
             self._progress = progress
             self._was_asked()
-            for neighbour in self._neighbours:
-                neighbour.say({"idle": now - self._active, "at": self.whereabouts.last()}, beat=True)
+            self._say_where()
             self._look(now)
+
+    def _say_where(self) -> None:
+        words = {"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}
+        for neighbour in self._neighbours:
+            neighbour.say(words, beat=True)
+
+    def _look_at_processes(self, now: float) -> None:
+        """A process that has ended with its connection open: a child of it lives on."""
+        for neighbour in self._neighbours:
+            if neighbour.ended is None and neighbour.life is not None and neighbour.life.is_over:
+                neighbour.ended = now
+            if neighbour.ended is not None and now - neighbour.ended >= _LAST_WORDS:
+                self._bury(neighbour, "its process has ended")
 
     def _look(self, now: float) -> None:
         for neighbour in self._neighbours:
@@ -271,7 +330,7 @@ class Watch:
     def say_goodbye(self) -> None:
         """From now on nobody wonders where this rank is."""
         error = getattr(sys, "last_value", None)
-        ended = f" after {type(error).__name__}: {error}"[:_MOST_TEXT] if error is not None else ""
+        ended = f" after {in_short(error)}" if error is not None else ""
         for neighbour in self._neighbours:
             neighbour.say({"bye": f"closed its pipeline{ended}"})
 
@@ -288,8 +347,8 @@ class Watch:
 class Call:
     """Around everything that all ranks do together. What is raised inside is told, or explained by what others told."""
 
-    def __init__(self, watch: Watch, leaves: bool) -> None:
-        self._watch, self._leaves = watch, leaves
+    def __init__(self, watch: Watch, doing: str, leaves: bool) -> None:
+        self._watch, self._doing, self._leaves = watch, doing, leaves
 
     def __enter__(self) -> "Call":
         watch = self._watch
@@ -298,7 +357,7 @@ class Call:
         if watch.leaving and self._leaves:
             watch.leave()
         watch.calls += 1
-        watch.begun, watch.inside = False, True
+        watch.begun, watch.inside, watch.doing = False, True, self._doing
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -309,18 +368,16 @@ class Call:
                 return
             if isinstance(error, TransportError) and watch.news is not None:
                 return
-            if is_connection(error):
+            if is_lost(error):
                 raise watch.lost(None, error) from None
+            explained = watch.explained(error)
+            if explained is not None:
+                raise explained from error  # which may be the user's own, so its traceback stays
             if watch.begun:
                 watch.raised(error)
                 watch._told = True
         finally:
             watch.inside = False
-
-
-def is_connection(error: BaseException) -> bool:
-    """Whether another rank is the cause, as far as torch's words tell."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION)
 
 
 def _dump_stacks() -> None:

@@ -10,10 +10,10 @@ from gapless.schedule.action import Action
 
 
 class Whereabouts:
-    """`inside` tells whether a call is under way, such as a step; parts of it are outside of any action."""
+    """`call` names the call that is under way, such as a step, or is empty; parts of it are outside of any action."""
 
-    def __init__(self, links: Links, inside: Callable[[], bool]) -> None:
-        self._links, self._inside = links, inside
+    def __init__(self, links: Links, call: Callable[[], str]) -> None:
+        self._links, self._call = links, call
         self._program: Program | None = None
         self._running = False
         self.microbatches = 0  # of the last run
@@ -44,18 +44,18 @@ class Whereabouts:
         return f"{me} waited {waits}" if self._links.waiting is not None else f"{me} waited {waits}, {self.last()}"
 
     def last(self) -> str:
-        action = self._action()
+        action, call = self._action(), self._call()
         if action is None:
-            return "making its pipeline" if self._inside() else "before its first step"
+            return call or "before its first step"
         place = f"stage {action.stage}, action {action}"
         if self._running:
             return f"at {place}"
-        return f"{'ending a step' if self._inside() else 'between two calls'}, after {place}"
+        return f"{call or 'between two calls'}, after {place}"
 
     def progress(self) -> object:
         """None while an action computes; otherwise it changes whenever something has happened."""
         since = self._links.since
-        return None if self._running and since is None else (since, self._running, self._action(), self._inside())
+        return None if self._running and since is None else (since, self._running, self._action(), self._call())
 
     def _action(self) -> Action | None:
         program = self._program

@@ -3,11 +3,11 @@
     | id, length, more | description, the first time | tensor | tensor | ...       every part begins at a multiple of 64
       16 bytes
 
-The layout of a tree is everything but its numbers: structure, constants, dtypes, shapes, strides, and which tensors
-want a gradient. It is described in JSON the first time it is sent; both ends keep it, and later messages name it by
-its id. Nothing is pickled. A tensor comes out with the strides it went in with, since kernels may sum in another order
-otherwise; only elements that are there travel, an expanded dimension is not sent twice. What comes out are views of the
-buffer.
+The layout of a tree is everything but its numbers: structure, constants, dtypes, shapes, strides, which tensors want a
+gradient, and which are conjugates. It is described in JSON the first time it is sent; both ends keep it, and later
+messages name it by its id. Nothing is pickled. A tensor comes out with the strides it went in with, since kernels may
+sum in another order otherwise; only elements that are there travel, an expanded dimension is not sent twice. What comes
+out are views of the buffer.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import TransportError
-from gapless.run.layout import ALIGNMENT, Layout, describe, key_of, padded
+from gapless.run.layout import ALIGNMENT, Layout, check, describe, key_of, padded, read_with, signs_of
 from gapless.run.segments import Attached, Segment, Segments
 
 # Id of the layout, bytes of its description, and where the rest is: here (0), in a segment of shared memory (its name),
@@ -76,13 +76,16 @@ class Message:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         spans = self._spans or itertools.repeat(None)
         for tensor, target, span in zip(tensors, self.targets, spans, strict=False):
-            if span is not None and _is_plain(tensor):
+            if span is not None and _has_bytes(tensor):
                 _memmove(span[0], tensor.data_ptr(), span[1])
                 continue
+            # What is sent has no history: the buffer is used again, and would keep that of all it ever held.
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if signs := signs_of(tensor):
+                tensor = read_with(signs, tensor)  # the bytes as they are
             if tensor.shape != target.shape:  # expanded: once is enough
                 tensor = tensor.as_strided(target.shape, tensor.stride())
-            # What is sent has no history: the buffer is used again, and would keep that of all it ever held.
-            target.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
+            target.copy_(tensor, non_blocking=True)
 
     def sent(self) -> None:
         """Nobody reads it any more."""
@@ -104,7 +107,11 @@ class Writer:
 
     def write(self, tree: Any) -> Message:
         """The message for a tree."""
-        tensors, key = key_of(tree)
+        try:
+            tensors, key = key_of(tree)
+        except RuntimeError:  # one without strides
+            check(tree)
+            raise
         found = self._known.get(key)
         if found is not None:
             number, layout, free = found
@@ -195,7 +202,8 @@ class Reader:
         number, length, elsewhere = _HEADER.unpack_from(data)
         if elsewhere and not length and self._known[number].is_dense:
             assert self._attached is not None
-            layout, memory = self._known[number], self._attached.memory(elsewhere)
+            layout = self._known[number]
+            memory = self._attached.memory(elsewhere, layout.size)
             return layout.tree([slot.shared(memory, ALIGNMENT) for slot in layout.slots])
         buffer = torch.empty(len(data), dtype=torch.uint8)
         _memmove(buffer.data_ptr(), data, len(data))
@@ -223,16 +231,18 @@ class Reader:
             self._last = (number, layout)
         if elsewhere:
             assert self._attached is not None
-            buffer, start = torch.frombuffer(self._attached.memory(elsewhere), dtype=torch.uint8), ALIGNMENT
+            buffer, start = (
+                torch.frombuffer(self._attached.memory(elsewhere, layout.size), dtype=torch.uint8),
+                ALIGNMENT,
+            )
         elif self._fetch is not None:
             buffer, start = self._fetch(layout.size), 0
         storage = buffer.untyped_storage()
         return layout.tree([slot.read(storage, start) for slot in layout.slots])
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes are its numbers."""
-    return tensor.is_cpu and not tensor.is_neg() and not tensor._is_zerotensor()
+def _has_bytes(tensor: Tensor) -> bool:
+    return tensor.is_cpu and not tensor._is_zerotensor()
 
 
 def announcement(size: int) -> Tensor:

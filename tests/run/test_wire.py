@@ -1,6 +1,9 @@
 """A tree as bytes and back: structure, constants, dtypes, strides and bits, and a small header the second time."""
 
+import contextlib
 import os
+import re
+import resource
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -138,11 +141,28 @@ class Odd:
     pass
 
 
+class Own(Tensor):
+    pass
+
+
 @pytest.mark.parametrize(
-    "tree", [{"x": Odd()}, X.to_sparse(), (X, {1, 2}), {"x": b"bytes"}], ids=lambda tree: type(tree).__name__
+    ("tree", "name"),
+    [
+        ({"x": Odd()}, "Odd"),
+        (X.to_sparse(), "torch.sparse_coo"),
+        ((X, X.to_sparse_csr()), "torch.sparse_csr"),
+        ((X, {1, 2}), "set"),
+        ({"x": b"bytes"}, "bytes"),
+        ([torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)], "quantized tensor (torch.qint8)"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        ([X, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)], "torch.jagged"),
+        ({"x": torch.empty(3, device="meta")}, "meta tensor without data"),
+        (X.as_subclass(Own), "Own"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_cross_is_refused_with_a_way_out(tree: Any) -> None:
-    with pytest.raises(ConfigError, match="can't cross between processes"):
+def test_what_can_not_cross_is_refused_with_a_way_out(tree: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a {re.escape(name)} can't cross between processes: ."):
         Writer().write(tree)
 
 
@@ -234,11 +254,61 @@ def test_inference_mode_does_not_stick_to_messages() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_numbers_that_differ_from_their_bytes_cross(shared: bool) -> None:
-    """A conjugate or its imaginary part is the memory of another tensor, to be read with another sign."""
+    """A conjugate or its imaginary part is the memory of another tensor, to be read with another sign. It stays so, or
+    kernels that know what to do with it would take another way, with other last bits.
+    """
     writer = Writer(segments=Segments() if shared else None)
     reader = Reader(attached=Attached(os.getpid()))
     for size in (3, 5000):
-        z = torch.randn(size, dtype=torch.complex64)
-        for tensor in (z.conj(), z.conj().imag, z.conj().imag.contiguous(), z.real[::2], torch.randn(size)):
-            for _ in range(2):
-                assert torch.equal(_crossed(tensor, writer, reader), tensor)
+        z = torch.randn(size, 2, dtype=torch.complex64)
+        trees = [z, z.conj(), z.mH, z.conj().requires_grad_(), z[:1].conj().expand(4, -1), z.conj()[:, ::2]]
+        trees += [z.conj().imag, z.conj().imag.contiguous(), z.real[::2], torch.randn(size), z[0, 0].conj()]
+        trees += [torch._neg_view(torch.randn(size)).requires_grad_(), torch._efficientzerotensor((size,))]
+        for tensor in trees:
+            for _ in range(3):
+                for got in (_crossed(tensor, writer, reader), _crossed([tensor], writer, reader)[0]):
+                    assert torch.equal(got, tensor)
+                    assert (got.is_conj(), got.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+                    assert got.requires_grad == tensor.requires_grad
+                    assert got.is_leaf
+
+
+@pytest.mark.parametrize("limit", ["files", "memory"])
+def test_a_receiver_that_can_not_share_memory_takes_a_copy(limit: str) -> None:
+    """It took the want of a file descriptor, or of room for the whole segment, for a lost connection."""
+    segments = Segments()
+    writer, reader = Writer(segments=segments), Reader(attached=Attached(os.getpid()))
+    trees = [torch.randn(3000 + 100 * number) for number in range(4)]
+    assert_crosses(trees[0], writer, reader)
+    written = [writer.write(tree) for tree in trees for _ in range(2)]
+    messages = [bytes(message.bytes) for message in written]
+    kind = resource.RLIMIT_NOFILE if limit == "files" else resource.RLIMIT_AS
+    before = resource.getrlimit(kind)
+    held: list[int] = []
+    try:
+        if limit == "files":
+            resource.setrlimit(kind, (_highest_descriptor() + 1, before[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+        else:
+            resource.setrlimit(kind, (_address_space(), before[1]))
+        got = [reader.read_bytes(message) for message in messages]
+    finally:
+        resource.setrlimit(kind, before)
+        for descriptor in held:
+            os.close(descriptor)
+    for tree, one, other in zip(trees, got[::2], got[1::2], strict=True):
+        assert torch.equal(one, tree)
+        assert torch.equal(other, tree)
+        assert one.data_ptr() % ALIGNMENT == other.data_ptr() % ALIGNMENT == 0
+    assert not segments.awaited
+
+
+def _highest_descriptor() -> int:
+    return max(int(name) for name in os.listdir("/proc/self/fd"))
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,0 +1,74 @@
+"""Whether another process of this host is alive, from the process itself: a connection to it may stay open when it is
+dead, since children that it has forked have it too.
+"""
+
+import contextlib
+import os
+import select
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = "/proc/self/ns/pid"
+_DEAD = "ZX"
+
+
+def this_process() -> list[str | int]:
+    """By which others can find it: the host and its numbers, the number, and when it began. Empty where that can't be
+    known.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        host = f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
+        return [host, os.getpid(), _stat(os.getpid())[1]]
+    return []
+
+
+class Life:
+    """Of another process. `found` is None where it can't be seen: on another host, or in another container."""
+
+    def __init__(self, process: int, began: int) -> None:
+        self._process, self._began = process, began
+        self._over = False
+        self._descriptor = -1
+        try:
+            self._descriptor = os.pidfd_open(process)
+            weakref.finalize(self, os.close, self._descriptor)
+        except ProcessLookupError:
+            self._over = True
+        except (OSError, AttributeError):  # not allowed, not there, or no file descriptor is left: see `_gone`
+            pass
+        self._over = self._over or self._gone()  # its number may be another's by now
+
+    @classmethod
+    def found(cls, words: Sequence[str | int]) -> "Life | None":
+        here = this_process()
+        if not here or not words or words[0] != here[0]:
+            return None
+        return cls(int(words[1]), int(words[2]))
+
+    @property
+    def is_over(self) -> bool:
+        if not self._over:
+            self._over = self._has_ended() if self._descriptor >= 0 else self._gone()
+        return self._over
+
+    def _has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _gone(self) -> bool:
+        try:
+            state, began = _stat(self._process)
+        except (FileNotFoundError, ProcessLookupError):  # or hidden from this user
+            return self._descriptor < 0 or self._has_ended()
+        except (OSError, ValueError):
+            return False
+        return state in _DEAD or began != self._began
+
+
+def _stat(process: int) -> tuple[str, int]:
+    """Its state, and when it began. The name, in brackets, may hold anything."""
+    words = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return words[0], int(words[19])
