@@ -149,6 +149,11 @@ class Captured:
         self.num_traces += 1
         return len(traces) - 1
 
+    def never_set(self) -> list[tuple[nn.Module, str]]:
+        """Attributes in which the forward of the model stores tensors: where it was traced, it never does."""
+        names = {each for _, trace in self.edition.traces for each in trace.stored}
+        return [(self.module.get_submodule(path), name) for path, name in sorted(names)]
+
     def _in_one_place(self) -> nn.Module:
         """The model, or a copy of it where its parts are on several devices already: those can't be traced together."""
         tensors = [*self.module.parameters(), *self.module.buffers()]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
@@ -28,12 +28,13 @@ class LostError(Exception):
 
 
 @contextlib.contextmanager
-def nothing_lost() -> Iterator[None]:
-    """While it holds, this thread may do nothing that a trace loses."""
-    thread = threading.get_ident()
-    drawn = _drawn_outside()
-    with _patched(thread), _Switches():
-        yield
+def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
+    """While it holds, this thread may do nothing that a trace loses. Yields the attributes in which modules store
+    tensors meanwhile: nothing will store them when the trace runs.
+    """
+    thread, stored, drawn = threading.get_ident(), list[tuple[nn.Module, str]](), _drawn_outside()
+    with _patched(thread, stored), _Switches():
+        yield stored
     if _drawn_outside() != drawn:
         raise LostError(
             "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "
@@ -42,7 +43,7 @@ def nothing_lost() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(thread: int) -> Iterator[None]:
+def _patched(thread: int, stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
     backward = "whose own backward a trace would lose"
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (
@@ -54,6 +55,7 @@ def _patched(thread: int) -> Iterator[None]:
         (saved_tensors_hooks, "__enter__", lambda kept: _without_hooks_of_ones_own(thread, kept)),
         (torch.inference_mode, "__enter__", lambda kept: _entering_inference(thread, kept)),
         (torch.inference_mode, "__exit__", lambda kept: _leaving_inference(thread, kept)),
+        (nn.Module, "__setattr__", lambda kept: _noting(thread, kept, stored)),
     ]
     before = [place.__dict__[name] for place, name, _ in places]
     for (place, name, made), original in zip(places, before, strict=True):
@@ -87,6 +89,15 @@ def _without_hooks_of_ones_own(thread: int, original: Any) -> Any:
         return original(hooks)
 
     return enter
+
+
+def _noting(thread: int, original: Any, stored: list[tuple[nn.Module, str]]) -> Any:
+    def store(module: nn.Module, name: str, value: Any) -> None:
+        original(module, name, value)
+        if threading.get_ident() == thread and isinstance(value, Tensor) and name in module.__dict__:
+            stored.append((module, name))
+
+    return store
 
 
 def _entering_inference(thread: int, original: Any) -> Any:

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Trace:
         self._spec = spec
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
-        self.module, self._questions = _export(model, flat, spec)
+        self.module, self._questions, self.stored = _export(model, flat, spec)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -96,7 +96,9 @@ def _dynamic_dims(value: Any) -> list[int]:
     return [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
 
 
-def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> tuple[GraphModule, list[Question]]:
+def _export(
+    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
+) -> tuple[GraphModule, list[Question], set[tuple[str, str]]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     kwargs = without_cache(model, kwargs)
     last: Exception | None = None
@@ -109,7 +111,7 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> tuple[G
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
             with (
-                nothing_lost(),
+                nothing_lost() as stored,
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
@@ -117,7 +119,7 @@ def _export(model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> tuple[G
             ):
                 dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
-            return program.module(), questions.asked
+            return program.module(), questions.asked, _named_in(model, stored)
         except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
         except Exception as error:
@@ -169,6 +171,12 @@ def _named(model: nn.Module, args: tuple[Any, ...], shapes: tuple[Any, ...]) -> 
             break
         named[parameter.name] = shapes[number]
     return named
+
+
+def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> set[tuple[str, str]]:
+    """Attributes of modules, with the names of these in the model."""
+    paths = {module: path for path, module in model.named_modules()}
+    return {(paths[module], name) for module, name in attributes if module in paths}
 
 
 def _refusal(model: nn.Module, error: Exception) -> str:

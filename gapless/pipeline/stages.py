@@ -15,6 +15,7 @@ from gapless.pipeline.arguments import check_data
 from gapless.schedule.action import Kind, Schedule
 from gapless.stage.compiled import Compiler, compiled
 from gapless.stage.stage import Remat, Stage
+from gapless.stage.stored import Stored
 
 
 def layers_of(model: Layers | Captured, partition: Sequence[int]) -> list[list[Any]]:
@@ -38,6 +39,11 @@ def make_stages(
     """Those of `here`, on their devices, which `devices` has for every stage; layers of others are let go of."""
     halves = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
     parts = layers_of(model, partition)
+    elsewhere = [layer for stage, layers in enumerate(parts) if stage not in here for layer in layers]
+    if isinstance(model, Captured):
+        stored = Stored(never_set=model.never_set)
+    else:
+        stored = Stored(model.module, elsewhere=elsewhere)
     stages = []
     for stage in here:
         layers, device = parts[stage], devices[stage]
@@ -55,11 +61,11 @@ def make_stages(
                 split=stage in halves,
                 loss=loss if stage == len(parts) - 1 else None,
                 spread=stage == 0 and isinstance(model, Layers),
+                stored=stored,
                 **options,
             )
         )
     if isinstance(model, Layers):  # a traced module may have to be traced again
-        elsewhere = [layer for stage, layers in enumerate(parts) if stage not in here for layer in layers]
         release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
     return stages
 

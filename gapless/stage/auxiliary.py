@@ -21,10 +21,13 @@ from gapless.errors import GaplessError
 
 
 class WithAux(NamedTuple):
-    """What a stage hands on, with the sum of the auxiliary losses so far."""
+    """What a stage hands on, with the sum of the auxiliary losses so far, and now and then with the names of attributes
+    that its layers have set, for processes that have copies of these.
+    """
 
     value: Any
-    aux: Tensor
+    aux: Tensor | None
+    stored: tuple[str, ...] = ()
 
 
 class _Running(threading.local):

@@ -38,6 +38,7 @@ from .intercept import TABLE, Mode
 from .linear import linear
 from .plain import apply_first
 from .seeds import seed_of
+from .stored import Stored
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _DRAWING = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.MultiheadAttention)
@@ -79,7 +80,9 @@ class Calls:
         spread: bool,
         batchnorm: BatchNorm = "microbatch",
         first_microbatch: int = 0,
+        stored: Stored | None = None,
     ) -> None:
+        self.stored = Stored() if stored is None else stored
         self._layers: list[tuple[Any, Way]] = [(layer, _way(layer, split)) for layer in layers]
         self._loss = loss
         self._loss_way = Way.OUTSIDE if loss is None else _way(loss, split)

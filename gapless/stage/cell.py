@@ -27,6 +27,11 @@ from .intercept import Restart
 from .plain import without_loss
 from .tie import Tie, running
 
+_TWICE = "backward through the graph a second time"
+_STORED = (
+    "A tensor that one stage has stored and another one uses, or the next microbatch, leads here: return it from the "
+    "layer with its output, detach it, or add it to the loss with gapless.aux_loss."
+)
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
 
@@ -161,10 +166,15 @@ class Cell:
             layout = leaf.shape, leaf.stride(), grad.shape, grad.stride()
         if layout not in self._layouts:
             kept.watch_layouts()
-        if self._ties:
-            self._backward_tied(work, edges, starts)
-        elif edges:
-            self._calls.backward(work.records, edges, starts)
+        try:
+            if self._ties:
+                self._backward_tied(work, edges, starts)
+            elif edges:
+                self._calls.backward(work.records, edges, starts)
+        except RuntimeError as error:
+            if _TWICE in str(error):
+                error.add_note(_STORED)
+            raise
         found = kept.grads()
         if then is not None:
             then(found)  # before the graph is taken down
@@ -254,13 +264,20 @@ class Cell:
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls = self._calls
-        value, aux = (value.value, value.aux) if type(value) is WithAux else (value, None)
-        with calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch), Added() as added:
+        value, aux, stored = value if type(value) is WithAux else (value, None, ())
+        if stored:
+            calls.stored.set_elsewhere(stored)
+        watch = calls.stored.watch(self, work.step, lambda: calls.layers_of(self._layers), seen=not calls.num_compiled)
+        with (
+            calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch),
+            Added() as added,
+            watch,
+        ):
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
-                aux = added.to(aux)
-                return self._hand_on(kept, value if aux is None else WithAux(value, aux))
+                aux, stored = added.to(aux), (*stored, *watch.told())
+                return self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             loss = calls.loss(value, work.target)
             check_scalar(loss)
             aux = added.to(aux)

@@ -27,6 +27,7 @@ from .cell import Work
 from .deferred import Records
 from .plain import apply_first
 from .remat import cells_of
+from .stored import Stored
 from .tie import Tie
 
 Then = Callable[[Any], None]
@@ -40,7 +41,8 @@ class Stage:
     replicas: seeds count from both. `split` says that the two halves of the backward will be called. `loss` belongs to
     the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first stage) a tuple of inputs is the
     positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in `nn.Sequential`, what a
-    layer returns is the one argument of the next. With `batchnorm="deferred"`, `finish` ends a minibatch.
+    layer returns is the one argument of the next. With `batchnorm="deferred"`, `finish` ends a minibatch. `stored` is
+    shared by the stages of a model.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Stage:
         spread: bool = False,
         batchnorm: BatchNorm = "microbatch",
         first_microbatch: int = 0,
+        stored: Stored | None = None,
     ) -> None:
         self.layers = list(layers)
         self.remat = remat
@@ -70,6 +73,7 @@ class Stage:
             spread=spread,
             batchnorm=batchnorm,
             first_microbatch=first_microbatch,
+            stored=stored,
         )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         *self._first_cells, self._last_cell = self._cells
@@ -179,6 +183,7 @@ class Stage:
     def finish(self) -> None:
         """The minibatch is over: running statistics that were deferred move."""
         self._calls.statistics.finish()
+        self._calls.stored.clear()
 
     def drop(self) -> None:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""
@@ -186,6 +191,7 @@ class Stage:
             self._forget(microbatch)
         self._calls.forget()
         self._calls.statistics.clear()
+        self._calls.stored.clear()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()
