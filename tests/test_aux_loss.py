@@ -118,6 +118,11 @@ def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+def test_compiled_layers_may_add_them() -> None:
+    model = sequence()
+    assert_exact(model, copy.deepcopy(model), devices=2, compile={"backend": "aot_eager"})
+
+
 def test_under_autocast_and_with_checkpoints_inside_a_layer_too() -> None:
     model = sequence(checkpointed=True)
     plain = copy.deepcopy(model)

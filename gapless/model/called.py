@@ -11,6 +11,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,8 +76,12 @@ def _no_to_others(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _is_told() -> bool:
-    frame = sys._getframe(2)
-    if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in _LOOKS and _is_torchs(frame):
+        frame = frame.f_back  # an older name of the same, which asks for its caller
+    if frame is None:
+        return False
+    if _is_torchs(frame):
         return True
     for _ in range(3):
         if frame.f_code.co_name == _CHECKS:
@@ -85,6 +90,11 @@ def _is_told() -> bool:
             break
         frame = frame.f_back
     return False
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == "torch"
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -96,11 +96,7 @@ class Piece:
             run = self._runs[split, compiler] = self._made(split, compiler)
         held = [getattr(owner, name) for owner, name in self._homes]
         if self._moved is not None:
-            device = self._moved[1]
-            held = [
-                value.to(device) if isinstance(value, Tensor) and type(value) is not nn.Parameter else value
-                for value in held
-            ]
+            held = [_brought(value, self._moved) for value in held]
         out = run(place, answer, *values, *held)
         return tuple(out) if self.spec is None else pytree.tree_unflatten(out, self.spec)
 
@@ -163,6 +159,29 @@ def _moved(tree: Any, moved: tuple[torch.device, torch.device]) -> Any:
         return target if isinstance(leaf, torch.device) and leaf == source else leaf
 
     return pytree.tree_map(change, tree)
+
+
+def _brought(value: Any, moved: tuple[torch.device, torch.device]) -> Any:
+    """What a piece holds, on its own device: buffers, and the devices named in a body that a call runs."""
+    if isinstance(value, Tensor):
+        return value if type(value) is nn.Parameter else value.to(moved[1])
+    if isinstance(value, GraphModule):
+        known = value.meta.setdefault("brought", {})
+        if moved not in known:
+            known[moved] = moved_body(value, moved)
+        return known[moved]
+    return value
+
+
+def moved_body(body: GraphModule, moved: tuple[torch.device, torch.device]) -> GraphModule:
+    """A copy of a body that names another device."""
+    made = copy.deepcopy(body)
+    for part in made.modules():
+        if isinstance(part, GraphModule):
+            for node in part.graph.nodes:
+                node.args, node.kwargs = _moved((node.args, node.kwargs), moved)
+            part.recompile()
+    return made
 
 
 class Slot(nn.Module):

@@ -30,6 +30,23 @@ class _Note(NamedTuple):
     name: str
 
 
+class _Notes:
+    """What every attribute was set to last."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, _Note] = {}
+        self._last: dict[tuple[nn.Module, str], int] = {}
+
+    def add(self, module: nn.Module, name: str, tensor: Tensor, owner: object) -> None:
+        self.by_id.pop(self._last.get((module, name), 0), None)
+        self._last[module, name] = id(tensor)
+        self.by_id[id(tensor)] = _Note(tensor, owner, f"{type(module).__name__}.{name}")
+
+    def clear(self) -> None:
+        self.by_id.clear()
+        self._last.clear()
+
+
 class Stored:
     """What the layers of some stages have stored in the step that is watched."""
 
@@ -46,7 +63,7 @@ class Stored:
         self._never_set = never_set
         self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
-        self._notes: dict[int, _Note] = {}
+        self._notes = _Notes()
         self._step, self._count = -1, 0
 
     def watch(self, owner: object, step: int, layers: Callable[[], Sequence[Any]], *, seen: bool) -> Watch:
@@ -77,7 +94,7 @@ class Watch(contextlib.AbstractContextManager[None]):
 
     def __init__(
         self,
-        notes: dict[int, _Note],
+        notes: _Notes,
         owner: object,
         layers: Sequence[Any],
         never_set: Iterable[tuple[nn.Module, str]],
@@ -100,7 +117,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._stack.close()
         if kind is None:
             for module, name, tensor in self._set():
-                self._notes[id(tensor)] = _Note(tensor, self._owner, f"{type(module).__name__}.{name}")
+                self._notes.add(module, name, tensor, self._owner)
 
     def told(self) -> list[str]:
         """Names of the attributes that are set by now, for other processes."""
@@ -145,14 +162,14 @@ _UNWATCHED = _Unwatched()
 class _Reads(TorchFunctionMode):
     """Refuses calls that get a tensor which a layer of another owner has stored."""
 
-    def __init__(self, notes: dict[int, _Note], owner: object) -> None:
+    def __init__(self, notes: _Notes, owner: object) -> None:
         super().__init__()
         self._notes, self._owner = notes, owner
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._notes:
+        if self._notes.by_id:
             for arg in args:
                 self._check(arg)
                 for each in arg if isinstance(arg, list | tuple) else ():
@@ -160,7 +177,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _check(self, arg: Any) -> None:
-        note = self._notes.get(id(arg))
+        note = self._notes.by_id.get(id(arg))
         if note is not None and note.tensor is arg and note.owner is not self._owner:
             raise GaplessError(
                 f"a layer keeps a tensor in {note.name}, and another stage or the loss uses it, when it may be another "

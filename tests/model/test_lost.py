@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gapless
 from gapless.errors import PartitionError
+from gapless.model.piece import moved_body
 
 WIDTH = 6
 Context = Callable[[], AbstractContextManager[Any]]
@@ -100,6 +102,12 @@ def looks_at_default_dtype(layer: nn.Module, x: Tensor) -> Tensor:
     return x * (2 if torch.get_default_dtype() == torch.float64 else 3)
 
 
+def looks_whether_it_is_traced(layer: nn.Module, x: Tensor) -> Tensor:
+    looks = (torch.compiler.is_compiling, torch.compiler.is_exporting, torch._dynamo.is_compiling)
+    y: Tensor = layer(x)
+    return y if not any(look() for look in looks) else 3 * y
+
+
 def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -127,6 +135,7 @@ def double() -> Iterator[None]:
         (looks_at_types, [bfloat16, nullcontext]),
         (casts_in_part, [bfloat16, nullcontext]),
         (looks_at_default_dtype, [nullcontext, double]),
+        (looks_whether_it_is_traced, [nullcontext]),
     ],
 )
 def test_modes_and_settings_are_those_of_the_users_loop(
@@ -207,3 +216,20 @@ def test_what_others_do_meanwhile_is_their_own() -> None:
         gapless.Pipeline(Three(packs), devices=2, microbatches=1, loss=F.mse_loss, example=torch.randn(2, WIDTH))
     assert kept == (torch.autograd.Function.apply, Tensor.register_hook, torch.inference_mode.__enter__)
     assert torch.get_default_dtype() == torch.float32
+
+
+class Constant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            more = torch.ones(WIDTH, device=x.device)
+        return x + more
+
+
+def test_what_is_made_under_no_grad_is_made_on_the_device_of_its_stage() -> None:
+    """The body of such a part kept the device of the trace."""
+    trace = torch.export.export(Constant(), (torch.randn(2, WIDTH),), strict=False).module()
+    body = next(part for part in trace.children() if isinstance(part, GraphModule))
+    (made,) = moved_body(body, (torch.device("cpu"), torch.device("meta")))()
+    assert made.device.type == "meta"
+    (before,) = body()
+    assert before.device.type == "cpu"
