@@ -56,6 +56,7 @@ class Counting:
     def _build(self, asked: Sequence[dict[str, Any]], model: nn.Module) -> None:
         starts = [node for each in asked for node in each.values() if isinstance(node, Node)]
         needed = _needed(starts)
+        self._used = [node in needed for node in self._inputs]
         attrs = sorted(node for node in needed if node.op == "get_attr")
         self._homes = [home_of(model, node) for node in attrs]
         calls = [node for node in self._inputs[0].graph.nodes if node in needed and node.op == "call_function"]
@@ -88,9 +89,11 @@ class Counting:
 
     def __call__(self, flat: Sequence[Any]) -> list[Tensor]:
         """Of one microbatch, as many numbers as there are losses."""
+        # The rest of the batch may be large, and anywhere.
+        used = [leaf if needed else None for leaf, needed in zip(flat, self._used, strict=True)]
         held = [getattr(owner, name) for owner, name in self._homes]
-        device = self._device or next((leaf.device for leaf in flat if isinstance(leaf, Tensor)), torch.device("cpu"))
-        values = [value.to(device) if isinstance(value, Tensor) else value for value in (*flat, *held)]
+        device = self._device or next((leaf.device for leaf in used if isinstance(leaf, Tensor)), torch.device("cpu"))
+        values = [value.to(device) if isinstance(value, Tensor) else value for value in (*used, *held)]
         found: list[Tensor] = self._run(*values)
         return found
 

@@ -85,7 +85,7 @@ def plain_step(
     """
     options: dict[str, Any] = {
         "microbatches": microbatches,
-        "loss": loss or own_loss,
+        "loss": own_loss if loss is None else loss,
         "seed": seed,
         "step": step,
         "loss_weight": loss_weight,

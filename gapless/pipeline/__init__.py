@@ -148,7 +148,7 @@ class Pipeline:
         self._cuts = schedule.cuts if isinstance(schedule, Plan) else None
         self._schedules = Schedules(schedule, count, stages_per_device, costs, memory_limit, objective, remat)
         self.microbatches = at_least_one("microbatches", microbatches)
-        self._loss, self._loss_weight = loss or own_loss, loss_weight
+        self._loss, self._loss_weight = own_loss if loss is None else loss, loss_weight
         self._tied: Tied = one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed"))
         self._batch_dims, self._target_dims = batch_dims, target_dims
         self._timeline = timeline

@@ -177,7 +177,7 @@ class _Sizes:
             self._layers = Layers(model, layers).layers
         else:
             assert isinstance(model, nn.Module)
-            self._tracer, loss = Tracer(model, there[0], len(there)), loss or own_loss
+            self._tracer, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
         self._loss = loss
         self.profiles: dict[int, Profile] = {}
 

@@ -103,6 +103,7 @@ def number_of(target: Tensor, ignored: int, weight: Tensor | None = None) -> Ten
 
 def _options(loss: Any) -> dict[str, Any] | None:
     """Of a loss that is torch's own: how it reduces, and what it leaves out. None for any other."""
+    loss = getattr(loss, "_orig_mod", loss)  # compiled, it counts the same
     if isinstance(loss, functools.partial) and not loss.args:
         inner = _options(loss.func)
         return None if inner is None or {"size_average", "reduce"} & loss.keywords.keys() else inner | loss.keywords
@@ -118,7 +119,7 @@ def _is_torchs(loss: Any) -> bool:
     """A function of torch.nn.functional, or a module of torch.nn.modules.loss, and not a class made from one."""
     if isinstance(loss, nn.Module):
         return type(loss).__module__ == "torch.nn.modules.loss" and not _hooked(loss)
-    return getattr(loss, "__module__", None) == "torch.nn.functional"
+    return getattr(F, getattr(loss, "__name__", ""), None) is loss
 
 
 def _hooked(module: nn.Module) -> bool:

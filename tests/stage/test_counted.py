@@ -1,7 +1,7 @@
 """Losses that leave targets out: their mean is over the others, and a microbatch weighs as many as it has."""
 
 import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -51,6 +51,7 @@ def left(target: Tensor, ignored: int = -100) -> int:
         (F.cross_entropy, left),
         (nn.CrossEntropyLoss(), left),
         (nn.CrossEntropyLoss(label_smoothing=0.1), left),
+        (torch.compile(nn.CrossEntropyLoss(), backend="eager"), left),
         (nn.CrossEntropyLoss(ignore_index=1), partial(left, ignored=1)),
         (partial(F.cross_entropy, ignore_index=1), partial(left, ignored=1)),
         (nn.CrossEntropyLoss(weight=CLASSES), lambda goal: float(CLASSES[goal[goal != -100]].sum())),
@@ -95,6 +96,18 @@ def by_hand(outputs: Tensor, target: Tensor) -> Tensor:
     kept = target != -100
     each = F.cross_entropy(outputs, target.clamp(min=0), reduction="none")
     return (each * kept).sum() / kept.sum()
+
+
+@wraps(F.cross_entropy)
+def disguised(outputs: Tensor, target: Tensor) -> Tensor:
+    return by_hand(outputs, target)
+
+
+def test_a_function_that_has_the_name_of_torchs_is_not_taken_for_it() -> None:
+    """As torch.compile and decorators make them: they were weighed by samples, without a question."""
+    for loss in (disguised, torch.compile(F.cross_entropy, backend="eager")):
+        with pipe_of(layers(), loss) as pipe, pytest.raises(gapless.GaplessError, match="spread unevenly"):
+            pipe.step(X, Y)
 
 
 def test_what_an_unknown_loss_counts_is_asked_for_where_it_matters() -> None:
