@@ -76,10 +76,11 @@ class Captured:
             slot.take(self.edition.pieces[number])
 
     def _begun(self) -> Edition:
-        made = Edition(
-            self.module, [slot.pieces for slot in self.layers] if not self._editions else [[] for _ in self.layers]
-        )
-        self._editions = [*self._editions[1 - _MOST_EDITIONS :], made]
+        first = not self._editions
+        made = Edition(self.module, [slot.pieces if first else [] for slot in self.layers])
+        parts = made.parts()  # what was removed from the model is not held on to
+        alike = [each for each in self._editions if each.parts() == parts]
+        self._editions = [*alike[1 - _MOST_EDITIONS :], made]
         return made
 
     def costs(self) -> list[int]:

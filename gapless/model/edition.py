@@ -35,6 +35,10 @@ class Edition:
         """Which modules are in training."""
         return tuple([module.training for module in self._makeup.modules])
 
+    def parts(self) -> set[Any]:
+        """The modules and parameters that the model has."""
+        return self._makeup.parts()
+
     def holds(self) -> bool:
         """Whether the model is as it was."""
         if self._makeup.same():

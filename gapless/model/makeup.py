@@ -45,9 +45,13 @@ class Makeup:
             (own, name)
             for module, own in zip(self.modules, owns, strict=True)
             for name in (_RATES if reads is None else reads.get(module, ()))
-            if name in own
+            if name in own or reads is not None
         ]
-        self._boxes = [] if reads is None else [at for at in self._attributes if _contents(at[0][at[1]])]
+        called = [(type(module), name) for module in self.modules for name in ("forward", "__call__")]
+        read = [(type(module), name) for module in self.modules for name in (reads or {}).get(module, ())]
+        self._of_classes = list(dict.fromkeys((*called, *read)))
+        values = {id(value): value for own, name in self._attributes if (value := own.get(name)) is not None}
+        self._boxes = [] if reads is None else [value for value in values.values() if _contents(value)]
         self._buffers = [] if reads is None else [own["_buffers"] for own in owns]
         self._seen = self._read()
 
@@ -65,9 +69,9 @@ class Makeup:
             self._seen = now  # 0.5 and another 0.5
         return True
 
-    def parameters(self) -> set[nn.Parameter]:
-        """Those that were there."""
-        return {each for each in self._seen if isinstance(each, nn.Parameter)}
+    def parts(self) -> set[Any]:
+        """The modules and parameters that were there."""
+        return {*self.modules, *(each for each in self._seen if isinstance(each, nn.Parameter))}
 
     def _read(self) -> list[Any]:
         """All of it. Whole lists at a time: it is done in every step."""
@@ -86,8 +90,9 @@ class Makeup:
         for name in _INSTANCE:
             now += [own.get(name) for own in self._owns]
         now += [own.get(name) for own, name in self._attributes]
-        for own, name in self._boxes:
-            now += _contents(own.get(name))
+        now += [getattr(kind, name, None) for kind, name in self._of_classes]
+        for value in self._boxes:
+            now += _contents(value)
         if self._buffers:  # a trace has their sizes, but not their values
             buffers = [buffer for own in self._buffers for buffer in own.values()]
             now += [None if buffer is None else buffer.dtype for buffer in buffers]

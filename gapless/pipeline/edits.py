@@ -15,14 +15,17 @@ def followed(before: Sequence[Any], partition: Sequence[int], after: Sequence[An
     what an optimizer keeps of them are there; a new one joins the layer before it. None where no partition does that.
     """
     stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
-    homes: dict[int, int] = {id(layer): stage for layer, stage in zip(before, stages, strict=True)}
+    homes: dict[int, set[int]] = {}  # a layer may be there several times
+    for layer, stage in zip(before, stages, strict=True):
+        homes.setdefault(id(layer), set()).add(stage)
     if len(after) == len(before) and all(
-        homes.get(id(layer), stage) == stage for layer, stage in zip(after, stages, strict=True)
+        stage in homes.get(id(layer), {stage}) for layer, stage in zip(after, stages, strict=True)
     ):
         return tuple(partition)
     at, places = 0, []
     for layer in after:
-        at = homes.get(id(layer), at)
+        known = homes.get(id(layer), {at})
+        at = min((stage for stage in known if stage >= at), default=min(known))
         places.append(at)
     if places != sorted(places) or set(places) != set(range(len(partition))):
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import gapless
 from gapless.errors import ConfigError, PartitionError
+from gapless.pipeline.edits import followed
 from tests.model.by_hand import assert_same_bits, in_order, loop, same
 
 
@@ -300,6 +303,76 @@ def test_settings_in_an_object_and_tensors_of_its_own_are_noticed() -> None:
         model.factor = torch.full((4,), 2.0)
 
     _assert_followed(Configured(), square, fill, other)
+
+
+class Inherited(Net):
+    """Its class has the number, and the way."""
+
+    factor = 1.0
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return x + 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shifted(super().forward(x)) * self.factor
+
+
+def test_what_a_class_has_is_noticed_when_an_instance_gets_its_own_and_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+
+    def factor(model: Any) -> None:
+        model.factor = 0.5
+
+    def shifted(model: Any) -> None:
+        model.shifted = torch.sin
+
+    def of_class(model: Any) -> None:
+        monkeypatch.setattr(Inherited, "forward", lambda self, x: Net.forward(self, x) * 0.25)
+
+    _assert_followed(Inherited(*_layers()), factor, shifted, of_class)
+
+
+def test_a_forward_put_into_torchs_own_class_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    forward = nn.Linear.forward
+
+    def patch(model: nn.Module) -> None:
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * 0.5)
+
+    for schedule in ("1f1b", "zb-h1"):
+        _assert_followed(nn.Sequential(*_layers()), patch, schedule=schedule)
+        monkeypatch.undo()
+
+
+def test_a_layer_that_is_there_several_times_stays_where_it_is() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), shared)
+    _assert_followed(model, _freeze_third, _append_shared, partition=[1, 3])
+    assert followed([shared, 1, 2, shared], [1, 3], [shared, 1, 2, shared, 4]) == (1, 4)
+    assert followed([1, 2, 3], [1, 2], [2, 1, 3]) is None
+
+
+def _freeze_third(model: Any) -> None:
+    model[2].requires_grad_(False)
+
+
+def _append_shared(model: Any) -> None:
+    model.append(model[0])
+
+
+def test_what_was_removed_from_a_traced_model_is_let_go() -> None:
+    model = Net(*_layers())
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
+        pipe.step(x, y)
+        gone = weakref.ref(model.layers[4])
+        _replace(model)
+        pipe.step(x, y)
+        gc.collect()
+        assert gone() is None
 
 
 def test_what_no_forward_reads_and_what_it_counts_itself_is_no_edit() -> None:
