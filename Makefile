@@ -54,7 +54,8 @@ ifeq ($(IPROUTE),)
 endif
 
 test: check browser network
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses auto --maxprocesses 4
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.

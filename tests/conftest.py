@@ -1,11 +1,31 @@
-"""What every test stands on: one intra-op thread, so that plain loops and devices compute the same bits; and Ctrl-C,
-which a shell switches off for what it starts in the background.
+"""What every test stands on: one intra-op thread, so that plain loops and devices compute the same bits; Ctrl-C, which
+a shell switches off for what it starts in the background; and which tests may run side by side.
 """
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+
+_TESTS = Path(__file__).parent
+# These compute, and compare what came out. All others may measure time, start processes or count what a machine has, so
+# they run alone; one in here that does so too is marked `alone`, and what launches ranks is known by that.
+_TOGETHER = tuple(
+    _TESTS / name
+    for name in (
+        *("model", "schedule", "stage", "train", "zoo"),
+        *("test_accumulation.py", "test_hidden_uses.py", "test_pipeline_exact.py", "test_random_models.py"),
+    )
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        together = any(item.path.is_relative_to(place) for place in _TOGETHER)
+        launches = isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names
+        if not together or launches:
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="session", autouse=True)

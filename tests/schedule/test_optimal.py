@@ -22,6 +22,8 @@ from gapless.schedule.recipes.optimal import Optimum, Progress, optimal
 from gapless.schedule.recipes.question import Objective
 from gapless.schedule.simulate import simulate
 
+pytestmark = pytest.mark.alone  # the solver uses all cores, and has time limits
+
 TRANSFORMER = Costs(1.0, 1.0, 0.75, latency=0.03)
 ZERO_BUBBLE = """\
 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from gapless.stage.stage import Stage
 from gapless.zoo.emulated import Emulated, overshoot, wait_until
 from tests.stage.exactness import assert_same_as_plain, mean_square
+
+pytestmark = pytest.mark.alone  # they take as long as they are told to
 
 EARLY = 0.0005  # a sleep may end this much too early: what is taken off for its overshoot, at most
 
