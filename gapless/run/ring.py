@@ -51,6 +51,8 @@ class Neighbour:
         before = _sockets()
         group = connect()
         self._socket = _only_new(before)
+        if self._socket is not None:
+            os.set_inheritable(self._socket[0], False)  # a program that is started must not keep it open either
         self.rank = rank
         self.life: Life | None = None  # of its process, where that can be seen
         self.ended: float | None = None  # when its process was seen to be dead

@@ -6,6 +6,7 @@ Ranks of torchrun run this file's `main`.
 import copy
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.cli import main as command_line
+from gapless.errors import TransportError
 from tests.run.hosts import ADDRESSES, Hosts, two_hosts
 
 DELAY, RATE = 0.005, 12.5e6  # seconds; bytes a second: 100 Mbit/s
@@ -42,6 +44,16 @@ def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -
     assert DELAY < latency < 2 * DELAY
     assert bandwidth == pytest.approx(RATE, rel=0.3)
     assert [(name, devices) for name, devices, *_ in near] == ([("one host", ranks)] if ranks > 1 else [])
+
+
+@pytest.mark.slow
+def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: Path) -> None:
+    """Its process can't be seen from here, so it is the connection: the child closes its copy."""
+    with two_hosts(delay=DELAY, rate=RATE) as hosts:
+        found = torchrun(hosts, 1, "dies", tmp_path / "found.json", timeout=110)
+    assert "rank 1 is dead: its connection to rank 0 was closed" in found["words"]
+    print(f"noticed after {found['seconds']:.2f} s")
+    assert found["seconds"] < 3
 
 
 @pytest.mark.slow
@@ -75,12 +87,40 @@ def torchrun(hosts: Hosts, ranks: int, what: str, file: Path, timeout: float) ->
 
 def main(what: str, file: str) -> None:
     torch.set_num_threads(1)
+    if what == "dies":
+        loses_a_rank(file)
+        return
     dist.init_process_group("gloo")
     found: Any = {"exact": exact(), "links": links()} if what == "exact" else measured()
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def loses_a_rank(file: str) -> None:
+    """Rank 1 is a child of what torchrun has started, which has no complaints, and has a child itself."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipe = gapless.Pipeline(model, mesh=mesh, microbatches=2, loss=nn.functional.mse_loss, timeout=60)
+    pipe.step(torch.ones(4, 8), torch.ones(4, 8))
+    dist.barrier()
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        pipe.step(torch.ones(4, 8), torch.ones(4, 8))
+    except TransportError as error:
+        Path(file).write_text(json.dumps({"words": str(error), "seconds": time.monotonic() - began}))
 
 
 def exact() -> list[str]:
