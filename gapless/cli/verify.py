@@ -50,9 +50,8 @@ def _print(report: Report) -> None:
     if report.in_order:
         terminal.say("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
     else:
-        terminal.say(
-            f"{len(report.warnings):,} backwards are out of microbatch order: other last bits than the plain loop"
-        )
+        count = len(report.warnings)
+        terminal.say(f"{count:,} backwards are out of microbatch order: their gradients wait for their turn, in memory")
 
 
 def _as_json(report: Report) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from gapless.stage.autocast import alone_with_casts
 from gapless.stage.auxiliary import aux_loss
 
 from .grouped import run_grouped_mm
@@ -40,7 +41,7 @@ def _with_grad(enabled: bool, body: Callable[..., Any], *args: Any) -> Any:
 
 def _with_autocast(kind: str, dtype: Any, enabled: bool, cache: Any, body: Callable[..., Any], *args: Any) -> Any:
     # `cache` is off in every trace, because tracing switches it off; in the model it was on.
-    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
+    with alone_with_casts(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
         return body(*args)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from gapless.stage.autocast import AutocastState, autocast_is_on
+from gapless.stage.autocast import AutocastState, autocast_is_on, casts_are_kept
+from gapless.stage.exclusive import Heirs
 
 _CPU = torch.device("cpu")
 _AS_A_THREAD_STARTS = contextlib.nullcontext()
@@ -20,21 +21,33 @@ class CallerState:
         # A default device is a mode. Without any there is no need to look for it, which takes as long as a small layer.
         self._device = torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
         self._autocast = AutocastState() if autocast_is_on() else None
+        self._casts = casts_are_kept()
+        self._heirs = Heirs()
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        ordinary = self._grad and not self._inference and self._autocast is None
+        ordinary = self._grad and not self._inference and not self._casts and self._heirs.are_ordinary
         return _AS_A_THREAD_STARTS if ordinary and self._device.type == "cpu" else self._set()
 
     @contextlib.contextmanager
     def _set(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._heirs.entered())
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
+            if self._casts:
+                # All threads share autocast's casts. One that leaves autocast must not take them from the others.
+                torch.autocast_increment_nesting()
+                stack.callback(torch.autocast_decrement_nesting)
             if self._autocast is not None:
                 stack.enter_context(self._autocast.replayed())
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
             yield
-        # Casts cached by autocast belong to this use of it: the weights change before the next.
-        torch.clear_autocast_cache()
+
+    def leave(self) -> None:
+        """All threads have left it. Casts that autocast has kept belong to this use of it: before the next the weights
+        change.
+        """
+        if self._casts:
+            torch.clear_autocast_cache()

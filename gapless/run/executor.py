@@ -21,8 +21,11 @@ from gapless.run.transport import StoppedError, Transport
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.timeline import Timeline
+from gapless.schedule.updates import WEIGHT_GRADIENTS
+from gapless.schedule.verify import is_in_order
 from gapless.stage.cell import check_scalar
 from gapless.stage.stage import Stage
+from gapless.stage.turns import Turns
 
 Call = Callable[[], object]
 
@@ -74,6 +77,14 @@ class Program:
         # A backward that runs whole needs no deferral, even where the same stage splits others.
         self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         self._after = after or {}
+        ordered = partial(is_in_order, schedule)
+        self._turns = {
+            stage: Turns(work.own_parameters, schedule.num_microbatches)
+            for stage, work in stages.items()
+            if not (ordered(stage, BACKWARDS) and ordered(stage, WEIGHT_GRADIENTS))
+        }
+        for stage, work in stages.items():
+            work.forwards_in_order = ordered(stage, {Kind.FORWARD})
         self._following = {device: dict(pairwise(schedule.rows[device])) for device in here}
         self.calls = {device: self._bind(device) for device in here}
 
@@ -99,10 +110,14 @@ class Program:
         elif kind in BACKWARDS:
             take, put = self._taker(device, action, 1), self._putter(device, action, -1)
             half = work.backward if kind is Kind.BACKWARD else work.backward_input
+            if (turns := self._turns.get(stage)) is not None:
+                half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
         else:
             assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
             alone = partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
+            if kind is Kind.WEIGHT_GRAD and (turns := self._turns.get(stage)) is not None:
+                alone = partial(turns.taken, microbatch, alone, last=True)
             if not self.recorded:
                 return alone
             take, compute = None, lambda _: alone()
@@ -229,8 +244,14 @@ class Program:
         self.stopping.clear()
         self.channels.clear()
         self._local.clear()
+        for turns in self._turns.values():
+            turns.clear()
         for stage in self.stages.values():
             stage.drop()
+
+
+def _in_turn(turns: Turns, half: Callable[..., Any], *, last: bool) -> Callable[..., Any]:
+    return lambda microbatch, *args: turns.taken(microbatch, lambda: half(microbatch, *args), last=last)
 
 
 def execute(program: Program, team: Team) -> None:
@@ -273,7 +294,9 @@ def execute(program: Program, team: Team) -> None:
             for lane in program.lanes if program.recorded else ():
                 lane.begin()
             team.run([task(device) for device in program.here], program.stop, id(program))
+        state.leave()
     except BaseException:
+        state.leave()
         program.forget()
         team.left = None
         raise

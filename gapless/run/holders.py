@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.run.distributed import Links
+from gapless.stage.tie import Sums
 
 
 class Holders:
@@ -24,21 +25,23 @@ class Holders:
         self._devices = devices
         self._home = devices[min(stages)]
         self._others = sorted({devices[stage] for stage in stages} - {self._home})
-        self._early: dict[tuple[int, int], Tensor | None] = {}
+        self._early: dict[tuple[int, int], Sums] = {}
 
     def is_here(self, stage: int) -> bool:
         return self._devices[stage] == self._links.device
 
-    def hand(self, stage: int, microbatch: int, grad: Tensor | None) -> None:
-        self._links.outgoing(self._devices[stage], self._sums).hand([torch.tensor(microbatch), grad])
+    def hand(self, stage: int, microbatch: int, sums: Sums) -> None:
+        self._links.outgoing(self._devices[stage], self._sums).hand([torch.tensor(microbatch), *sums])
 
-    def take(self, stage: int, microbatch: int) -> Tensor | None:
+    def take(self, stage: int, microbatch: int) -> Sums:
         source = self._devices[stage]
         while (source, microbatch) not in self._early:
-            number, grad = self._links.incoming(source, self._sums).get()
-            self._early[source, int(number)] = grad
-        grad = self._early.pop((source, microbatch))
-        return None if grad is None else grad.to(self._torch_device, non_blocking=True)
+            number, high, low = self._links.incoming(source, self._sums).get()
+            self._early[source, int(number)] = Sums(high, low)
+        return Sums(*(None if each is None else self._near(each) for each in self._early.pop((source, microbatch))))
+
+    def _near(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._torch_device, non_blocking=True)
 
     def share(self, value: Tensor | None) -> Tensor | None:
         """The home's value, everywhere. What is sent is copied at once: its owner may change it next."""

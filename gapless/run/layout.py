@@ -77,6 +77,7 @@ class Layout:
     def __init__(self, described: dict[str, Any]) -> None:
         self._form: str = described["form"]
         self._places: list[int] = described["places"]
+        self._again: list[tuple[int, int]] = described.get("again", [])
         self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
         self._spec = _spec_from(described) if self._form == "tree" else None
         self.slots: list[Slot] = []
@@ -109,6 +110,8 @@ class Layout:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
+        for place, number in self._again:
+            leaves[place] = tensors[number]
         if self._form == "list":
             return leaves
         return pytree.tree_unflatten(leaves, self._spec)  # type: ignore[arg-type]
@@ -125,9 +128,10 @@ def key_of(tree: Any) -> tuple[list[Tensor], Any]:
         tensors = [item for item in tree if item is not None]
         return tensors, ("list", *(None if item is None else key_of(item)[1] for item in tree))
     tensors, shape = mb.flatten(tree)
-    leaves, spec = (shape.leaves, shape.spec) if shape is not None else ([], None)
+    leaves, spec, again = (shape.leaves, shape.spec, tuple(shape.again)) if shape is not None else ([], None, ())
     constants = tuple((type(leaf), repr(leaf)) for leaf in leaves)
-    return tensors, (spec, constants, *((t.dtype, t.shape, t.stride(), t.requires_grad, signs_of(t)) for t in tensors))
+    kinds = [(t.dtype, t.shape, t.stride(), t.requires_grad, signs_of(t)) for t in tensors]
+    return tensors, (spec, constants, again, *kinds)
 
 
 def signs_of(tensor: Tensor) -> int:
@@ -149,8 +153,11 @@ def check(tree: Any) -> None:
 
 
 def _is_flat(tree: Any) -> bool:
-    """Gradients: a list of tensors, some of which may be missing."""
-    return type(tree) is list and all(item is None or type(item) is Tensor for item in tree)
+    """Gradients: a list of tensors, some of which may be missing, and none is there twice."""
+    if type(tree) is not list or not all(item is None or type(item) is Tensor for item in tree):
+        return False
+    there = [id(item) for item in tree if item is not None]
+    return len(there) == len(set(there))
 
 
 def describe(tree: Any) -> dict[str, Any]:
@@ -167,6 +174,7 @@ def describe(tree: Any) -> dict[str, Any]:
         described = {
             "form": "tree",
             "places": shape.tensors,
+            "again": shape.again,
             "leaves": [_constant(leaf) for leaf in shape.leaves],
             "named": sorted(_named_tuples(shape.spec)),
             "spec": _spec_to(shape.spec),

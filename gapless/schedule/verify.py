@@ -10,7 +10,7 @@ messages are consumed in order.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def in_order(self) -> bool:
-        """Does every stage add up its gradients in microbatch order, so that their bits are those of the plain loop?"""
+        """Does every stage make its gradients in microbatch order, in which they are added? Others wait in memory."""
         return not self.warnings
 
     def raise_if_wrong(self) -> None:
@@ -223,8 +223,17 @@ def _local_order(
     return found
 
 
+def is_in_order(schedule: Schedule, stage: int, kinds: Collection[Kind]) -> bool:
+    """Whether a stage takes its actions of these kinds in microbatch order."""
+    for row in schedule.rows:
+        numbers = [action.microbatch for action in row if action.stage == stage and action.kind in kinds]
+        if numbers != sorted(numbers):
+            return False
+    return True
+
+
 def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
-    """Gradients add up in another order than in the plain loop, so their last bits differ; the schedule still runs."""
+    """Gradients come in another order than in the plain loop: a pipeline holds them back until their turn."""
     for kinds, letter in ((BACKWARDS, "input"), (WEIGHT_GRADIENTS, "weight")):
         for device, row in enumerate(schedule.rows):
             last: dict[int, int] = {}
@@ -234,7 +243,7 @@ def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
                     if action.microbatch < before:
                         message = (
                             f"{action} comes after microbatch {before}: stage {action.stage} takes {letter} gradients "
-                            "out of microbatch order, so their last bits differ from the plain loop's"
+                            "out of microbatch order, so gradients wait for their turn, in memory of their own"
                         )
                         yield Violation("microbatch order", device, position, message)
                     last[action.stage] = max(before, action.microbatch)

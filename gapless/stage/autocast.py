@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from .exclusive import exclusively
+
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -40,6 +42,24 @@ class AutocastState:
 def autocast_is_on() -> bool:
     """Whether any device casts by itself here."""
     return torch._C._is_any_autocast_enabled()
+
+
+def casts_are_kept() -> bool:
+    """Whether autocast keeps a parameter's cast beyond this place: inside of any autocast, a switched off one too."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+@contextlib.contextmanager
+def alone_with_casts() -> Iterator[None]:
+    """Around what enters an autocast of its own. All threads share autocast's casts, and leaving the outermost autocast
+    of a thread lets go of all of them, so only one thread at a time may be inside.
+    """
+    if casts_are_kept():
+        yield
+        return
+    with exclusively():
+        yield
 
 
 def clear_casts() -> None:

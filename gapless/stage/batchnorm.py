@@ -65,6 +65,7 @@ class Statistics:
         self._movers: dict[int, int] = {}
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
+        self._moved = False
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A microbatch comes, or comes again for remat; its forward may take several runs."""
@@ -106,7 +107,13 @@ class Statistics:
         if self._seen <= self._counted:
             return False
         self._counted = self._seen
+        self._moved = True
         return True
+
+    @property
+    def moves(self) -> bool:
+        """Whether a microbatch leaves statistics behind that the next one goes on from."""
+        return self._moved and self.option != "deferred"
 
     def is_counter(self, tensor: Tensor) -> bool:
         """Whether this is the buffer in which a batch norm counts its minibatches."""

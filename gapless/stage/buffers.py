@@ -6,58 +6,96 @@ Where remat runs a forward again, the second run must start from what the first 
     others        leave v2, v3
     second run    starts from v0, leaves v1 again    in a copy; v3 stays
 
-Most buffers never change, and only those that did are kept. Batch norm is counted elsewhere (`batchnorm`), except in a
-compiled layer, where nothing can be seen.
+A forward that starts again, because something was learnt on the way, puts back what it has changed. Most buffers never
+change, and only those that did are kept. Batch norm is counted elsewhere (`batchnorm`), except in a compiled layer,
+where nothing can be seen.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .compiled import is_compiled
 
-Taken = list[tuple[nn.Module, str, Tensor]]
+
+class Copy(NamedTuple):
+    """A buffer before a run: the tensor, how often it had changed, and its numbers."""
+
+    module: nn.Module
+    name: str
+    value: Tensor
+    version: int
+    numbers: Tensor
+
+    def is_changed(self, *, by_value: bool) -> bool:
+        """Whether the run has changed it; a kernel may do so without telling."""
+        if self.module._buffers.get(self.name) is not self.value or self.value._version != self.version:
+            return True
+        return by_value and not torch.equal(self.value, self.numbers)
+
+
+Taken = list[Copy]
 
 
 class Buffers:
-    """The buffers of some layers."""
+    """The buffers of some layers. With `always`, every run may show that one changes; else the first run tells."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any], *, always: bool) -> None:
         self._layers = [(layer, is_compiled(layer)) for layer in layers if isinstance(layer, nn.Module)]
-        self._changing: set[tuple[nn.Module, str]] = set()
-        self._before: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._always = always
+        self._changing: dict[tuple[nn.Module, str], None] = {}
+        self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
         self._tried = False
 
     def taken(self) -> Taken:
-        """Before a first run: copies of those that change, or of all while nothing is known of them."""
-        self._before = [(module, name, value, value._version) for module, name, value in self._all()]
+        """Before a run: copies of those that change, or of all while nothing is known of them."""
+        if not self._tried:
+            return [_copy(*each) for each in self._all()]
+        if self._always:
+            self._versions = [(*each, each[2]._version) for each in self._all()]
         return [
-            (module, name, value.clone())
-            for module, name, value, _ in self._before
-            if not self._tried or (module, name) in self._changing
+            _copy(module, name, value)
+            for module, name in self._changing
+            if (value := module._buffers.get(name)) is not None
         ]
 
+    def put_back(self, taken: Taken) -> None:
+        """The run did not come to its end: as before it."""
+        with torch.no_grad():
+            for each in taken:
+                if each.is_changed(by_value=not self._tried):
+                    each.module._buffers[each.name] = each.value
+                    each.value.copy_(each.numbers)
+
     def learn(self, taken: Taken) -> Taken:
-        """After a first run: of what was taken only what changes."""
-        for module, name, value, version in self._before:
-            now = module._buffers.get(name)
-            if now is not value or value._version != version:
-                self._changing.add((module, name))
-        self._before.clear()
+        """After a run: of what was taken only what changes."""
+        for each in taken if not self._tried else ():
+            if each.is_changed(by_value=True):
+                self._changing[each.module, each.name] = None
+        for module, name, value, version in self._versions:
+            if module._buffers.get(name) is not value or value._version != version:
+                self._changing[module, name] = None
+        self._versions = []
         self._tried = True
-        return [item for item in taken if item[:2] in self._changing]
+        return [each for each in taken if (each.module, each.name) in self._changing]
+
+    @property
+    def changing(self) -> list[Tensor]:
+        """Those that were seen to change."""
+        return [value for module, name in self._changing if (value := module._buffers.get(name)) is not None]
 
     @contextlib.contextmanager
     def replayed(self, taken: Taken) -> Iterator[None]:
         """Around a second run."""
-        present = [(module, name, module._buffers[name]) for module, name, _ in taken]
-        for module, name, value in taken:
-            module._buffers[name] = value
+        present = [(each.module, each.name, each.module._buffers[each.name]) for each in taken]
+        for each in taken:
+            each.module._buffers[each.name] = each.numbers
         try:
             yield
         finally:
@@ -67,10 +105,14 @@ class Buffers:
     def _all(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for layer, hidden in self._layers:
             for module in layer.modules():
-                norm = isinstance(module, _NormBase)
+                norm = isinstance(module, _BatchNorm)
                 for name, value in module._buffers.items():
                     if value is None or (norm and not hidden):
                         continue
                     if norm:
-                        self._changing.add((module, name))  # a kernel changes them without telling
+                        self._changing[module, name] = None  # a kernel changes them without telling
                     yield module, name, value
+
+
+def _copy(module: nn.Module, name: str, value: Tensor) -> Copy:
+    return Copy(module, name, value, value._version, value.detach().clone())

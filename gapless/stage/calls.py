@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
@@ -29,16 +29,17 @@ from torch.nn.modules.module import _has_any_global_hook
 from gapless.errors import ConfigError
 
 from . import draws as random
-from .autocast import autocast_is_on, without_autocast
+from .autocast import alone_with_casts, autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .deferred import Records, recording, recording_here
 from .draws import Draws
-from .intercept import TABLE, Mode
+from .intercept import TABLE, Mode, Restart
 from .linear import linear
 from .plain import apply_first
 from .seeds import seed_of
 from .stored import Stored
+from .unseen import watched
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _DRAWING = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.RNNBase, nn.MultiheadAttention)
@@ -63,7 +64,7 @@ def _backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-_OUTSIDE, _DIRECTLY = Way.OUTSIDE, Way.DIRECTLY
+_OUTSIDE, _DIRECTLY, _INSIDE = Way.OUTSIDE, Way.DIRECTLY, Way.INSIDE
 
 
 class Calls:
@@ -98,6 +99,8 @@ class Calls:
         self._compiled_loss = CompiledCalls(loss) if is_compiled(loss) else None
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
+        self._casting: set[int] = set()  # layers, -1 for the loss, with an autocast of their own
+        self._watched: set[tuple[int, bool]] = set()  # layers, -1 for the loss, of which it is known what they draw
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and _plainly_called(layer) for layer in layers):
@@ -133,13 +136,30 @@ class Calls:
         """Leaves the gradients of these to autograd."""
         self._mode.excluded.update(id(parameter) for parameter in parameters)
 
-    def layers_of(self, layers: range) -> list[Any]:
-        """Some of the layers."""
-        return [self._layers[index][0] for index in layers]
+    def parts_of(self, layers: range, *, with_loss: bool) -> list[Any]:
+        """Some of the layers, and the loss."""
+        return [*(self._layers[index][0] for index in layers), *([self._loss] if with_loss else [])]
+
+    @property
+    def deferred(self) -> Mapping[int, tuple[nn.Parameter, bool]]:
+        """What this forward has deferred, by id, and whether it was cast by autocast."""
+        return self._mode.deferred
+
+    @property
+    def casts(self) -> Mapping[Tensor, Any]:
+        """The nodes of the casts that this forward has made itself, in autocast's place."""
+        return self._mode.own_casts
+
+    def cast_anew(self, parameter: Tensor) -> bool:
+        """Has autocast's cast of a parameter made anew by every forward; whether that is news."""
+        if id(parameter) in self._mode.cast_anew:
+            return False
+        self._mode.cast_anew.add(id(parameter))
+        return True
 
     def parameters_of(self, layers: range, *, with_loss: bool) -> list[nn.Parameter]:
         """Those of some of the layers, each once."""
-        parts = [*(self._layers[index][0] for index in layers), *([self._loss] if with_loss else [])]
+        parts = self.parts_of(layers, with_loss=with_loss)
         found = [parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()]
         return list(dict.fromkeys(found))
 
@@ -184,6 +204,9 @@ class Calls:
         draws.layer = self._first_layer + index
         if mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, draws.layer))
+        if mode.cast_anew and way is not Way.COMPILED:
+            with mode:
+                return apply_first(layer, value) if self._spread and index == 0 else layer(value)
         if way is _DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
             if mode.defers_now:
                 return linear(mode, F.linear, (value, layer.weight, layer.bias), {})
@@ -192,8 +215,30 @@ class Calls:
             return layer(value)
         if way is Way.COMPILED:
             return self._layer_compiled(index, value)
-        with mode if self._inside(layer, way) else _NOTHING:
+        with (
+            alone_with_casts() if index in self._casting else _NOTHING,
+            mode if self._inside(layer, way) else _NOTHING,
+            self._first_watched(index, layer) if way is _INSIDE else _NOTHING,
+        ):
             return apply_first(layer, value) if self._spread and index == 0 else layer(value)
+
+    def _first_watched(self, index: int, layer: Any) -> AbstractContextManager[None]:
+        """Around a call of which nothing is known: the first one tells whether it draws unseen."""
+        key = (index, getattr(layer, "training", True))
+        if self._mode.alone or key in self._watched:
+            return _NOTHING
+        return self._watch(key)
+
+    @contextlib.contextmanager
+    def _watch(self, key: tuple[int, bool]) -> Iterator[None]:
+        with watched([torch.device("cpu"), self._device()]) as touched:
+            yield
+        self._watched.add(key)
+        if touched.casts:
+            self._casting.add(key[0])
+        if touched.seen:
+            self._mode.alone = True
+            raise Restart
 
     def _layer_compiled(self, index: int, value: Any) -> Any:
         layer, draws = self._layers[index][0], self._draws
@@ -211,7 +256,11 @@ class Calls:
         if self._compiled_loss is not None:
             return self._loss_compiled(self._compiled_loss, outputs, target)
         try:
-            with self._mode if self._inside(self._loss, self._loss_way) else _NOTHING:
+            with (
+                alone_with_casts() if -1 in self._casting else _NOTHING,
+                self._mode if self._inside(self._loss, self._loss_way) else _NOTHING,
+                self._first_watched(-1, self._loss) if self._loss_way is _INSIDE else _NOTHING,
+            ):
                 return self._loss(outputs, target)
         except (AttributeError, TypeError) as error:
             if target is None:

@@ -6,9 +6,10 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gapless.errors import GaplessError
 
 from . import microbatch as mb
-from .autocast import AutocastState, autocast_is_on
+from .autocast import AutocastState, autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
-from .buffers import Taken
+from .buffers import Buffers, Taken
 from .calls import Calls
-from .deferred import Records
+from .deferred import Records, given
 from .intercept import Restart
 from .plain import without_loss
-from .tie import Tie, running
+from .reach import Reached
+from .tie import Place, Tie, running
+
+Stray = Callable[[Place, Tensor], None]
 
 _TWICE = "backward through the graph a second time"
 _STORED = (
@@ -48,6 +52,7 @@ class Work:
     records: Records
     keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
     replaying: bool = False
+    deferred: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradients wait, by id
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +71,7 @@ class Kept:
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     bare: bool = False  # of layers that do the same every time
+    casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
@@ -88,22 +94,50 @@ class Kept:
 class Cell:
     """Some consecutive layers with one graph per microbatch."""
 
-    def __init__(self, calls: Calls, layers: range, *, with_loss: bool) -> None:
+    remakes = False  # whether it runs its layers again for the backward
+
+    def __init__(self, calls: Calls, layers: range, number: int, *, with_loss: bool) -> None:
         self._calls = calls
         self._layers = layers
+        self._buffers = Buffers(calls.parts_of(layers, with_loss=with_loss), always=self.remakes)
         self._with_loss = with_loss
         self._kept: dict[int, Kept] = {}
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self._guarded = False
         self._tried = False  # a run has told
         self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
-        self._stage = 0
+        self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
+        self._own: set[Tensor] = set()
+        self._stray: Stray | None = None
+        self._casts_input = False  # a layer casts the input in an autocast of its own
+        self._next_look = [0, 0]  # the step after which the graph is walked again: without deferral, with it
 
-    def tie(self, stage: int, ties: Sequence[Tie]) -> None:
-        """Tells the cell which of its parameters other stages use too."""
-        used = set(self._calls.parameters_of(self._layers, with_loss=self._with_loss))
-        self._stage, self._ties = stage, tuple(each for each in ties if each.parameter in used)
+    def tie(self, stage: int, ties: Sequence[Tie], stray: Stray | None) -> None:
+        """Tells the cell which of its parameters other places use too, and whom to tell of those that it should not
+        know.
+        """
+        self._own = set(self._calls.parameters_of(self._layers, with_loss=self._with_loss))
+        self._place = (stage, self._place[1])
+        self._ties = tuple(each for each in ties if each.parameter in self._own)
+        self._stray = stray
+        self._next_look = [0, 0]
+        for each in self._ties:
+            each.settle(*self._place)
+
+    @property
+    def moves_buffers(self) -> bool:
+        """Whether a forward was seen to leave buffers behind that the next one starts from."""
+        return bool(self._buffers.changing) or self._calls.statistics.moves
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether it is one of its layers or of its loss."""
+        return parameter in self._own
+
+    def join(self, tie: Tie) -> None:
+        """One more that other places use too."""
+        self._ties = (*self._ties, tie)
+        tie.join(self._place)
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
@@ -128,7 +162,7 @@ class Cell:
         leaf = tensor.detach()
         if tensor.requires_grad:
             leaf.requires_grad_()
-        value: Any = leaf.clone() if self._guarded and leaf.requires_grad else leaf
+        value: Any = copied(leaf) if self._guarded and leaf.requires_grad else leaf
         version, first = value._version, value
         try:
             for layer in layers:
@@ -168,7 +202,7 @@ class Cell:
             kept.watch_layouts()
         try:
             if self._ties:
-                self._backward_tied(work, edges, starts)
+                self._backward_tied(work, kept, edges, starts)
             elif edges:
                 self._calls.backward(work.records, edges, starts)
         except RuntimeError as error:
@@ -182,15 +216,53 @@ class Cell:
             self._layouts.add(layout)
         return found
 
-    def _backward_tied(self, work: Work, edges: list[GradientEdge], starts: list[Tensor]) -> None:
-        """Gradients of shared parameters go on from what later stages have added up."""
-        seeds = [seed for each in self._ties if (seed := each.seed(self._stage, work.microbatch)) is not None]
-        edges, starts = [*edges, *(edge for edge, _ in seeds)], [*starts, *(grad for _, grad in seeds)]
-        if edges:
-            with running(self._stage, work.microbatch, edges, starts[0].device):
-                self._calls.backward(work.records, edges, starts)
+    def _backward_tied(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
+        """Gradients of shared parameters go on from what later places have added up."""
+        edges, starts = [*edges], [*starts]
+        with contextlib.ExitStack() as hooks:
+            for each in self._ties:
+                for edge, grad in self._seeds(work, kept, each, hooks):
+                    edges.append(edge)
+                    starts.append(grad)
+            if edges:
+                with running(self._place, work.microbatch, edges, starts[0].device):
+                    self._calls.backward(work.records, edges, starts)
         for each in self._ties:
-            each.passed(self._stage, work.microbatch)
+            each.passed(self._place, work.microbatch)
+
+    def _seeds(
+        self, work: Work, kept: Kept, tie: Tie, hooks: contextlib.ExitStack
+    ) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Where the sums of later places go on. In a place before which others use the same cast of autocast's, what
+        arrives there is caught.
+        """
+        place, parameter = self._place, tie.parameter
+        high, low = tie.brought(place, work.microbatch)
+        waits = id(parameter) in work.deferred
+        cast = None
+        if tie.shares_cast(place) and not waits:
+            cast = kept.casts.get(tie)
+        if cast is not None and not tie.is_first_to_cast(place):
+            catch = functools.partial(_catch_low, tie, place, work.microbatch)
+            hooks.callback(cast.register_prehook(catch).remove)
+        if low is not None and cast is None and not waits:
+            if tie.is_first(place):
+                cast_now = low.to(parameter.dtype)
+                high = cast_now if high is None else high + cast_now
+            else:
+                tie.catch_low(place, work.microbatch, low)
+            low = None
+        if waits:
+            work.records[:0] = [
+                (parameter, given, sums, None, is_low)
+                for sums, is_low in ((high, False), (low, True))
+                if sums is not None
+            ]
+            return
+        if high is not None:
+            yield get_gradient_edge(parameter), high
+        if low is not None and cast is not None:
+            yield GradientEdge(cast, 0), low
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
@@ -214,21 +286,30 @@ class Cell:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
-        """Runs the layers on the leaves and notes the edges."""
+        """Runs the layers on the leaves and notes the edges, and again where what was learnt on the way changes the
+        beginning.
+        """
         self._calls.statistics.enter(work.microbatch, replaying=work.replaying)
         while True:
-            cast = autocast_is_on()
+            cast = self._casts_input or autocast_is_on()
             tensors = [self._changeable(leaf, cast=cast) for leaf in kept.leaves]
             versions = [tensor._version for tensor in tensors]
-            copied = self._guarded or not self._tried
+            was_copied = self._guarded or not self._tried
+            taken = self._buffers.taken()
             try:
-                handed = self._attempt(work, kept, tensors, defer=defer)
-                self._note_changes(versions != [tensor._version for tensor in tensors], seen=copied or not cast)
-                return handed
+                handed = self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
+            except Restart:
+                self._buffers.put_back(taken)
+                continue
             except RuntimeError as error:
                 if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
+                self._buffers.put_back(taken)
                 self._guarded = True
+                continue
+            kept.buffers = self._buffers.learn(taken)
+            self._note_changes(versions != [tensor._version for tensor in tensors], seen=was_copied or not cast)
+            return handed
 
     def _changeable(self, leaf: Tensor, *, cast: bool) -> Tensor:
         """The leaf as the layers get it: as it is, or as the result of an operation, which it is in the plain loop.
@@ -240,8 +321,10 @@ class Cell:
         if not leaf.requires_grad or not (self._guarded or cast):
             return leaf
         if self._guarded or not self._tried:
-            return leaf.clone()
+            return copied(leaf)
         result: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+        if result.stride() != leaf.stride():  # of a dimension of size one, by which kernels are chosen too
+            result = torch.ops.aten.alias.default(leaf)
         return result
 
     def _note_changes(self, changed: bool, *, seen: bool) -> None:
@@ -254,39 +337,75 @@ class Cell:
         self._tried = True
         self._guarded = self._guarded or changed
 
-    def _attempt(self, work: Work, kept: Kept, tensors: list[Tensor], *, defer: bool = False) -> Any:
-        """Runs the layers, and again where what was learnt on the way changes the beginning."""
-        while True:
-            try:
-                return self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
-            except Restart:
-                continue
-
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls = self._calls
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
             calls.stored.set_elsewhere(stored)
-        watch = calls.stored.watch(self, work.step, lambda: calls.layers_of(self._layers), seen=not calls.num_compiled)
-        with (
-            calls.begin(work.records if defer and work.defer else None, work.step, work.microbatch),
-            Added() as added,
-            watch,
-        ):
+        layers = functools.partial(calls.parts_of, self._layers, with_loss=False)
+        watch = calls.stored.watch(self, work.step, layers, seen=not calls.num_compiled)
+        defer = defer and work.defer
+        with calls.begin(work.records if defer else None, work.step, work.microbatch), Added() as added, watch:
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
                 aux, stored = added.to(aux), (*stored, *watch.told())
-                return self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
-            loss = calls.loss(value, work.target)
-            check_scalar(loss)
-            aux = added.to(aux)
-            loss = loss if aux is None else loss + aux
-            uncounted = type(work.weight) is float and not work.weight
-            weighted = without_loss(value, aux) if uncounted else [loss * work.weight]
-        kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
-        kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
-        return self._outputs(value) if work.want_outputs else None, loss.detach()
+                handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
+            else:
+                loss = calls.loss(value, work.target)
+                check_scalar(loss)
+                aux = added.to(aux)
+                loss = loss if aux is None else loss + aux
+                uncounted = type(work.weight) is float and not work.weight
+                weighted = without_loss(value, aux) if uncounted else [loss * work.weight]
+                kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
+                kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
+                handed = self._outputs(value) if work.want_outputs else None, loss.detach()
+        if work.step >= self._next_look[defer]:
+            self._look(kept)
+            self._next_look[defer] = max(work.step + 1, 2 * work.step)
+        if defer:
+            work.deferred.update(calls.deferred)
+        if self._ties and calls.casts:
+            kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
+        return handed
+
+    def _look(self, kept: Kept) -> None:
+        """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
+        now too, and one of another place.
+        """
+        calls, found = self._calls, Reached(kept.edges or ())
+        if both := [each for each in found.parameters if id(each) in calls.deferred]:
+            calls.exclude(both)
+            raise Restart
+        used = dict.fromkeys([*found.parameters, *(each for each, _ in calls.deferred.values())])
+        if self._stray is not None:
+            known = {*self._own, *(tie.parameter for tie in self._ties)}
+            for each in used:
+                if each not in known:
+                    self._stray(self._place, each)
+            if any(id(tie.parameter) in calls.deferred and not tie.is_first(self._place) for tie in self._ties):
+                raise Restart
+        if not self._casts_input and any(leaf in found.casts for leaf in kept.leaves):
+            self._casts_input = True
+            raise Restart
+        if casts_are_kept():
+            self._look_at_casts(found)
+
+    def _look_at_casts(self, found: Reached) -> None:
+        """Autocast keeps one cast of a parameter, for all microbatches and threads. Where the order of more than two
+        contributions depends on it, or other places use the same, the cast must be made anew by every forward.
+        """
+        calls, ties = self._calls, {tie.parameter: tie for tie in self._ties}
+        again = False
+        for parameter in found.casts:
+            if parameter in ties or found.uses[parameter] > 2:
+                again = calls.cast_anew(parameter) or again
+        if again:
+            raise Restart
+        for parameter, tie in ties.items():
+            if parameter in calls.casts or calls.deferred.get(id(parameter), (None, False))[1]:
+                tie.casts(self._place)
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value)
@@ -298,9 +417,40 @@ class Cell:
         return mb.unflatten([tensor.detach() for tensor in tensors], shape)
 
 
+class _Copied(torch.autograd.Function):
+    """A copy laid out as the tensor itself; its gradient is passed on as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, layout=tensor.layout
+        ).copy_(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, those of dimensions of size one included: kernels are chosen by them. Where
+    elements share memory they can't be the same.
+    """
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    made: Tensor = _Copied.apply(tensor)  # type: ignore[no-untyped-call]
+    return made
+
+
 def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+
+def _catch_low(tie: Tie, place: Place, microbatch: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
+    if grads[0] is not None:
+        tie.catch_low(place, microbatch, grads[0])
+    return (None,)
 
 
 def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:

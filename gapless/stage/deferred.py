@@ -58,7 +58,7 @@ class Records(list[Any]):
                 parameter, function, kept, grad, _ = self.pop()
                 value = function(kept, grad)
                 value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
-                add_grad(parameter, value, shared=function is _call)
+                add_grad(parameter, value, shared=function in _SHARED)
             else:
                 self._accumulate_all()
         finally:
@@ -67,9 +67,12 @@ class Records(list[Any]):
     def _accumulate_all(self) -> None:
         items = self
         left: dict[int, int] = {}  # how many contributions a parameter still gets
+        left_low: dict[int, int] = {}  # and how many of these meet before a cast
         for item in items:
             key = id(item[0])
             left[key] = left.get(key, 0) + 1
+            if item[4]:
+                left_low[key] = left_low.get(key, 0) + 1
         items.reverse()
         sums: dict[int, _Sum] = {}
         while items:
@@ -79,12 +82,14 @@ class Records(list[Any]):
             more = left[key] = left[key] - 1
             if more == 0 and key not in sums:
                 value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
-                add_grad(parameter, value, shared=function is _call)
+                add_grad(parameter, value, shared=function in _SHARED)
                 continue
             total = sums.setdefault(key, _Sum())
-            total.add(value, parameter.dtype, summed_low)
+            if summed_low:
+                left_low[key] -= 1
+            total.add(value, parameter.dtype, summed_low, last=not left_low.get(key))
             if more == 0:
-                add_grad(parameter, sums.pop(key).value(parameter.dtype))
+                add_grad(parameter, sums.pop(key).value())
 
 
 class _Sum:
@@ -96,19 +101,21 @@ class _Sum:
         self._high: Tensor | None = None
         self._low: Tensor | None = None
 
-    def add(self, value: Tensor, dtype: torch.dtype, summed_low: bool) -> None:
+    def add(self, value: Tensor, dtype: torch.dtype, summed_low: bool, *, last: bool) -> None:
+        """`last`: no more come that meet before the cast. The cast is made at the first use, so its gradient arrives
+        with the last contribution.
+        """
         if summed_low and value.dtype != dtype:
             self._low = value if self._low is None else self._low + value
-        else:
-            value = value.to(dtype)
-            self._high = value if self._high is None else self._high + value
+            if not last:
+                return
+            value, self._low = self._low, None
+        value = value.to(dtype)
+        self._high = value if self._high is None else self._high + value
 
-    def value(self, dtype: torch.dtype) -> Tensor:
-        if self._low is None:
-            assert self._high is not None
-            return self._high
-        low = self._low.to(dtype)
-        return low if self._high is None else self._high + low
+    def value(self) -> Tensor:
+        assert self._high is not None
+        return self._high
 
 
 def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
@@ -210,6 +217,11 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     return None
 
 
+def given(kept: Tensor, _: Any) -> Tensor:
+    """A contribution that is there already."""
+    return kept
+
+
 def _call(kept: tuple[Callable[[], Tensor], torch.Size], _: Any) -> Tensor:
     closure, shape = kept
     value = closure()
@@ -217,3 +229,6 @@ def _call(kept: tuple[Callable[[], Tensor], torch.Size], _: Any) -> Tensor:
         value = value.detach()
     # As autograd does: what broadcasting spread is summed.
     return value if value.shape == shape else value.sum_to_size(shape)
+
+
+_SHARED = (_call, given)

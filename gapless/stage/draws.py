@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .exclusive import exclusively
 from .seeds import seed_of
 
 if TYPE_CHECKING:
     from .intercept import Mode
-
-_lock = threading.RLock()
 
 
 class Draws:
@@ -59,7 +57,7 @@ class Draws:
 def swapped(generator: torch.Generator) -> Iterator[None]:
     """While it holds, torch's default generator of that device goes on where `generator` stands."""
     default = default_generator(generator.device)
-    with _lock:
+    with exclusively():
         before = default.get_state()
         default.set_state(generator.get_state())
         try:
@@ -80,7 +78,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 @contextlib.contextmanager
 def alone(devices: list[torch.device]) -> Iterator[None]:
     """While it holds, nobody else draws from torch's default generators; those of `devices` are put back afterwards."""
-    with _lock:
+    with exclusively():
         before = [(default_generator(device), default_generator(device).get_state()) for device in devices]
         try:
             yield
@@ -94,7 +92,7 @@ def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
     """While it holds, these, which are torch's default ones, draw from `seed`, and nobody else draws from default
     generators; they are put back afterwards.
     """
-    with _lock:
+    with exclusively():
         before = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
@@ -201,6 +199,12 @@ RANDOM: list[Callable[..., Any]] = [
         names="bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_",
     ),
     *_named(torch._C._nn, names="rrelu_with_noise rrelu_with_noise_"),
+    # Python functions that a mode is asked about as a whole: what they draw inside it is not asked about again.
+    *_named(
+        torch.nn.init,
+        names="uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
+        "kaiming_normal_ orthogonal_ sparse_",
+    ),
     *_named(
         F,
         names="alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu gumbel_softmax "

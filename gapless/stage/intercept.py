@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import batchnorm
 from . import draws as random
+from .autocast import casts_are_kept
 from .batchnorm import Statistics
 from .convolution import convolution, embedding
 from .deferred import Records
@@ -34,6 +35,9 @@ _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 _in_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _MAY_HOLD_PARAMETERS = frozenset((Parameter, list, tuple))
 _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
+
+
+_NEW: tuple[None, bool] = (None, False)
 
 
 class Restart(BaseException):
@@ -50,11 +54,16 @@ class Mode(TorchFunctionMode):
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._records: Records | None = None
-        self._deferred: set[int] = set()  # parameters used in this forward, by id
+        # Parameters used in this forward, by id; those that wait with whether autocast's cast of them was used.
+        self.deferred: dict[int, tuple[Parameter, bool]] = {}
         self._plain: set[int] = set()
+        self._casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = TABLE
+        self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
+        self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
+        self._own: dict[int, Tensor] = {}
 
     @property
     def defers_now(self) -> bool:
@@ -64,14 +73,22 @@ class Mode(TorchFunctionMode):
     def begin(self, records: Records | None, kind: str) -> None:
         """A forward starts; it is to record into `records`, or it defers nothing."""
         self._records = records
-        self._deferred.clear()
+        self.deferred = {}
         self._plain.clear()
         self._kind = kind
+        self._casts_all = casts_are_kept()
+        if self.cast_anew:
+            self.own_casts, self._own = {}, {}
         self.statistics.run()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.cast_anew and func in _CASTING and (low := self.autocast_dtype()) is not None:
+            args, kwargs = (
+                self._cast_here(args, low),
+                {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()},
+            )
         handler = self._table.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
@@ -87,6 +104,21 @@ class Mode(TorchFunctionMode):
                 self._note(args, result)
                 break
         return result
+
+    def _cast_here(self, args: tuple[Any, ...], low: torch.dtype) -> tuple[Any, ...]:
+        return tuple([self._cast_one(each, low) for each in args])
+
+    def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
+        """What autocast would do with its cache, with one that lasts for this forward."""
+        if type(arg) is not Parameter or id(arg) not in self.cast_anew or arg.dtype != torch.float32:
+            return arg
+        if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled():
+            return arg
+        made = self._own.get(id(arg))
+        if made is None:
+            made = self._own[id(arg)] = arg.to(low)
+            self.own_casts[arg] = made.grad_fn
+        return made
 
     def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it is; parameters in it are autograd's."""
@@ -104,7 +136,7 @@ class Mode(TorchFunctionMode):
             if kind is Parameter:
                 if arg.requires_grad and _needs_grad(result):
                     self._plain.add(id(arg))
-                    if id(arg) in self._deferred:
+                    if id(arg) in self.deferred:
                         self.excluded.add(id(arg))
                         raise Restart
             elif kind is list or kind is tuple:
@@ -122,18 +154,21 @@ class Mode(TorchFunctionMode):
             return False
         return _top_hooks(False) is None and _in_functorch() is None and weight.is_floating_point()
 
-    def recording(self, weight: Parameter, bias: Parameter | None) -> Callable[[Any], None]:
-        """Where to put the records of these."""
+    def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
+        """Where to put the records of these; `low`: autocast has cast them."""
         assert self._records is not None
-        self._deferred.add(id(weight))
-        if bias is not None:
-            self._deferred.add(id(bias))
+        for each in (weight,) if bias is None else (weight, bias):
+            if low and not self._casts_all and id(each) in self.deferred:
+                # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
+                self.excluded.add(id(each))
+                raise Restart
+            self.deferred[id(each)] = (each, low or self.deferred.get(id(each), _NEW)[1])
         return self._records.append
 
     def exclude_deferred(self) -> None:
         """Leaves to autograd what this forward has deferred so far."""
-        if self._deferred:
-            self.excluded |= self._deferred
+        if self.deferred:
+            self.excluded.update(self.deferred)
             raise Restart
 
     def autocast_dtype(self) -> torch.dtype | None:
@@ -223,5 +258,35 @@ TABLE: dict[Any, Handler] = {
     **batchnorm.HANDLERS,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
 }
+# What autocast runs in the lower precision, as people call it.
+_CASTING = frozenset(
+    function
+    for place in (torch, Tensor, F)
+    for name in [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "mv",
+        "bmm",
+        "addmm",
+        "addmv",
+        "addbmm",
+        "baddbmm",
+        "addr",
+        "prelu",
+        "scaled_dot_product_attention",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "conv_tbc",
+        "bilinear",
+    ]
+    if (function := getattr(place, name, None)) is not None
+)
 if hasattr(F, "linear_cross_entropy"):
     TABLE[F.linear_cross_entropy] = _opened(F.linear_cross_entropy)

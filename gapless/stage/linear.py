@@ -9,8 +9,9 @@ and `at::matmul` do:
     2-d                 no     mm                                    the same call
     n-d contiguous      yes    flatten, addmm, view                  written out: the hook must sit below the view
     n-d otherwise       yes    flatten, mm, unsafe view, add         written out: an addmm otherwise
-    n-d                 no     flatten, mm, unsafe view              the same call, once x can be flattened by a view;
-                                                                     else torch flattens only if w needs a gradient
+    n-d                 no     flatten, mm, unsafe view              the same call, if x can be flattened by a view;
+                                                                     else written out: torch flattens such an x only if
+                                                                     w needs a gradient
 """
 
 from __future__ import annotations
@@ -77,15 +78,19 @@ def _product(
     needs_input = x.requires_grad
     if not needs_input:
         w.requires_grad_()
-    shape = None
-    added = None
+    shape = folded = added = None
     if x.dim() > 2:
         if b is not None and x.is_contiguous():
             shape = x.shape
             x = x.view(-1, shape[-1])
         else:
-            x, b, added = _foldable(x), None, b
+            b, added = None, b
+            if not _folds(x):
+                folded = x.shape
+                x = x.reshape(-1, folded[-1])
     y = product(x, w) if b is None else product(x, w, b)
+    if folded is not None:
+        y = torch.ops.aten._unsafe_view.default(y, (*folded[:-1], y.size(-1)))
     if added is not None:
         y.add_(added)
     record(
@@ -119,7 +124,7 @@ def record(
     Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and
     the hook ends the backward there.
     """
-    append = mode.recording(weight, bias)
+    append = mode.recording(weight, bias, summed_low)
     if bias is not None and not bias.requires_grad:
         bias = None
 
@@ -140,13 +145,12 @@ def _plain_input(x: Any) -> bool:
     return type(x) is Tensor and not x.is_nested
 
 
-def _foldable(x: Tensor) -> Tensor:
-    """x with strides that at::matmul folds without looking whether w needs a gradient: the copy, if any, is its own."""
+def _folds(x: Tensor) -> bool:
+    """Whether at::matmul flattens x without looking whether w needs a gradient. Strides of dimensions of size one count
+    too.
+    """
     shape, strides = x.shape, x.stride()
-    for dim in range(len(shape) - 2):
-        if strides[dim] != strides[dim + 1] * shape[dim + 1]:
-            return x.reshape(-1, shape[-1]).view(shape)
-    return x
+    return all(strides[dim] == strides[dim + 1] * shape[dim + 1] for dim in range(len(shape) - 2))
 
 
 def _positional(

@@ -22,27 +22,57 @@ LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
 
 class Shape(NamedTuple):
-    """What is left of a tree when its tensors are taken out; `tensors` are the places they go back to."""
+    """What is left of a tree when its tensors are taken out; `tensors` are the places they go back to, and `again` has
+    further places, each with the number of the tensor that is there too.
+    """
 
     spec: pytree.TreeSpec
     leaves: list[Any]
     tensors: list[int]
+    again: Sequence[tuple[int, int]] = ()
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
-    """The tensors of a tree in order, and the shape that `unflatten` needs. A lone tensor has the shape None."""
+    """The tensors of a tree in order, and the shape that `unflatten` needs. A lone tensor has the shape None.
+
+    A tensor that is there twice comes once, and stays one: the gradients of all its uses are summed in one place, in
+    autograd's order.
+    """
     if isinstance(tree, Tensor):
         return [tree], None
     leaves, spec = pytree.tree_flatten(tree)
-    tensors, places = [], []
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    again: list[tuple[int, int]] = []
+    numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            places.append(place)
+            number = numbers.setdefault(id(leaf), len(tensors))
+            if number < len(tensors):
+                again.append((place, number))
+            else:
+                tensors.append(leaf)
+                places.append(place)
             leaves[place] = None
         elif leaf is not None and type(leaf) not in _CONSTANTS:
             _refuse_hidden_tensors(leaf)
-    return tensors, Shape(spec, leaves, places)
+    return tensors, Shape(spec, leaves, places, again)
+
+
+def _flatten_all(tree: Any) -> tuple[list[Tensor], Shape | None]:
+    """The same, with a tensor that is there twice as two: each place may be cut in its own way."""
+    tensors, shape = flatten(tree)
+    if shape is None or not shape.again:
+        return tensors, shape
+    twins = [tensors[number] for _, number in shape.again]
+    found = sorted(
+        zip([*shape.tensors, *(place for place, _ in shape.again)], [*tensors, *twins], strict=True), key=_first
+    )
+    return [tensor for _, tensor in found], Shape(shape.spec, shape.leaves, [place for place, _ in found])
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
@@ -52,6 +82,8 @@ def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
     leaves = list(shape.leaves)
     for place, tensor in zip(shape.tensors, tensors, strict=True):
         leaves[place] = tensor
+    for place, number in shape.again:
+        leaves[place] = tensors[number]
     return pytree.tree_unflatten(leaves, shape.spec)
 
 
@@ -86,7 +118,7 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
     `batch_dims` names.
     """
     tree = _as_dict(tree)
-    tensors, shape = flatten(tree)
+    tensors, shape = _flatten_all(tree)
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
             return tensor.size(dim)
@@ -111,7 +143,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     if size == 0:
         raise ConfigError("the batch is empty (0 samples): skip it, or let the data loader drop it.")
     count = min(num_microbatches, size)
-    tensors, shape = flatten(tree)
+    tensors, shape = _flatten_all(tree)
     if shape is not None:
         _refuse_arrays(shape.leaves)
     dims = _dims(tensors, shape, tree, batch_dims)
@@ -152,7 +184,7 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
     A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every
     microbatch.
     """
-    rows = [flatten(tree) for tree in trees]
+    rows = [_flatten_all(tree) for tree in trees]
     merged = []
     for column in zip(*(tensors for tensors, _ in rows), strict=True):
         cut = all(tensor.dim() > 0 for tensor in column)

@@ -25,18 +25,14 @@ from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
 from .autocast import AutocastState
-from .buffers import Buffers
 from .calls import Calls
-from .cell import Cell, Kept, Work
+from .cell import Cell, Kept, Work, copied
 
 
 class RematCell(Cell):
     """A cell that keeps its inputs alone."""
 
-    def __init__(self, calls: Calls, layers: range, *, with_loss: bool) -> None:
-        super().__init__(calls, layers, with_loss=with_loss)
-        self._tried = False
-        self._buffers = Buffers(calls.layers_of(layers))
+    remakes = True
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         if work.keep:
@@ -44,17 +40,17 @@ class RematCell(Cell):
         tensors, shape = mb.flatten(inputs)
         kept = Kept.of(tensors, shape, AutocastState())
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
-        copies = [leaf.detach().clone() for leaf in kept.leaves] if self._guarded or not self._tried else kept.leaves
+        copies = [copied(leaf.detach()) for leaf in kept.leaves] if self._guarded or not self._tried else kept.leaves
         # Nor may a copy be laid out in another way, or the layers may take other kernels.
         if not self._guarded and any(a.stride() != b.stride() for a, b in zip(copies, kept.leaves, strict=True)):
             copies = kept.leaves
-        copied = copies is not kept.leaves
+        was_copied = copies is not kept.leaves
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
-        buffers = self._buffers.taken()
-        handed = self._build(work, Kept(leaves, shape), defer=False)
-        kept.buffers = self._buffers.learn(buffers)
+        first = Kept(leaves, shape)
+        handed = self._build(work, first, defer=False)
+        kept.buffers = first.buffers
         self._tried = True
-        if self._guarded and not copied:
+        if self._guarded and not was_copied:
             raise GaplessError(
                 "a layer changed its input in place that had not done so before, and remat needs that input again: "
                 "use remat='none' for its stage, or let it make a new tensor."
@@ -85,13 +81,13 @@ def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, 
     """The cells of a stage. Layers that share a parameter, and those between them, are one cell: autograd adds up the
     contributions to a parameter within one backward before it accumulates them."""
     if remat == "none":
-        return [Cell(calls, range(len(layers)), with_loss=with_loss)]
+        return [Cell(calls, range(len(layers)), 0, with_loss=with_loss)]
     if remat not in ("stage", "layer"):
         raise ConfigError(f"remat={remat!r}: it is 'none', 'stage' or 'layer'.")
     bounds = _bounds(layers) if remat == "layer" else [0, len(layers)]
     return [
-        RematCell(calls, range(start, end), with_loss=with_loss and end == len(layers))
-        for start, end in itertools.pairwise(bounds)
+        RematCell(calls, range(start, end), number, with_loss=with_loss and end == len(layers))
+        for number, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
 
 

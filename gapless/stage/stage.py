@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
 from .calls import Calls
-from .cell import Work
+from .cell import Stray, Work
 from .deferred import Records
 from .plain import apply_first
 from .remat import cells_of
@@ -80,16 +80,38 @@ class Stage:
         self._first_cell, *later = self._cells
         self._cells_back = later[::-1]
         self._work: dict[int, Work] = {}
+        self._shared: list[Tie] = []
+        self._number = 0
+        self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that its layers and its loss use, each once."""
         return self._calls.parameters_of(range(len(self.layers)), with_loss=True)
 
-    def tie(self, number: int, ties: Sequence[Tie]) -> None:
-        """Tells the stage its number and which of its parameters other stages use too."""
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients this stage adds: not those that an earlier stage uses too."""
+        elsewhere = {each.parameter for each in self._shared if each.stages[0] != self._number}
+        return [each for each in self.parameters() if each not in elsewhere]
+
+    def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
+        """Tells the stage its number, which of its parameters other stages use too, and whom to tell when it uses a
+        parameter that it should not know.
+        """
+        self._number, self._shared = number, list(ties)
         self._calls.exclude([each.parameter for each in ties])
         for cell in self._cells:
-            cell.tie(number, ties)
+            cell.tie(number, ties, stray)
+
+    def join(self, tie: Tie, cell: int | None = None) -> None:
+        """A parameter that other places use too, as a run has shown: of this cell, or of those whose layers have it."""
+        self._shared.append(tie)
+        for number, each in enumerate(self._cells):
+            if number == cell or (cell is None and each.owns(tie.parameter)):
+                each.join(tie)
+
+    def exclude(self, parameter: nn.Parameter) -> None:
+        """Leaves the gradient of a parameter to autograd."""
+        self._calls.exclude([parameter])
 
     @property
     def live(self) -> int:
@@ -182,6 +204,11 @@ class Stage:
 
     def finish(self) -> None:
         """The minibatch is over: running statistics that were deferred move."""
+        if not self.forwards_in_order and any(cell.moves_buffers for cell in self._cells):
+            raise ConfigError(
+                f"the schedule takes the forwards of stage {self._number} out of microbatch order, and its layers "
+                "change buffers, which depend on that order: choose a schedule with forwards in order"
+            )
         self._calls.statistics.finish()
         self._calls.stored.clear()
 

@@ -7,7 +7,10 @@ stage before it, which goes on adding where that one stopped, and the first one 
     stage 3:  c = g3          stage 1:  c = c + g1          stage 0:  .grad += c + g0
 
 So only one stage writes `.grad`, in microbatch order, and a sum waits no longer than from one backward to the next.
-With `summed` each stage adds up its own over all microbatches, and the sums meet at the end of the step.
+Where several cells of one stage (`remat="layer"`) use it, they are such places too. Autocast casts a parameter once for
+all uses: what arrives at the cast is summed in the lower precision, and cast where the first of these uses is, so that
+sum is handed on beside the other. With `summed` each stage adds up its own over all microbatches, and the sums meet at
+the end of the step.
 
 Where the stages are in several processes, each has its copy of the parameter. What one hands to another goes through
 `Away`, and at the end of the step the first stage's process, the home, hands its gradient to all others.
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,14 +33,23 @@ from gapless.errors import ConfigError
 from .deferred import noted
 
 Tied = Literal["exact", "summed"]
+Place = tuple[int, int]  # a stage, and which of its cells
+Now = tuple[Place, int]  # and the microbatch
 
 
 class _Running(threading.local):
-    place: tuple[int, int] | None = None  # stage and microbatch
+    now: Now | None = None
 
 
 _running = _Running()
-_tasks: dict[int, tuple[int, int]] = {}  # by graph task: on an accelerator the backward runs in autograd's own threads
+_tasks: dict[int, Now] = {}  # by graph task: on an accelerator the backward runs in autograd's own threads
+
+
+class Sums(NamedTuple):
+    """What later places have added up for a microbatch: in the parameter's own precision, and in autocast's."""
+
+    high: Tensor | None = None
+    low: Tensor | None = None
 
 
 class Away(Protocol):
@@ -46,36 +58,71 @@ class Away(Protocol):
     def is_here(self, stage: int) -> bool:
         """Whether a stage is in this process."""
 
-    def hand(self, stage: int, microbatch: int, grad: Tensor | None) -> None:
-        """Give a sum to a stage elsewhere, or word that there is none. Does not wait."""
+    def hand(self, stage: int, microbatch: int, sums: Sums) -> None:
+        """Give sums to a stage elsewhere, or word that there are none. Does not wait."""
 
-    def take(self, stage: int, microbatch: int) -> Tensor | None:
+    def take(self, stage: int, microbatch: int) -> Sums:
         """What a stage elsewhere has handed over."""
 
 
 class Tie:
-    """One shared parameter, the stages that use it, and what is under way between them."""
+    """One shared parameter, the places that use it, and what is under way between them."""
 
     def __init__(
         self, name: str, parameter: Parameter, stages: Sequence[int], tied: Tied, away: Away | None = None
     ) -> None:
         self.name = name
         self.parameter = parameter
-        self.stages = sorted(stages)
-        self.is_home = away is None or away.is_here(self.stages[0])
-        self._home = self.stages[0]
+        self._places: list[Place] = [(stage, 0) for stage in sorted(stages)]
+        self.is_home = away is None or not self._places or away.is_here(self._places[0][0])
+        self._casters: set[Place] = set()  # places of this process that use autocast's cast of it
         self._summed = tied == "summed"
         self._away = away
-        self._handed: set[tuple[int, int]] = set()
-        self._carried: dict[int, tuple[Tensor, Any]] = {}  # and on an accelerator the event after which it is there
-        self._sums: dict[int, Tensor] = {}
+        self._caught: dict[Now, Sums] = {}
+        self._carried: dict[int, tuple[Sums, Any]] = {}  # and on an accelerator the event after which it is there
+        self._sums: dict[int, Tensor] = {}  # by stage
         self._node: Any = None
         self._handle: Any = None
 
+    @property
+    def followers(self) -> list[int]:
+        """The stages of all places but the first: there no gradient may wait."""
+        return [stage for stage, _ in self._places[1:]]
+
+    @property
+    def stages(self) -> list[int]:
+        """Those that use it."""
+        return sorted({stage for stage, _ in self._places})
+
+    def settle(self, stage: int, cell: int) -> None:
+        """This cell of the stage uses it."""
+        self._places = sorted({(stage, cell) if place == (stage, 0) else place for place in self._places})
+
+    def join(self, place: Place) -> None:
+        """A place that was seen to use it too."""
+        self._places = sorted({*self._places, place})
+
+    def is_first(self, place: Place) -> bool:
+        """Whether nothing uses it before this place: here the gradient is accumulated."""
+        return place == self._places[0]
+
+    def casts(self, place: Place) -> None:
+        """This place uses autocast's cast of the parameter."""
+        self._casters.add(place)
+
+    def shares_cast(self, place: Place) -> bool:
+        """Whether this place uses the same cast as others."""
+        return place in self._casters and not self._summed and (self._away is not None or len(self._casters) > 1)
+
+    def is_first_to_cast(self, place: Place) -> bool:
+        """Whether the cast is made in this place, where nobody before it uses it."""
+        before = [each for each in self._places if each < place]
+        return all(each not in self._casters and self._is_here(each[0]) for each in before)
+
     def begin(self) -> None:
-        """A step starts: nothing is under way, and gradients that arrive in other stages are caught."""
+        """A step starts: nothing is under way, and gradients that arrive in other places are caught."""
         self._carried.clear()
-        self._handed.clear()
+        self._caught.clear()
         self._sums.clear()
         parameter = self.parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -93,7 +140,7 @@ class Tie:
         if self._summed and not self.is_home:
             for stage in self.stages[:0:-1]:
                 if self._is_here(stage):
-                    self._hand(self._home, stage, self._sums.get(stage))
+                    self._hand(self.stages[0], stage, Sums(self._sums.get(stage)))
         elif self._summed:
             self._meet()
         self._sums.clear()
@@ -108,7 +155,7 @@ class Tie:
     def _meet(self) -> None:
         with torch.no_grad():
             for stage in self.stages[:0:-1]:
-                total = self._sums.get(stage) if self._is_here(stage) else self._take(stage, stage)
+                total = self._sums.get(stage) if self._is_here(stage) else self._take(stage, stage).high
                 if total is None:
                     continue
                 if self.parameter.grad is None:
@@ -119,67 +166,80 @@ class Tie:
     def _is_here(self, stage: int) -> bool:
         return self._away is None or self._away.is_here(stage)
 
-    def _hand(self, stage: int, number: int, grad: Tensor | None) -> None:
+    def _hand(self, stage: int, number: int, sums: Sums) -> None:
         assert self._away is not None
-        self._away.hand(stage, number, grad)
+        self._away.hand(stage, number, sums)
 
-    def _take(self, stage: int, number: int) -> Tensor | None:
+    def _take(self, stage: int, number: int) -> Sums:
         assert self._away is not None
         return self._away.take(stage, number)
 
-    def seed(self, stage: int, microbatch: int) -> tuple[GradientEdge, Tensor] | None:
-        """What later stages have added up for this microbatch: the sum goes on from there."""
-        later = next((each for each in self.stages if each > stage), None)
-        if not self._summed and later is not None and not self._is_here(later):
-            carried_here = self._take(later, microbatch)
-            return None if carried_here is None else (get_gradient_edge(self.parameter), carried_here)
+    def brought(self, place: Place, microbatch: int) -> Sums:
+        """What later places have added up for this microbatch: the sum goes on from there."""
+        if self._summed:
+            return Sums()
+        later = next((each for each in self._places if each > place), None)
+        if later is not None and not self._is_here(later[0]):
+            return self._take(later[0], microbatch)
         if microbatch not in self._carried:
-            return None
-        carried, event = self._carried.pop(microbatch)
+            return Sums()
+        sums, event = self._carried.pop(microbatch)
         if event is not None:  # stages have streams of their own
-            stream = torch.cuda.current_stream(carried.device)
+            stream = torch.cuda.current_stream(self.parameter.device)
             stream.wait_event(event)
-            carried.record_stream(stream)
-        return get_gradient_edge(self.parameter), carried
+            for carried in sums:
+                if carried is not None:
+                    carried.record_stream(stream)
+        return sums
 
     def _arrived(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-        place = _running.place or _tasks.get(torch._C._current_graph_task_id())
+        now = _running.now or _tasks.get(torch._C._current_graph_task_id())
         grad = grads[0]
-        if place is None or place[0] == self._home or grad is None:
+        if now is None or grad is None:
             return None
-        stage, microbatch = place
-        earlier = max(each for each in self.stages if each < stage)
-        if not self._summed and not self._is_here(earlier):
-            self._handed.add(place)
-            self._hand(earlier, microbatch, grad)
-        elif not self._summed:
-            event = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
-            self._carried[microbatch] = (grad, event)
+        place, _ = now
+        stage = place[0]
+        if self.is_first(place) or (self._summed and stage == self._places[0][0]):
+            return None
+        if not self._summed:
+            self._caught[now] = self._caught.get(now, Sums())._replace(high=grad)
         elif stage in self._sums:
             self._sums[stage].add_(grad)
         else:
             self._sums[stage] = torch.empty_like(self.parameter).copy_(grad)
         return (None,)
 
-    def passed(self, stage: int, microbatch: int) -> None:
-        """A backward is over: whoever waits elsewhere for its sum must not wait for ever."""
-        if self._summed or self._away is None or stage == self._home or (stage, microbatch) in self._handed:
+    def catch_low(self, place: Place, microbatch: int, low: Tensor) -> None:
+        """A sum that goes on to the place where the cast is made."""
+        now = (place, microbatch)
+        self._caught[now] = self._caught.get(now, Sums())._replace(low=low)
+
+    def passed(self, place: Place, microbatch: int) -> None:
+        """A backward is over: its sums go on to the place before it, which must not wait for ever where that is
+        elsewhere.
+        """
+        if self._summed or self.is_first(place):
             return
-        earlier = max(each for each in self.stages if each < stage)
+        sums = self._caught.pop((place, microbatch), Sums())
+        earlier = max(each for each in self._places if each < place)[0]
         if not self._is_here(earlier):
-            self._hand(earlier, microbatch, None)
+            self._hand(earlier, microbatch, sums)
+        elif sums.high is not None or sums.low is not None:
+            device = self.parameter.device
+            event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            self._carried[microbatch] = (sums, event)
 
 
 @contextlib.contextmanager
-def running(stage: int, microbatch: int, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
-    """While it holds, gradients of shared parameters belong to this stage and microbatch."""
-    place = (stage, microbatch)
+def running(place: Place, microbatch: int, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
+    """While it holds, gradients of shared parameters belong to this place and microbatch."""
+    now = (place, microbatch)
     if device.type == "cpu":
-        _running.place = place
+        _running.now = now
         try:
             yield
         finally:
-            _running.place = None
+            _running.now = None
         return
-    with noted(_tasks, place, edges):
+    with noted(_tasks, now, edges):
         yield

@@ -43,7 +43,7 @@ def test_backwards_out_of_order_are_correct_but_told(gapless: Command, tmp_path:
     code, out, _ = gapless("verify", str(file))
     assert code == 0
     assert "mine: correct" in out
-    assert "2 backwards are out of microbatch order: other last bits than the plain loop" in out
+    assert "2 backwards are out of microbatch order: their gradients wait for their turn, in memory" in out
 
 
 def test_json_for_programs(gapless: Command, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_weight_gradients_out_of_order_are_a_warning_too() -> None:
     (warning,) = report.warnings
     assert warning.message == (
         "0W0 comes after microbatch 1: stage 0 takes weight gradients out of microbatch order, "
-        "so their last bits differ from the plain loop's"
+        "so gradients wait for their turn, in memory of their own"
     )
 
 

@@ -1,0 +1,54 @@
+"""One thread at a time: what all threads share in torch, its default generators and the casts that autocast keeps.
+
+A layer may run another pipeline, whose threads it then waits for. Where it holds the lock meanwhile, they have one of
+their own, or all would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+Lock = threading.RLock
+_everybodys = Lock()
+
+
+class _Mine(threading.local):
+    lock = _everybodys
+    held = 0
+
+
+_mine = _Mine()
+
+
+@contextlib.contextmanager
+def exclusively() -> Iterator[None]:
+    """While it holds, no other thread is here."""
+    with _mine.lock:
+        _mine.held += 1
+        try:
+            yield
+        finally:
+            _mine.held -= 1
+
+
+class Heirs:
+    """The lock for threads that this one will wait for."""
+
+    def __init__(self) -> None:
+        self._lock = Lock() if _mine.held else _mine.lock
+
+    @property
+    def are_ordinary(self) -> bool:
+        """Whether it is the one that threads start with."""
+        return self._lock is _everybodys
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """In such a thread."""
+        before, _mine.lock = _mine.lock, self._lock
+        try:
+            yield
+        finally:
+            _mine.lock = before

@@ -1,0 +1,344 @@
+"""Parameters, random numbers and buffers that layers use in ways that no module tells of: each was once off in its last
+bits or worse, without a word. All are compared with the loop that a user would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import gapless
+from gapless.errors import ConfigError
+from gapless.run import layout
+from gapless.schedule.action import Schedule
+
+from .random_models.blocks import Do, Twice, scripted_dropout
+
+WIDTH, SAMPLES, MICROBATCHES, SEED = 6, 7, 3, 5
+CAST = partial(torch.autocast, "cpu", torch.bfloat16)
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def assert_exact(
+    make: Callable[[], list[Any]],
+    *,
+    schedule: str | Schedule = "zb-h1",
+    loss: Callable[[list[Any]], Loss] = lambda layers: F.mse_loss,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
+) -> None:
+    """Two steps without zero_grad: gradients and buffers are those of the plain loop."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(make())
+    ours, plain = models
+    x, y = torch.randn(2, SAMPLES, 4, WIDTH), torch.randn(2, SAMPLES, 4, WIDTH)
+    with gapless.Pipeline(
+        ours,
+        devices=2,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        loss=loss(ours),
+        seed=SEED,
+        intra_op_threads=1,
+        **options,
+    ) as pipe:
+        for step in range(2):
+            with context():
+                pipe.step(x[step], y[step])
+    criterion = loss(plain)
+    for step in range(2):
+        parts = zip(x[step].tensor_split(MICROBATCHES), y[step].tensor_split(MICROBATCHES), strict=True)
+        for microbatch, (value, target) in enumerate(parts):
+            share = len(target) / SAMPLES
+            with context():
+                out: Any = value
+                for number, layer in enumerate(plain):
+                    torch.manual_seed(gapless.seed_of(SEED, step, microbatch, number))
+                    out = layer(out)
+                value_of_loss = criterion(out, target)
+            (value_of_loss * share).backward()
+    mine, theirs = nn.ModuleList(ours), nn.ModuleList(plain)
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        assert torch.equal(a.grad, b.grad), f"{name} differs by {(a.grad - b.grad).abs().max():.1e}"
+    for (name, left), right in zip(mine.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(left, right), name
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------
+
+
+def used_twice(kind: str) -> list[Any]:
+    shared = linear()
+    norm = nn.LayerNorm(WIDTH)
+    if kind == "cast":
+        return [shared, norm, nn.Tanh(), shared]
+    direct = Do(lambda part, x: x * part.weight.mean() + x * part.weight.sum(), shared)
+    return [direct, shared, nn.Tanh(), norm] if kind == "cast late" else [shared, nn.Tanh(), norm, direct]
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", ["cast", "cast late", "cast early"])
+def test_autocast_casts_a_weight_that_two_stages_use_once(kind: str, schedule: str, remat: str) -> None:
+    """Each stage had a cast of its own, and the gradients met after it: off by 1e-4."""
+    assert_exact(lambda: used_twice(kind), schedule=schedule, context=CAST, remat=remat, partition=[2, 2])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_weight_used_cast_and_uncast_in_one_stage_adds_up_as_in_plain_training(schedule: str) -> None:
+    """Autocast's cast of the first microbatch served all others, so its gradient came last: three terms, other bits."""
+
+    def block() -> nn.Module:
+        return Do(lambda part, x: part(x * part.weight.mean() * part.weight.sum()), linear())
+
+    assert_exact(lambda: [block(), nn.Tanh(), block(), block()], schedule=schedule, context=CAST)
+
+
+@pytest.mark.parametrize("context", [nullcontext, partial(CAST, enabled=False)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_layer_with_an_autocast_of_its_own(schedule: str, context: Any) -> None:
+    """The input of a stage is a leaf, of which autocast keeps the cast. Inside an autocast that is switched off, casts
+    are kept too.
+    """
+
+    def cast_here(part: nn.Module, x: Tensor) -> Tensor:
+        with CAST():
+            first: Tensor = part(x) + part(torch.tanh(x)) + part(x * 0.5)
+        with CAST():
+            second: Tensor = part(x)
+            return (first * second).float()
+
+    assert_exact(
+        lambda: [linear(), Do(cast_here, linear()), Do(cast_here, linear()), linear()],
+        schedule=schedule,
+        context=context,
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_penalty_on_all_weights_in_the_loss(schedule: str, remat: str) -> None:
+    """The last stage added to gradients of all others, whenever it came to it."""
+
+    def penalised(layers: list[Any]) -> Loss:
+        weights = list(nn.ModuleList(layers).parameters())
+
+        def loss(out: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(out, target) + 0.01 * torch.stack([weight.square().sum() for weight in weights]).sum()
+
+        return loss
+
+    assert_exact(
+        lambda: [linear(), nn.LayerNorm(WIDTH), linear(), linear()], loss=penalised, schedule=schedule, remat=remat
+    )
+
+
+def test_a_function_that_uses_the_weight_of_another_stage() -> None:
+    def make() -> list[Any]:
+        first, last = linear(), linear()
+        return [first, nn.Tanh(), Do(lambda x: F.linear(x, first.weight) + x @ last.weight), nn.LayerNorm(WIDTH), last]
+
+    for schedule in ("1f1b", "zb-h1"):
+        for partition in ([1, 4], [2, 3], [3, 2]):
+            assert_exact(make, schedule=schedule, partition=partition)
+
+
+def test_a_weight_used_by_a_linear_and_by_a_custom_function_under_a_split_backward() -> None:
+    """The mode does not see the custom function, so one part was added at once and the other later."""
+
+    def both(part: nn.Module, x: Tensor) -> Any:
+        return Twice.apply(part(x), part.weight)  # type: ignore[no-untyped-call]
+
+    for remat in ("none", "stage"):
+        assert_exact(lambda: [Do(both, linear()), nn.Tanh(), Do(both, linear()), linear()], remat=remat)
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+def test_the_same_tensor_handed_on_twice_is_one(remat: str) -> None:
+    """Each place had its own gradient, and the two met at the stage before: (a + c) + b instead of (c + b) + a."""
+
+    def mixed(part: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = pair
+        return part(one) * other + torch.tanh(other) + one  # type: ignore[no-any-return]
+
+    for kind in (tuple, list):
+        assert_exact(
+            lambda kind=kind: [
+                linear(),
+                Do(lambda part, x: kind([part(x)] * 2), linear()),
+                Do(mixed, linear()),
+                linear(),
+            ],  # type: ignore[misc]
+            partition=[2, 2],
+            remat=remat,
+        )
+
+
+def test_the_same_tensor_twice_arrives_in_another_process_as_one() -> None:
+    h = torch.randn(3)
+    for tree in ((h, h), [h, h], {"a": h, "b": (h, 1)}):
+        tensors, _ = layout.key_of(tree)
+        made = layout.Layout(layout.describe(tree)).tree(tensors)
+        assert len(tensors) == 1
+        found = torch.utils._pytree.tree_leaves(made)
+        assert found[0] is found[1]
+
+
+def test_a_linear_of_a_microbatch_of_one_sample_in_another_layout() -> None:
+    """torch looks at the strides of dimensions of size one when it chooses between one product and many."""
+    attention = partial(nn.MultiheadAttention, WIDTH, 2, batch_first=True)
+
+    def swapped(part: nn.Module, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return part(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    assert_exact(lambda: [linear(), Do(swapped, attention()), linear()], batch_dims=None)
+    x = torch.randn(1, WIDTH, 4).transpose(1, 2).transpose(0, 1).requires_grad_()
+    part = linear()
+    stage = gapless.stage.stage.Stage([Do(lambda part, x: part(x), part)], first_layer=0, split=True)
+    assert torch.equal(stage.forward(0, x, step=0), part(x))
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------
+
+UNORDERED = {
+    "B": "0: 0F0 0F1 0F2 0B2 0B0 0B1\n1: 1F0 1F1 1F2 1B2 1B0 1B1",
+    "W": "0: 0F0 0F1 0F2 0I2 0I0 0I1 0W1 0W2 0W0\n1: 1F0 1F1 1F2 1I2 1W2 1I0 1I1 1W1 1W0",
+    "F": "0: 0F1 0F0 0F2 0B1 0B0 0B2\n1: 1F1 1F0 1F2 1B1 1B0 1B2",
+}
+
+
+@pytest.mark.parametrize("text", UNORDERED.values(), ids=UNORDERED)
+def test_backwards_out_of_microbatch_order_add_up_in_microbatch_order(text: str) -> None:
+    def make() -> list[Any]:
+        first, last = linear(), linear()
+        last.weight = first.weight
+        return [first, nn.LayerNorm(WIDTH), nn.Dropout(0.2), last]
+
+    assert_exact(make, schedule=Schedule.parse(text))
+
+
+def test_forwards_out_of_order_refuse_layers_that_keep_something_between_microbatches() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    schedule = Schedule.parse("0: 0F1 0F0 0B1 0B0\n1: 1F1 1F0 1B1 1B0")
+    with (
+        gapless.Pipeline(
+            model, devices=2, schedule=schedule, microbatches=2, loss=F.mse_loss, partition=[2, 1]
+        ) as pipe,
+        pytest.raises(ConfigError, match="forwards of stage 0 out of microbatch order, and its layers change buffers"),
+    ):
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+
+
+# -- random numbers ------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("gapless_tests::untagged", mutates_args=())
+def untagged(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+@untagged.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+untagged.register_autograd(lambda ctx, grad: grad)
+
+
+def seeds_itself(x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return x * torch.rand(WIDTH)
+
+
+def forks(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        x = x * torch.rand(WIDTH)
+    return x * torch.rand(WIDTH)
+
+
+def puts_back(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand(WIDTH)
+    torch.set_rng_state(state)
+    return x * first + x * torch.rand(WIDTH)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nn.init": lambda x: x + nn.init.normal_(torch.empty(WIDTH)) + nn.init.kaiming_uniform_(torch.empty(4, WIDTH)),
+    "scripted": lambda x: scripted_dropout(x),
+    "untagged operator": lambda x: untagged(x),
+    "manual_seed": seeds_itself,
+    "fork_rng": forks,
+    "set_rng_state": puts_back,
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_draws_that_no_mode_sees_are_seeded_too(draw: Callable[[Tensor], Tensor], remat: str) -> None:
+    """They came from torch's default generator, which all threads share."""
+    state = torch.get_rng_state()
+    layers = lambda: [linear(), Do(draw), nn.Dropout(0.3), linear(), Do(draw), linear()]  # noqa: E731
+    assert_exact(layers, remat=remat)
+    torch.set_rng_state(state)
+
+
+def test_the_callers_generator_stays_where_it_was() -> None:
+    model = [linear(), Do(seeds_itself), linear(), Do(DRAWS["scripted"])]
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        state = torch.get_rng_state()
+        pipe.step(torch.randn(4, WIDTH, generator=torch.Generator()), torch.zeros(4, WIDTH))
+        assert torch.equal(state, torch.get_rng_state())
+
+
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Starts again when the draw is found, after it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        dropped: Tensor = scripted_dropout(x)
+        return dropped * (1 + self.calls / 8)
+
+
+def spectral() -> Any:
+    return parametrizations.spectral_norm(linear())
+
+
+def norm() -> nn.Module:
+    moving = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
+    return Do(lambda part, x: part(x.transpose(1, 2)).transpose(1, 2), moving)
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_buffers_move_once_for_each_microbatch(schedule: str, remat: str) -> None:
+    """An instance norm's were taken for a batch norm's, which are counted elsewhere; and a forward that started again
+    had moved them already.
+    """
+    assert_exact(lambda: [linear(), norm(), Counting(), spectral(), norm(), linear()], schedule=schedule, remat=remat)
