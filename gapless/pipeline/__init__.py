@@ -439,6 +439,7 @@ class Pipeline:
             model.settle()
             if edition is not self._edition:
                 if self._edition is not None:  # others have noticed the same edit
+                    check_compiled(model.module, traced=True)
                     self._world.agree(self._facts())
                 self.partition = (1,) * self.schedule.num_stages
                 self._make_stages()
@@ -566,6 +567,7 @@ class Pipeline:
         return (new and parameter not in self._uses) or self._world.holds(parameter)
 
     def _take_over(self, before: Layers, now: Layers) -> None:
+        check_compiled(now.module, traced=False)
         partition = followed(before.layers, self.partition, now.layers)
         if partition is None and not self._is_whole:
             raise PartitionError(

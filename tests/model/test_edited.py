@@ -519,6 +519,17 @@ def test_a_sequence_that_gets_a_hook_of_its_own_is_refused_until_it_is_gone() ->
     assert_same_bits(model, plain)
 
 
+@pytest.mark.parametrize("kind", [nn.Sequential, Net])
+def test_a_model_that_is_compiled_in_place_later_is_refused_as_one_that_was_before(kind: Any) -> None:
+    model = kind(*_layers())
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
+        pipe.step(x, y)
+        model.compile()
+        with pytest.raises(ConfigError, match="was compiled in place, as a whole"):
+            pipe.step(x, y)
+
+
 def test_a_sequence_with_fewer_layers_than_stages_is_refused_until_it_grows() -> None:
     model = nn.Sequential(*_layers())
     x, y = torch.randn(8, 4), torch.randn(8, 4)
