@@ -582,6 +582,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("pp",))
 model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(mesh.size())))
 pipe = gapless.Pipeline(model, mesh=mesh, microbatches=4, loss=F.mse_loss, timeout=20.0)
