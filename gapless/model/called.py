@@ -2,7 +2,8 @@
 
 Some code looks whether it is traced, and then takes another path, which is as good but has other last bits: Hugging
 Face's attention keeps a mask that it would skip, its experts take another product of matrices. Here it is told no.
-And a cache of keys and values, which training has no use for and which a graph can't return, is not asked for.
+And a cache of keys and values, which a graph can't return and training has no use for, is left out of the outputs;
+the model still makes it, since what it computes depends on it (with a cache, packed sequences are not told apart).
 """
 
 from __future__ import annotations
@@ -34,16 +35,8 @@ def as_called(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_instead(library, "is_fake_tensor", _no))
         if hasattr(torch, "_grouped_mm"):
             stack.enter_context(_instead(torch, "_grouped_mm", traceable))
-        for config in _caching(model):
-            stack.enter_context(_set(config, "use_cache", False))
+        stack.callback(model.register_forward_hook(lambda *call: _without_caches(call[-1])).remove)
         yield
-
-
-def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, in which a Hugging Face model is not asked for a cache."""
-    if kwargs.get("use_cache") is True and _configs(model):
-        return {**kwargs, "use_cache": False}
-    return kwargs
 
 
 def _instead(place: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -97,21 +90,15 @@ def _is_torchs(frame: FrameType) -> bool:
     return name.partition(".")[0] == "torch"
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """Those of a Hugging Face model and its parts, the ones within others included."""
+def _without_caches(output: Any) -> Any:
+    """What a Hugging Face model returns, with None for caches."""
     library = sys.modules.get("transformers")
     if library is None:
-        return []
-    kind = library.PretrainedConfig
-    todo = [module.__dict__.get("config") for module in model.modules()]
-    found: dict[int, Any] = {}
-    while todo:
-        config = todo.pop()
-        if isinstance(config, kind) and id(config) not in found:
-            found[id(config)] = config
-            todo += vars(config).values()
-    return list(found.values())
-
-
-def _caching(model: nn.Module) -> list[Any]:
-    return [config for config in _configs(model) if getattr(config, "use_cache", False) is True]
+        return output
+    if isinstance(output, library.Cache):
+        return None
+    if type(output) is tuple:
+        return tuple(map(_without_caches, output))
+    if isinstance(output, library.utils.ModelOutput):
+        return type(output)(**{key: _without_caches(value) for key, value in output.items()})
+    return output

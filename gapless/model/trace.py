@@ -27,7 +27,7 @@ from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
 from gapless.stage.settings import settings
 
-from .called import as_called, without_cache
+from .called import as_called
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
@@ -100,7 +100,6 @@ def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
 ) -> tuple[GraphModule, list[Question], set[tuple[str, str]]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
-    kwargs = without_cache(model, kwargs)
     last: Exception | None = None
     before = torch.get_rng_state()
     # Everything dynamic; or what shares its first dimension with the batch; or nothing.

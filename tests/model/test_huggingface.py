@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.errors import GaplessError
-from gapless.model.called import as_called
 from gapless.model.plain import Reference
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
@@ -165,26 +163,27 @@ def test_a_tokenizers_batch_is_the_dict_it_holds() -> None:
     assert_same_state(model, plain, "a BatchEncoding")
 
 
-def clip() -> nn.Module:
-    """With configs within its config."""
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {**sizes, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    return transformers.CLIPModel(config)  # type: ignore[no-any-return]
-
-
-def test_no_cache_is_asked_for_and_configs_are_put_back() -> None:
+@pytest.mark.parametrize("more", [{}, {"use_cache": True}, {"use_cache": True, "return_dict": False}], ids=len)
+def test_a_cache_is_not_returned(more: dict[str, Any]) -> None:
+    """A graph can't return a DynamicCache: the first thing that most people tried was refused."""
     model = gpt2()
     model.config.use_cache = True  # type: ignore[union-attr]
-    with gapless.Pipeline(model, devices=2, microbatches=2) as pipe:
-        assert pipe.step({**batch(4), "use_cache": True}).loss is not None
-        assert pipe.evaluate({**batch(4), "use_cache": True}).outputs.past_key_values is None
-        with pytest.raises(GaplessError):
-            pipe.step({**batch(4), "use_cache": "unknown", "position_ids": "no tensor"})
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss=lambda outputs, _: outputs[0]) as pipe:
+        assert pipe.step({**batch(4), **more}, torch.zeros(4)).loss is not None
+        outputs = pipe.evaluate({**batch(4), **more}).outputs
+    assert outputs[2] is None if type(outputs) is tuple else outputs.past_key_values is None
     assert model.config.use_cache is True  # type: ignore[union-attr]
-    pair = clip()
-    pair.config.text_config.use_cache = True  # type: ignore[union-attr]
-    with as_called(pair):
-        assert pair.config.text_config.use_cache is False  # type: ignore[union-attr]
-    assert pair.config.text_config.use_cache is True  # type: ignore[union-attr]
+    assert not model._forward_hooks
+
+
+def test_sequences_that_are_packed_attend_as_in_the_plain_loop() -> None:
+    """With a cache, which is the default, the model does not tell them apart; without one it would."""
+    torch.manual_seed(4)
+    model = llama()
+    model.config.use_cache = True  # type: ignore[union-attr]
+    inputs = batch()
+    del inputs["attention_mask"]
+    inputs["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 2, 3]).repeat(6, 1)
+    assert_exact(model, [(inputs, None)])
+    model.config.use_cache = False  # type: ignore[union-attr]
+    assert_exact(model, [(inputs, None)])
