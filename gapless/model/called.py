@@ -21,6 +21,7 @@ from torch import nn
 from .grouped import traceable
 
 _LOOKS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _CHECKS = "torch_compilable_check"  # it is no choice: while traced it is written into the graph
 
 
@@ -102,3 +103,19 @@ def _without_caches(output: Any) -> Any:
     if isinstance(output, library.utils.ModelOutput):
         return type(output)(**{key: _without_caches(value) for key, value in output.items()})
     return output
+
+
+def switches(model: nn.Module) -> list[str]:
+    """Settings of a Hugging Face model that no graph can follow, as what to set instead."""
+    modules = list(model.modules())
+    configs = [getattr(module, "config", None) for module in modules]
+    drops = [name for config in configs for name in _DROPS if _number(getattr(config, name, 0)) > 0]
+    found = [f"{name}=0.0" for name in dict.fromkeys(drops)]
+    has_experts = any("Experts" in type(module).__name__ for module in modules)
+    if has_experts and any(getattr(config, "_experts_implementation", None) == "eager" for config in configs):
+        found.append('experts_implementation="batched_mm"')
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -27,7 +27,7 @@ from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
 from gapless.stage.settings import settings
 
-from .called import as_called
+from .called import as_called, switches
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
@@ -181,8 +181,10 @@ def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> 
 def _refusal(model: nn.Module, error: Exception) -> str:
     """The fact, the user's line and the way out."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    wanted = switches(model)
+    change = f"Set {' and '.join(wanted)} in its config" if wanted else "Change that line"
     return (
-        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). Change that line, or "
+        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). {change}, or "
         "cut the model by hand: Pipeline(model, layers=[...]) with callables that together are the model"
     )
 

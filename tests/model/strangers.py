@@ -114,7 +114,7 @@ def gpt_neox() -> nn.Module:
     return _made("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER)
 
 
-def opt() -> nn.Module:
+def opt(**switches: Any) -> nn.Module:
     return _made(
         "OPTForCausalLM",
         "OPTConfig",
@@ -126,6 +126,7 @@ def opt() -> nn.Module:
         max_position_embeddings=16,
         word_embed_proj_dim=16,
         dropout=0.0,
+        **switches,
     )
 
 
@@ -167,8 +168,8 @@ def whisper() -> nn.Module:
     )
 
 
-def mixtral() -> nn.Module:
-    return _made("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4)
+def mixtral(**switches: Any) -> nn.Module:
+    return _made("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, **switches)
 
 
 def qwen3_moe() -> nn.Module:

@@ -5,8 +5,9 @@ that shares no code with the library, to the bit; in one process and under ranks
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import gapless
-from tests.model.strangers import STRANGERS, Batch, gpt2, text
+from gapless.errors import PartitionError
+from tests.model.strangers import STRANGERS, Batch, gpt2, mixtral, opt, text
 from tests.run.forked import launch
 
 pytest.importorskip("transformers")
@@ -138,6 +140,25 @@ def strangers_between_ranks(*names: str) -> None:
 )
 def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...]) -> None:
     launch(strangers_between_ranks, 2, *names, timeout=110 if names == QUICK[:1] else 380)
+
+
+@pytest.mark.parametrize(
+    ("made", "switch"),
+    [
+        (partial(opt, layerdrop=0.5), "Set layerdrop=0.0 in its config"),
+        (partial(mixtral, experts_implementation="eager"), 'Set experts_implementation="batched_mm" in its config'),
+    ],
+    ids=["layerdrop", "eager experts"],
+)
+def test_what_no_graph_can_follow_is_refused_by_the_name_of_its_switch(
+    made: Callable[[], nn.Module], switch: str
+) -> None:
+    """Which layer is dropped and which experts run is known only when they run."""
+    with (
+        gapless.Pipeline(made(), devices=2, microbatches=MICROBATCHES) as pipe,
+        pytest.raises(PartitionError, match=switch),
+    ):
+        pipe.step(text(2 * MICROBATCHES))
 
 
 class Seeded(TorchFunctionMode):
