@@ -55,6 +55,8 @@ class Buffers:
 
     def taken(self) -> Taken:
         """Before a run: copies of those that change, or of all while nothing is known of them."""
+        if self.is_settled:
+            return []
         if not self._tried:
             return [_copy(*each) for each in self._all()]
         if self._always:
@@ -64,6 +66,11 @@ class Buffers:
             for module, name in self._changing
             if (value := module._buffers.get(name)) is not None
         ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known that there is nothing to take."""
+        return self._tried and not self._always and not self._changing
 
     def put_back(self, taken: Taken) -> None:
         """The run did not come to its end: as before it."""
@@ -75,6 +82,8 @@ class Buffers:
 
     def learn(self, taken: Taken) -> Taken:
         """After a run: of what was taken only what changes."""
+        if self.is_settled:
+            return taken
         for each in taken if not self._tried else ():
             if each.is_changed(by_value=True):
                 self._changing[each.module, each.name] = None

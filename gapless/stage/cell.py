@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
 from .autocast import AutocastState, autocast_is_on, casts_are_kept
@@ -36,6 +36,7 @@ _STORED = (
     "A tensor that one stage has stored and another one uses, or the next microbatch, leads here: return it from the "
     "layer with its output, detach it, or add it to the loss with gapless.aux_loss."
 )
+_ON_META = "device meta"  # what belongs to another process is there
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
 
@@ -52,7 +53,7 @@ class Work:
     records: Records
     keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
     replaying: bool = False
-    deferred: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradients wait, by id
+    deferred: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # parameters whose gradients wait, by id
 
 
 @dataclasses.dataclass(slots=True)
@@ -302,6 +303,12 @@ class Cell:
                 self._buffers.put_back(taken)
                 continue
             except RuntimeError as error:
+                if _ON_META in str(error):
+                    raise ConfigError(
+                        f"a layer or the loss of stage {self._place[0]} uses the weights of a stage in another "
+                        "process, and their values are not here: use them in a layer of that stage, or, for a penalty "
+                        "on weights, give the optimizer weight_decay"
+                    ) from error
                 if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
                 self._buffers.put_back(taken)
@@ -364,8 +371,8 @@ class Cell:
         if work.step >= self._next_look[defer]:
             self._look(kept)
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
-        if defer:
-            work.deferred.update(calls.deferred)
+        if defer:  # this run's own, so it need not be copied
+            work.deferred = {**work.deferred, **calls.deferred} if work.deferred else calls.deferred
         if self._ties and calls.casts:
             kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
         return handed

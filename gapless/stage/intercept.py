@@ -37,9 +37,6 @@ _MAY_HOLD_PARAMETERS = frozenset((Parameter, list, tuple))
 _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
 
 
-_NEW: tuple[None, bool] = (None, False)
-
-
 class Restart(BaseException):
     """The forward of a cell must start again: something was learnt that changes its beginning."""
 
@@ -157,12 +154,18 @@ class Mode(TorchFunctionMode):
     def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
         """Where to put the records of these; `low`: autocast has cast them."""
         assert self._records is not None
+        if not low:
+            if id(weight) not in self.deferred:
+                self.deferred[id(weight)] = (weight, False)
+            if bias is not None and id(bias) not in self.deferred:
+                self.deferred[id(bias)] = (bias, False)
+            return self._records.append
         for each in (weight,) if bias is None else (weight, bias):
-            if low and not self._casts_all and id(each) in self.deferred:
+            if not self._casts_all and id(each) in self.deferred:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
                 self.excluded.add(id(each))
                 raise Restart
-            self.deferred[id(each)] = (each, low or self.deferred.get(id(each), _NEW)[1])
+            self.deferred[id(each)] = (each, True)
         return self._records.append
 
     def exclude_deferred(self) -> None:
