@@ -37,6 +37,7 @@ def assert_exact(
     schedule: str | Schedule = "zb-h1",
     loss: Callable[[list[Any]], Loss] = lambda layers: F.mse_loss,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seed: int = SEED,
     **options: Any,
 ) -> None:
     """Two steps without zero_grad: gradients and buffers are those of the plain loop."""
@@ -52,7 +53,7 @@ def assert_exact(
         schedule=schedule,
         microbatches=MICROBATCHES,
         loss=loss(ours),
-        seed=SEED,
+        seed=seed,
         intra_op_threads=1,
         **options,
     ) as pipe:
@@ -67,7 +68,7 @@ def assert_exact(
             with context():
                 out: Any = value
                 for number, layer in enumerate(plain):
-                    torch.manual_seed(gapless.seed_of(SEED, step, microbatch, number))
+                    torch.manual_seed(gapless.seed_of(seed, step, microbatch, number))
                     out = layer(out)
                 value_of_loss = criterion(out, target)
             (value_of_loss * share).backward()
@@ -147,6 +148,40 @@ def test_a_penalty_on_all_weights_in_the_loss(schedule: str, remat: str) -> None
     assert_exact(
         lambda: [linear(), nn.LayerNorm(WIDTH), linear(), linear()], loss=penalised, schedule=schedule, remat=remat
     )
+
+
+class Head(nn.Module):
+    """A loss with a weight that a layer has too."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.weight = owner.weight
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(F.linear(out, self.weight), target)
+
+
+@pytest.mark.parametrize("context", [nullcontext, CAST])
+def test_a_loss_that_shares_a_weight_with_a_layer_of_its_stage_where_each_layer_is_rebuilt(context: Any) -> None:
+    """Layer and loss were rebuilt apart, and added to the gradient one after the other."""
+    assert_exact(
+        lambda: [linear(), nn.Tanh(), linear(), nn.LayerNorm(WIDTH), linear()],
+        loss=lambda layers: Head(layers[2]),
+        partition=[2, 3],
+        remat="layer",
+        context=context,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_shared_weight_that_some_microbatches_do_not_use_under_autocast(schedule: str) -> None:
+    def make() -> list[Any]:
+        shared = linear()
+        coin = Do(lambda part, x: part(x) if torch.rand(()) < 0.5 else x, shared)
+        return [coin, nn.LayerNorm(WIDTH), shared, linear()]
+
+    for seed in range(3):
+        assert_exact(make, schedule=schedule, partition=[2, 2], context=CAST, seed=seed)
 
 
 def test_a_function_that_uses_the_weight_of_another_stage() -> None:

@@ -145,6 +145,11 @@ def test_a_hundred_random_models_train_to_the_bits_of_the_loop_a_user_would_writ
         assert_exact(seed)
 
 
+@pytest.mark.parametrize("seed", [2082, 2091, 2127, 2296, 2359])
+def test_models_that_once_differed(seed: int) -> None:
+    assert_exact(seed)
+
+
 NEW = random.SystemRandom().randrange(1000, 10**9)  # other models whenever the slow tests run
 
 

@@ -204,14 +204,13 @@ class Calls:
         draws.layer = self._first_layer + index
         if mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, draws.layer))
-        if mode.cast_anew and way is not Way.COMPILED:
-            with mode:
-                return apply_first(layer, value) if self._spread and index == 0 else layer(value)
-        if way is _DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
+        if mode.cast_anew:
+            pass  # every call must be seen
+        elif way is _DIRECTLY and type(value) is Tensor and not _has_hooks(layer):
             if mode.defers_now:
                 return linear(mode, F.linear, (value, layer.weight, layer.bias), {})
             return layer(value)
-        if way is _OUTSIDE and not _has_hooks(layer) and not (self._spread and index == 0):
+        elif way is _OUTSIDE and not _has_hooks(layer) and not (self._spread and index == 0):
             return layer(value)
         if way is Way.COMPILED:
             return self._layer_compiled(index, value)
@@ -310,6 +309,8 @@ class Calls:
     def _inside(self, layer: Any, way: Way) -> bool:
         if way is Way.COMPILED:
             return False
+        if self._mode.cast_anew:
+            return True
         if way is Way.OUTSIDE:
             return _has_hooks(layer)
         return way is not Way.IN_TRAINING or any(module.training for module in layer.modules()) or _has_hooks(layer)

@@ -352,6 +352,9 @@ class Cell:
         layers = functools.partial(calls.parts_of, self._layers, with_loss=False)
         watch = calls.stored.watch(self, work.step, layers, seen=not calls.num_compiled)
         defer = defer and work.defer
+        if self._ties and casts_are_kept():
+            for each in self._ties:
+                calls.cast_anew(each.parameter)
         with calls.begin(work.records if defer else None, work.step, work.microbatch), Added() as added, watch:
             for index in self._layers:
                 value = calls.layer(index, value)
@@ -373,8 +376,11 @@ class Cell:
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
         if defer:  # this run's own, so it need not be copied
             work.deferred = {**work.deferred, **calls.deferred} if work.deferred else calls.deferred
-        if self._ties and calls.casts:
+        if self._ties and casts_are_kept():
             kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
+            for each in self._ties:
+                if each in kept.casts or calls.deferred.get(id(each.parameter), (None, False))[1]:
+                    each.casts(self._place)
         return handed
 
     def _look(self, kept: Kept) -> None:
@@ -401,18 +407,12 @@ class Cell:
 
     def _look_at_casts(self, found: Reached) -> None:
         """Autocast keeps one cast of a parameter, for all microbatches and threads. Where the order of more than two
-        contributions depends on it, or other places use the same, the cast must be made anew by every forward.
+        contributions depends on it, every forward must make the cast anew, as it does where other places use it too.
         """
-        calls, ties = self._calls, {tie.parameter: tie for tie in self._ties}
-        again = False
-        for parameter in found.casts:
-            if parameter in ties or found.uses[parameter] > 2:
-                again = calls.cast_anew(parameter) or again
-        if again:
+        often = [parameter for parameter in found.casts if found.uses[parameter] > 2]
+        news = [self._calls.cast_anew(parameter) for parameter in often]
+        if any(news):
             raise Restart
-        for parameter, tie in ties.items():
-            if parameter in calls.casts or calls.deferred.get(id(parameter), (None, False))[1]:
-                tie.casts(self._place)
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value)

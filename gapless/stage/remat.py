@@ -84,16 +84,18 @@ def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, 
         return [Cell(calls, range(len(layers)), 0, with_loss=with_loss)]
     if remat not in ("stage", "layer"):
         raise ConfigError(f"remat={remat!r}: it is 'none', 'stage' or 'layer'.")
-    bounds = _bounds(layers) if remat == "layer" else [0, len(layers)]
+    loss = calls.parts_of(range(0), with_loss=with_loss)
+    bounds = _bounds(layers, loss) if remat == "layer" else [0, len(layers)]
     return [
         RematCell(calls, range(start, end), number, with_loss=with_loss and end == len(layers))
         for number, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
 
 
-def _bounds(layers: Sequence[Callable[..., Any]]) -> list[int]:
-    """Where a cell may end: not between two uses of one parameter."""
+def _bounds(layers: Sequence[Callable[..., Any]], loss: Sequence[Any]) -> list[int]:
+    """Where a cell may end: not between two uses of one parameter. The loss belongs to the last layer."""
     owned = [list(layer.parameters()) if isinstance(layer, nn.Module) else [] for layer in layers]
+    owned[-1] += [parameter for part in loss if isinstance(part, nn.Module) for parameter in part.parameters()]
     last = {id(parameter): number for number, parameters in enumerate(owned) for parameter in parameters}
     bounds, end = [0], 0
     for number, parameters in enumerate(owned):
