@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Interpreter, Node
 
@@ -108,6 +109,6 @@ def _memory(trace: Trace) -> dict[Node, set[int]]:
     modes = [val.fake_mode for node in trace.inputs if isinstance(val := node.meta.get("val"), FakeTensor)]
     fake = modes[0] if modes else FakeTensorMode()
     runner = _Memory(trace, fake)
-    with fake, torch.no_grad():
+    with fake, torch.no_grad(), enable_python_dispatcher():  # torch's own kernels may ask for sizes that are symbols
         runner.run(*[node.meta.get("val") for node in trace.inputs], enable_io_processing=False)
     return runner.places

@@ -169,7 +169,7 @@ class Pipeline:
         self._model: Layers | Captured
         if layers is not None or is_sequence(model):
             self._model = Layers(model, layers)
-            with room_for(self.schedule, count):
+            with room_for(self.schedule, count, "cut the model into smaller layers"):
                 self.partition = layers_per_stage(self._model, self.schedule.num_stages, partition)
             self._world.agree(self._facts())
             self._world.compare_weights(self._model.module)
@@ -433,7 +433,7 @@ class Pipeline:
         if isinstance(model, Layers):
             return parts
         known, edition = model.num_traces, model.edition
-        with room_for(self.schedule, len(self.devices)):
+        with room_for(self.schedule, len(self.devices), "give smaller layers with layers="):
             prepared: list[Any] = model.prepare(parts)
         if model.num_traces != known or edition is not self._edition:
             model.settle()

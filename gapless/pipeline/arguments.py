@@ -50,14 +50,15 @@ def _takes_two(loss: Any) -> bool:
 
 
 @contextmanager
-def room_for(schedule: Schedule, num_devices: int) -> Iterator[None]:
-    """Where a model has too few layers for the stages of a schedule, one that fits is named."""
+def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[None]:
+    """Where a model has too few layers for the stages of a schedule, one that fits is named; `by_hand` is how to get
+    more layers.
+    """
     try:
         yield
     except TooFewLayersError as error:
         each = schedule.num_stages // num_devices
         needs = f"{schedule.name or 'the schedule'} on {num_devices} devices needs {schedule.num_stages} stages"
-        by_hand = "cut the model into smaller layers"
         if num_devices <= error.most and each > 1:
             other = "zb-h1" if Kind.WEIGHT_GRAD in schedule.kinds else "1f1b"
             way_out = f"use schedule={other!r}, which has {num_devices}, or {by_hand}"
