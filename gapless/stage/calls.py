@@ -90,9 +90,9 @@ class Calls:
         self._spread = spread
         self._split = split
         self._first_layer, self._first_microbatch = first_layer, first_microbatch
-        self._draws = Draws(seed)
+        self.draws = Draws(seed)
         self.statistics = Statistics(batchnorm, [*layers, loss])
-        self._mode = Mode(self._draws, self.statistics)
+        self._mode = Mode(self.draws, self.statistics)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
@@ -117,7 +117,7 @@ class Calls:
 
     def place(self, number: int) -> None:
         """The next draw is the `number`-th random call of the model, which counts as its layer."""
-        draws = self._draws
+        draws = self.draws
         draws.layer = number
         if self._mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, number))
@@ -189,7 +189,7 @@ class Calls:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
         one.
         """
-        draws = self._draws
+        draws = self.draws
         if step != draws.step:
             self.forget()
         draws.step, draws.microbatch = step, self._first_microbatch + microbatch
@@ -200,7 +200,7 @@ class Calls:
     def layer(self, index: int, value: Any) -> Any:
         """Calls layer `index` of the stage."""
         layer, way = self._layers[index]
-        mode, draws = self._mode, self._draws
+        mode, draws = self._mode, self.draws
         draws.layer = self._first_layer + index
         if mode.alone:
             torch.manual_seed(seed_of(draws.seed, draws.step, draws.microbatch, draws.layer))
@@ -240,7 +240,7 @@ class Calls:
             raise Restart
 
     def _layer_compiled(self, index: int, value: Any) -> Any:
-        layer, draws = self._layers[index][0], self._draws
+        layer, draws = self._layers[index][0], self.draws
         spread = self._spread and index == 0
         seed = seed_of(draws.seed, draws.step, draws.microbatch, draws.layer)
         result, cold = self._compiled[index](

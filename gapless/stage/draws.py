@@ -24,6 +24,34 @@ if TYPE_CHECKING:
     from .intercept import Mode
 
 
+class _OwnStates:
+    """Where generators of a layer's own stood at its draws, so that it draws the same when it runs again."""
+
+    def __init__(self) -> None:
+        self._run = 0
+        self._place: tuple[int, ...] = ()  # that of the last draw
+        self._number = 0  # of the next draw there
+        self._states: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def begin(self) -> None:
+        """Some layers run, perhaps not for the first time."""
+        self._run += 1
+
+    def next(self, step: int, microbatch: int, layer: int, generator: torch.Generator) -> Tensor | None:
+        """Where a generator stood at this draw, if the layer has made it before."""
+        place = (step, microbatch, layer)
+        if self._place[:1] != place[:1]:
+            self._states.clear()
+        if self._place != (*place, self._run):
+            self._place, self._number = (*place, self._run), 0
+        known = self._states.setdefault(place, [])
+        self._number += 1
+        if self._number <= len(known):
+            return known[self._number - 1]
+        known.append(generator.get_state())
+        return None
+
+
 class Draws:
     """The private generators of one stage; where it stands is set from outside, and costs nothing until something is
     drawn.
@@ -35,7 +63,33 @@ class Draws:
         self.microbatch = 0
         self.layer = 0
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._replaying = False
+        self._own = _OwnStates()
         self._drawn: dict[torch.device, tuple[int, int, int]] = {}
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """What was drawn is drawn once more."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
+
+    @contextlib.contextmanager
+    def of_its_own(self, generator: torch.Generator) -> Iterator[None]:
+        """Around a draw from a generator that the layer brings: it draws the same when the layer runs again, and for
+        remat it then goes on from where it was.
+        """
+        before = self._own.next(self.step, self.microbatch, self.layer, generator)
+        now = generator.get_state() if self._replaying else None
+        if before is not None:
+            generator.set_state(before)
+        try:
+            yield
+        finally:
+            if now is not None:
+                generator.set_state(now)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator of this layer on this device, seeded at its first draw."""
@@ -51,6 +105,7 @@ class Draws:
     def restart(self) -> None:
         """Forgets what was drawn: the same place draws the same numbers again."""
         self._drawn.clear()
+        self._own.begin()
 
 
 @contextlib.contextmanager
@@ -142,7 +197,11 @@ def recurrent(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def draw(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any random call."""
-    if mode.alone or kwargs.get("generator") is not None:
+    own = kwargs.get("generator")
+    if own is not None:
+        with mode.draws.of_its_own(own):
+            return mode.plain(func, args, kwargs)
+    if mode.alone:
         return mode.plain(func, args, kwargs)
     mode.refuse_checkpoint()
     with swapped(mode.draws.generator(_device(args, kwargs))):

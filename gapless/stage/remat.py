@@ -66,7 +66,8 @@ class RematCell(Cell):
             return
         assert kept.autocast is not None
         work.replaying = True
-        with torch.enable_grad(), kept.autocast.replayed(), self._buffers.replayed(kept.buffers):
+        drawn, buffers = self._calls.draws.replayed(), self._buffers.replayed(kept.buffers)
+        with torch.enable_grad(), kept.autocast.replayed(), buffers, drawn:
             self._build(work, kept)
         work.replaying = False
 
