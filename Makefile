@@ -72,6 +72,12 @@ slow: $(SHARDS:%=slow-%)
 slow-%: $(STAMP) network
 	$(BIN)/python -m pytest -m slow --durations 10 $(or $(wildcard $(SLOW_$*)),$(error $@ has no tests; make shards))
 
+# The whole product is too long for one shard: every fourth test, side by side.
+slow-exact: slow-exact-1 slow-exact-2 slow-exact-3 slow-exact-4
+
+slow-exact-%: $(STAMP) network
+	$(BIN)/python -m pytest -m slow --durations 10 --part $*/4 --numprocesses auto --maxprocesses 4 $(SLOW_exact)
+
 shards:
 	@$(foreach shard,$(SHARDS),echo slow-$(shard): $(wildcard $(SLOW_$(shard)));)
 

@@ -3,6 +3,7 @@ a shell switches off for what it starts in the background; and which tests may r
 """
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,24 @@ _TOGETHER = tuple(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="2/4: the second of every four tests that would run", metavar="K/N")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         together = any(item.path.is_relative_to(place) for place in _TOGETHER)
         launches = isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names
         if not together or launches:
             item.add_marker("alone")
+    yield
+    if asked := config.getoption("--part"):  # of those that are left
+        number, count = (int(word) for word in asked.split("/"))
+        config.hook.pytest_deselected(
+            items=[item for place, item in enumerate(items, 1) if place % count != number % count]
+        )
+        items[:] = items[number - 1 :: count]
 
 
 @pytest.fixture(scope="session", autouse=True)
