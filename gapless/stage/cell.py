@@ -109,6 +109,8 @@ class Cell:
         self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
+        self._step = -1
+        self._cast_anew: tuple[Tie, ...] = ()  # in this step; one that is found in the middle of it waits for the next
         self._own: set[Tensor] = set()
         self._stray: Stray | None = None
         self._casts_input = False  # a layer casts the input in an autocast of its own
@@ -123,6 +125,7 @@ class Cell:
         self._ties = tuple(each for each in ties if each.parameter in self._own)
         self._stray = stray
         self._next_look = [0, 0]
+        self._step = -1
         for each in self._ties:
             each.settle(*self._place)
 
@@ -352,8 +355,10 @@ class Cell:
         layers = functools.partial(calls.parts_of, self._layers, with_loss=False)
         watch = calls.stored.watch(self, work.step, layers, seen=not calls.num_compiled)
         defer = defer and work.defer
-        if self._ties and casts_are_kept():
-            for each in self._ties:
+        if work.step != self._step:
+            self._step, self._cast_anew = work.step, self._ties
+        if self._cast_anew and casts_are_kept():
+            for each in self._cast_anew:
                 calls.cast_anew(each.parameter)
         with calls.begin(work.records if defer else None, work.step, work.microbatch), Added() as added, watch:
             for index in self._layers:
@@ -376,9 +381,9 @@ class Cell:
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
         if defer:  # this run's own, so it need not be copied
             work.deferred = {**work.deferred, **calls.deferred} if work.deferred else calls.deferred
-        if self._ties and casts_are_kept():
+        if self._cast_anew and casts_are_kept():
             kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
-            for each in self._ties:
+            for each in self._cast_anew:
                 if each in kept.casts or calls.deferred.get(id(each.parameter), (None, False))[1]:
                     each.casts(self._place)
         return handed
