@@ -111,6 +111,7 @@ class Cell:
         self._ties: tuple[Tie, ...] = ()
         self._step = -1
         self._cast_anew: tuple[Tie, ...] = ()  # in this step; one that is found in the middle of it waits for the next
+        self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
         self._own: set[Tensor] = set()
         self._stray: Stray | None = None
         self._casts_input = False  # a layer casts the input in an autocast of its own
@@ -243,6 +244,8 @@ class Cell:
         place, parameter = self._place, tie.parameter
         high, low = tie.brought(place, work.microbatch)
         waits = id(parameter) in work.deferred
+        if work.defer and tie.is_first(place):  # a microbatch that skips it keeps its turn among those whose W adds it
+            waits = waits or id(parameter) in self._deferring
         cast = None
         if tie.shares_cast(place) and not waits:
             cast = kept.casts.get(tie)
@@ -357,6 +360,7 @@ class Cell:
         defer = defer and work.defer
         if work.step != self._step:
             self._step, self._cast_anew = work.step, self._ties
+            self._deferring.clear()
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 calls.cast_anew(each.parameter)
@@ -381,6 +385,7 @@ class Cell:
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
         if defer:  # this run's own, so it need not be copied
             work.deferred = {**work.deferred, **calls.deferred} if work.deferred else calls.deferred
+            self._deferring.update(calls.deferred)
         if self._cast_anew and casts_are_kept():
             kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
             for each in self._cast_anew:

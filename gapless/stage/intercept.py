@@ -81,7 +81,7 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.cast_anew and func in _CASTING and (low := self.autocast_dtype()) is not None:
+        if self.cast_anew and self._lowers(func) and (low := self.autocast_dtype()) is not None:
             args, kwargs = (
                 self._cast_here(args, low),
                 {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()},
@@ -101,6 +101,10 @@ class Mode(TorchFunctionMode):
                 self._note(args, result)
                 break
         return result
+
+    def _lowers(self, func: Any) -> bool:
+        """Whether autocast runs it in the lower precision."""
+        return func in _CASTING or (self._kind == "cuda" and func in _CASTING_ON_CUDA)
 
     def _cast_here(self, args: tuple[Any, ...], low: torch.dtype) -> tuple[Any, ...]:
         return tuple([self._cast_one(each, low) for each in args])
@@ -271,13 +275,10 @@ _CASTING = frozenset(
         "__matmul__",
         "__rmatmul__",
         "mm",
-        "mv",
         "bmm",
         "addmm",
-        "addmv",
         "addbmm",
         "baddbmm",
-        "addr",
         "prelu",
         "scaled_dot_product_attention",
         "conv1d",
@@ -287,9 +288,14 @@ _CASTING = frozenset(
         "conv_transpose2d",
         "conv_transpose3d",
         "conv_tbc",
-        "bilinear",
     ]
     if (function := getattr(place, name, None)) is not None
 )
 if hasattr(F, "linear_cross_entropy"):
     TABLE[F.linear_cross_entropy] = _opened(F.linear_cross_entropy)
+_CASTING_ON_CUDA = frozenset(
+    function
+    for place in (torch, Tensor)
+    for name in ["mv", "addmv", "addr"]
+    if (function := getattr(place, name, None)) is not None
+)
