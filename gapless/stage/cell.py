@@ -418,8 +418,9 @@ class Cell:
     def _look_at_casts(self, found: Reached) -> None:
         """Autocast keeps one cast of a parameter, for all microbatches and threads. Where the order of more than two
         contributions depends on it, every forward must make the cast anew, as it does where other places use it too.
+        Two are enough: a penalty in the loss may turn out to be the third.
         """
-        often = [parameter for parameter in found.casts if found.uses[parameter] > 2]
+        often = [parameter for parameter in found.casts if found.uses[parameter] > 1]
         news = [self._calls.cast_anew(parameter) for parameter in often]
         if any(news):
             raise Restart
