@@ -9,7 +9,7 @@ for x, y in loader:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -520,7 +520,7 @@ class Pipeline:
         )
         self._adopt(parts)
         warn_of_unsplit(self._stages)
-        self._called = Makeup(self._called_now)
+        self._called = Makeup(partial(_called_now, self._model, self._loss))
 
     def _adopt(self, parts: list[list[Any]]) -> None:
         """Parameters that several stages share are tied."""
@@ -536,10 +536,6 @@ class Pipeline:
         return [*parts[:-1], [*parts[-1], self._loss]]
 
     # -- a model that is edited between steps -------------------------------------------------------------------------
-
-    def _called_now(self) -> list[Any]:
-        """What stages call as it is: layers, and the loss."""
-        return [*self._model.called(), self._loss]
 
     def _follow(self) -> None:
         """Takes over what was edited in the model since the last step."""
@@ -599,6 +595,13 @@ class Pipeline:
         if target is None:
             targets, target = parts, inputs
         return weighed(self._loss, self._loss_weight, counts, targets, target)
+
+
+def _called_now(model: Layers | Captured, loss: Any) -> list[Any]:
+    """What stages call as it is: layers, and the loss. A pipeline that held a method of its own for it would stay when
+    nobody else holds it.
+    """
+    return [*model.called(), loss]
 
 
 def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> list[Tensor | float]:
