@@ -5,6 +5,7 @@ gapless   F, I and W of a stage that defers its weight gradients
 torch     F, then stage_backward_input and stage_backward_weight of torch.distributed.pipelining
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,11 +90,12 @@ def _plain(block: nn.Module) -> Once:
 
 def _gapless(block: nn.Module) -> Once:
     stage = Stage([block], first_layer=0, split=True)
+    steps = itertools.count()  # as in training: a stage looks closer in the first steps, and then ever more rarely
 
     def once(x: Tensor, grad: Tensor) -> Parts:
-        inputs = x.detach().requires_grad_()
+        inputs, step = x.detach().requires_grad_(), next(steps)
         start = time.perf_counter()
-        stage.forward(0, inputs, step=0)
+        stage.forward(0, inputs, step=step)
         middle = time.perf_counter()
         stage.backward_input(0, [grad])
         stage.backward_weight(0)
