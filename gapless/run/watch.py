@@ -323,6 +323,7 @@ class Watch:
             text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
             self.tell(News("stuck", None, text))
         if self.news is not None and self.inside and now - self._since > _GRACE:
+            _dump_stacks()
             _end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
 
     # -- the end ----------------------------------------------------------------------------------------------------
