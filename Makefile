@@ -37,8 +37,8 @@ demo: $(RUNS)
 	$(BIN)/python examples/train_gpt.py --seconds 45 --page demo/training.html
 
 check: $(STAMP)
-	$(BIN)/ruff format --check gapless tests examples
-	$(BIN)/ruff check gapless tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_surface.py
 

@@ -4,26 +4,31 @@
     errors < stage < model
     {schedule, stage, model} < {plan, run} < pipeline < train < bench < cli
 
+Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks
+Inside `plan`:  profile < cut < plan < explain < search < planner
+
 `zoo` holds models as people write them, so it knows torch and the one call that a custom autograd function may make.
 """
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "gapless"
+PACKAGE = Path(__file__).parent.parent / "src" / "gapless"
 
 _THEORY = {"errors", "schedule"}
-_CORE = _THEORY | {"stage", "model"}
+_CORE = _THEORY | {"stage", "model", "units"}
 _FACADE = _CORE | {"plan", "run", "pipeline"}
 _USERS = _FACADE | {"_version", "view", "zoo"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
+    "units": {"errors"},
     "schedule": _THEORY,
     "view": _THEORY | {"view", "_version"},
     "stage": {"errors", "stage"},
@@ -50,6 +55,196 @@ COMMANDS_WITHOUT_TORCH = (
     "options",
     "__init__",
 )
+# From the lowest room to the highest; a file belongs to the longest name that it begins with.
+ROOMS = (
+    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks"),
+    ("plan.profile", "plan.cut", "plan.plan", "plan.explain", "plan.search", "plan.planner"),
+)
+MOST_LINES = {"file": 350, "function": 80}
+OWED: dict[str, set[str]] = {
+    "against_the_order": {
+        "plan.cut.stage_costs -> plan.search.machine",
+        "plan.explain -> plan.search.breakdown",
+        "plan.plan -> plan.search.breakdown",
+        "plan.plan -> plan.search.footprint",
+        "plan.plan -> plan.search.machine",
+        "plan.profile.traced -> plan.search.search",
+        "run.ranks.wire.nccl -> run.ranks.seat",
+    },
+    "in_circles": {
+        "run.ranks.wire.channel",
+        "run.ranks.wire.gloo",
+        "run.ranks.wire.links",
+        "run.ranks.wire.nccl",
+        "run.ranks.wire.pipes",
+        "stage.batchnorm",
+        "stage.compiled",
+        "stage.convolution",
+        "stage.draws",
+        "stage.intercept",
+        "stage.linear",
+    },
+    "names_of_several_things": {
+        "Attention",
+        "Channels",
+        "Clock",
+        "Cuts",
+        "Entry",
+        "Layout",
+        "Links",
+        "Part",
+        "Progress",
+        "Question",
+        "Slot",
+        "Watch",
+        "Whereabouts",
+        "_Row",
+        "_Running",
+        "_Search",
+        "links",
+        "plain",
+        "segments",
+    },
+    "too_long": {
+        "pipeline/pipeline.py",
+        "pipeline/pipeline.py: __init__",
+        "pipeline/planning.py: make_plan",
+        "plan/planner.py: planned",
+        "plan/profile/file.py",
+        "run/ranks/many_processes.py",
+        "run/ranks/watch/watch.py",
+        "stage/calls.py",
+        "stage/cell.py",
+    },
+    "without_a_word": {
+        "bench/compile.py: report",
+        "bench/compile.py: run",
+        "bench/emulated.py: batch",
+        "bench/emulated.py: report",
+        "bench/emulated.py: run",
+        "bench/emulated.py: step",
+        "bench/overhead.py: report",
+        "bench/overhead.py: run",
+        "bench/peer/contest.py: from_json",
+        "bench/peer/ranks.py: main",
+        "bench/plan.py: report",
+        "bench/planner/choice.py: report",
+        "bench/planner/choice.py: run",
+        "bench/planner/cuts.py: report",
+        "bench/planner/cuts.py: run",
+        "bench/planner/fit.py: report",
+        "bench/planner/fit.py: run",
+        "bench/planner/fit.py: subjects",
+        "bench/planner/prediction.py: report",
+        "bench/planner/prediction.py: run",
+        "bench/planner/settings.py: small_gpt",
+        "bench/planner/settings.py: small_resnet",
+        "bench/planner/settings.py: small_transformer",
+        "bench/planner/settings.py: small_unet",
+        "bench/prediction.py: report",
+        "bench/prediction.py: run",
+        "bench/rounds.py: median",
+        "bench/scale.py: report",
+        "bench/scale.py: run",
+        "bench/split.py: report",
+        "bench/split.py: run",
+        "bench/timeline.py: report",
+        "bench/timeline.py: run",
+        "bench/tiny.py: report",
+        "bench/tiny.py: run",
+        "cli/bench.py: add",
+        "cli/compare.py: add",
+        "cli/compare.py: report",
+        "cli/compare.py: run",
+        "cli/options.py: add_costs",
+        "cli/options.py: add_name",
+        "cli/options.py: add_outputs",
+        "cli/options.py: add_passes",
+        "cli/options.py: add_sizes",
+        "cli/options.py: check_sizes",
+        "cli/options.py: costs_of",
+        "cli/options.py: limit_of",
+        "cli/options.py: parser",
+        "cli/options.py: read_schedule",
+        "cli/options.py: request",
+        "cli/options.py: schedule_of",
+        "cli/plan.py: add",
+        "cli/plan.py: as_json",
+        "cli/plan.py: run",
+        "cli/plan_report.py: report",
+        "cli/schedules.py: add",
+        "cli/schedules.py: run",
+        "cli/show.py: add",
+        "cli/show.py: run",
+        "cli/simulate.py: add",
+        "cli/simulate.py: report",
+        "cli/simulate.py: run",
+        "cli/terminal.py: flush",
+        "cli/terminal.py: on_terminal",
+        "cli/terminal.py: print_json",
+        "cli/terminal.py: width",
+        "cli/train.py: add",
+        "cli/train.py: run",
+        "cli/verify.py: add",
+        "cli/verify.py: run",
+        "model/grouped.py: run_grouped_mm",
+        "pipeline/arguments.py: at_least_one",
+        "pipeline/arguments.py: check_data",
+        "pipeline/arguments.py: check_options",
+        "pipeline/arguments.py: check_uncounted",
+        "pipeline/arguments.py: check_where",
+        "pipeline/arguments.py: fitting_schedule",
+        "pipeline/arguments.py: layers_per_stage",
+        "pipeline/arguments.py: one_of",
+        "pipeline/stages.py: warn_of_unsplit",
+        "plan/cut/partition.py: check_enough_layers",
+        "plan/cut/sharing.py: held_by_stage",
+        "plan/cut/stage_costs.py: make_stages",
+        "plan/explain.py: explained",
+        "plan/profile/file.py: parse_profile",
+        "plan/profile/file.py: read_profile",
+        "plan/profile/file.py: write_profile",
+        "plan/profile/meter.py: Meter",
+        "plan/profile/meter.py: meter_for",
+        "plan/profile/runner.py: clock_for",
+        "plan/profile/sizes.py: measured_sizes",
+        "plan/profile/task.py: moved",
+        "plan/search/breakdown.py: breakdown",
+        "plan/search/choices.py: Choice",
+        "plan/search/choices.py: check_recipes",
+        "plan/search/judge.py: Judge",
+        "plan/search/machine.py: check_devices",
+        "plan/search/machine.py: check_reach",
+        "plan/search/search.py: Progress",
+        "run/lanes.py: make_lane",
+        "run/ranks/watch/children.py: Inherited",
+        "run/ranks/wire/host_memory.py: Memory",
+        "run/ranks/wire/layout.py: describe",
+        "run/ranks/wire/layout.py: padded",
+        "run/team.py: Closing",
+        "schedule/action.py: parse_action",
+        "schedule/recipes/__init__.py: find_recipe",
+        "schedule/recipes/cp_sat.py: solver_module",
+        "schedule/recipes/question.py: exact",
+        "schedule/recipes/question.py: plain",
+        "stage/intra_op.py: intra_op_threads",
+        "train/config.py: parse_config",
+        "train/config.py: read_config",
+        "units.py: read_bytes",
+        "units.py: show_bytes",
+        "units.py: show_seconds",
+        "view/legend.py: is_transfer",
+        "view/links.py: actions",
+        "view/page.py: write",
+        "view/perfetto.py: write",
+        "view/summary.py: Column",
+        "view/summary.py: named",
+        "view/summary.py: percent",
+        "view/summary.py: table",
+        "view/svg.py: write",
+        "view/text.py: percent",
+    },
+}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}
 
 
@@ -102,6 +297,87 @@ def test_imports_go_one_way(path: Path) -> None:
 
 def test_every_part_of_the_package_has_its_place_in_the_order() -> None:
     assert {part(path) for path in modules()} <= set(MAY_IMPORT)
+
+
+def dotted(path: Path) -> str:
+    """The name of a module without `gapless`; a package has its own."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph() -> dict[str, set[str]]:
+    """What every module imports of this package, for types alone or not."""
+    names = {dotted(path) for path in modules()}
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        if path == PACKAGE / "__init__.py":
+            continue
+        whole = (name.removeprefix("gapless.") for name in imported(path) if name.startswith("gapless."))
+        found[dotted(path)] = {name if name in names else name.rpartition(".")[0] for name in whole} & names
+    return found
+
+
+def room(name: str, rooms: tuple[str, ...]) -> int | None:
+    inside = [number for number, each in enumerate(rooms) if f"{name}.".startswith(f"{each}.")]
+    return max(inside, key=lambda number: len(rooms[number]), default=None)
+
+
+def against_the_order() -> Iterator[str]:
+    for rooms in ROOMS:
+        for name, others in graph().items():
+            here = room(name, rooms)
+            for other in others:
+                there = room(other, rooms)
+                if here is not None and there is not None and there > here:
+                    yield f"{name} -> {other}"
+
+
+def in_circles() -> Iterator[str]:
+    """Modules that import themselves, through others; imports for types alone count too."""
+    whole = graph()
+    for name, others in whole.items():
+        waiting, seen = list(others), set[str]()
+        while waiting:
+            other = waiting.pop()
+            if other not in seen:
+                seen.add(other)
+                waiting.extend(whole.get(other, ()))
+        if name in seen:
+            yield name
+
+
+def names_of_several_things() -> Iterator[str]:
+    classes = Counter(
+        node.name for path in modules() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
+    )
+    files = Counter(path.stem for path in modules() if part(path) not in ("cli", "bench") and path.stem != "__init__")
+    yield from (name for counted in (classes, files) for name, times in counted.items() if times > 1)
+
+
+def too_long() -> Iterator[str]:
+    for path in modules():
+        if len(path.read_text("utf-8").splitlines()) > MOST_LINES["file"]:
+            yield named(path)
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES["function"]:
+                yield f"{named(path)}: {node.name}"
+
+
+def without_a_word() -> Iterator[str]:
+    """Public classes and functions that say nothing about themselves."""
+    for path in modules():
+        for node in _tree(path).body:
+            public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            if public and ast.get_docstring(node) is None:
+                yield f"{named(path)}: {node.name}"
+
+
+@pytest.mark.parametrize("rule", [against_the_order, in_circles, names_of_several_things, too_long, without_a_word])
+def test_the_house_is_in_order(rule: Callable[[], Iterator[str]]) -> None:
+    assert set(rule()) == OWED.get(rule.__name__, set())
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"), str(path))
 
 
 @pytest.mark.parametrize("path", [path for path in modules() if part(path) == "zoo"], ids=named)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.run import layout
+from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
 
 from .random_models.blocks import Do, Twice, scripted_dropout

@@ -8,8 +8,8 @@ from os import kill
 
 import pytest
 
-from gapless.bench.contest import Contest
-from gapless.bench.peer import Peer
+from gapless.bench.peer.contest import Contest
+from gapless.bench.peer.peer import Peer
 from gapless.errors import TransportError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.verify import verify
@@ -60,8 +60,8 @@ def test_a_rank_that_dies_is_an_error_that_names_the_way_out() -> None:
 def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
     program = (
         "import time\n"
-        "from gapless.bench.contest import Contest\n"
-        "from gapless.bench.peer import Peer\n"
+        "from gapless.bench.peer.contest import Contest\n"
+        "from gapless.bench.peer.peer import Peer\n"
         "with Peer(Contest(2, 2, 'linear', size=4), ['1f1b']):\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(100)\n"

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from gapless.bench import plan, plan_fit
+from gapless.bench import plan
+from gapless.bench.planner import fit as plan_fit
 from gapless.cli import main
-from gapless.plan.meter import has_expandable_segments
+from gapless.plan.profile.meter import has_expandable_segments
 
 
 def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

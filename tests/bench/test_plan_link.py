@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gapless.bench.plan_link import delay
-from gapless.pipeline import Pipeline
+from gapless.bench.planner.link import delay
+from gapless.pipeline.pipeline import Pipeline
 
 
 def test_a_late_link_makes_a_step_longer_and_changes_nothing_else() -> None:

@@ -9,7 +9,7 @@ import pytest
 import gapless.cli
 from gapless.errors import ConfigError, GaplessError, printable
 from gapless.plan.plan import Plan
-from gapless.plan.profile_file import parse_profile
+from gapless.plan.profile.file import parse_profile
 from gapless.schedule.action import Schedule
 from gapless.schedule.verify import verify
 from tests.cli.conftest import Command

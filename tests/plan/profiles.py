@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from gapless.plan.profile import Layer, Link, Profile, Seconds
+from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
 
 MIB = 2**20
 GIGABIT_10 = Link("ethernet", None, 0.0, 1.25e9)

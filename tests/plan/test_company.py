@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from gapless.plan.company import Beside, Span, beside, fitted, in_company
-from gapless.plan.profile import ALONE, Company, Lost
+from gapless.plan.profile.contention import Beside, Span, beside, fitted, in_company
+from gapless.plan.profile.profile import ALONE, Company, Lost
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate

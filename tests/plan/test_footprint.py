@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from gapless.plan.footprint import Footprint, footprints, in_flight_at_peak, over_limit
-from gapless.plan.machine import Mesh
-from gapless.plan.profile import Profile
-from gapless.plan.stages import Stages, make_stages
+from gapless.plan.cut.stage_costs import Stages, make_stages
+from gapless.plan.profile.profile import Profile
+from gapless.plan.search.footprint import Footprint, footprints, in_flight_at_peak, over_limit
+from gapless.plan.search.machine import Mesh
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.placement import vee

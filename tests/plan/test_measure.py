@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
-from gapless.plan.measure import hop, measure
-from gapless.plan.meter import (
+from gapless.plan.profile.file import parse_profile, profile_text
+from gapless.plan.profile.measure import hop, measure
+from gapless.plan.profile.meter import (
     EXPANDABLE_SLACK,
     PAGE,
     SEGMENTED_SLACK,
@@ -17,8 +18,7 @@ from gapless.plan.meter import (
     bytes_of,
     has_expandable_segments,
 )
-from gapless.plan.profile import ALONE, Profile
-from gapless.plan.profile_file import parse_profile, profile_text
+from gapless.plan.profile.profile import ALONE, Profile
 from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 16, 8

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from gapless.errors import PartitionError
-from gapless.plan.partition import balanced, equal_counts, gpipe, least_variance, partition
+from gapless.plan.cut.partition import balanced, equal_counts, gpipe, least_variance, partition
 from gapless.schedule.placement import Placement, line, loop, vee
 
 COSTS = (0, 1, 1, 1, 2, 2, 3, 5, 8, 13)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gapless.errors import ConfigError
-from gapless.plan.machine import Device, Mesh, check_devices
-from gapless.plan.prediction import Breakdown, breakdown
-from gapless.plan.profile import Link, Profile, Seconds
-from gapless.plan.stages import Stages, make_stages
+from gapless.plan.cut.stage_costs import Stages, make_stages
+from gapless.plan.profile.profile import Link, Profile, Seconds
+from gapless.plan.search.breakdown import Breakdown, breakdown
+from gapless.plan.search.machine import Device, Mesh, check_devices
 from gapless.schedule import lower
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate

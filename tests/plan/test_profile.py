@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gapless.errors import ConfigError
-from gapless.plan.profile import Company, Entry, Layer, Link, Lost, Profile, Seconds
-from gapless.plan.profile_file import parse_profile, profile_text, read_profile, write_profile
+from gapless.plan.profile.file import parse_profile, profile_text, read_profile, write_profile
+from gapless.plan.profile.profile import Company, Entry, Layer, Link, Lost, Profile, Seconds
 
 BLOCK = {"name": "block", "forward": "1.5 ms", "parameters": "12 MiB", "activation": "6 MiB", "boundary": "1 MiB"}
 

@@ -8,9 +8,9 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from gapless.errors import ConfigError, PlanError
-from gapless.plan.machine import Mesh
-from gapless.plan.profile import Link, Profile
-from gapless.plan.replicate import replicate
+from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.search.machine import Mesh
+from gapless.plan.search.replicate import replicate
 from tests.plan import profiles
 
 PCIE = Link("pcie", 4, 0.0, 12e9)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from gapless.errors import ConfigError, PlanError
-from gapless.plan.choices import meshes, microbatches
-from gapless.plan.footprint import footprints
-from gapless.plan.machine import Device, Mesh
-from gapless.plan.partition import equal_counts
+from gapless.plan.cut.partition import equal_counts
+from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
-from gapless.plan.profile import Link, Profile
-from gapless.plan.search import Found, Progress, search
-from gapless.plan.stages import make_stages
+from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.search.choices import meshes, microbatches
+from gapless.plan.search.footprint import footprints
+from gapless.plan.search.machine import Device, Mesh
+from gapless.plan.search.search import Found, Progress, search
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import verify

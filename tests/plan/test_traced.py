@@ -19,9 +19,9 @@ from gapless.errors import ConfigError, PlanError
 from gapless.model.capture import own_loss
 from gapless.model.cuts import Cuts
 from gapless.model.plain import Reference
-from gapless.plan.measure import measure
 from gapless.plan.plan import Plan
-from gapless.plan.traced import Tracer
+from gapless.plan.profile.measure import measure
+from gapless.plan.profile.traced import Tracer
 from gapless.zoo.transformer import transformer, translation_loss
 from gapless.zoo.unet import unet
 from tests.model.training import assert_exact, assert_same, assert_same_state

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from gapless import units
 from gapless.errors import ConfigError
-from gapless.plan import units
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def _rank(rank: int, port: int, question: dict[str, Any]) -> None:
 if __name__ == "__main__":
     import torch
 
-    import gapless.pipeline
-    import gapless.run.ranks  # noqa: F401  # before the fork: once for all ranks
+    import gapless.pipeline.pipeline
+    import gapless.run.ranks.many_processes  # noqa: F401  # before the fork: once for all ranks
     import tests.run.test_watch  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # what torch imports at the first use

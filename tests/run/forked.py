@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import gapless.pipeline
-import gapless.run.ranks  # noqa: F401  # before the fork: once for all ranks
+import gapless.pipeline.pipeline
+import gapless.run.ranks.many_processes  # noqa: F401  # before the fork: once for all ranks
 
 _DIE_WITH_PARENT = 1
 

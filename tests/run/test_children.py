@@ -18,7 +18,7 @@ from torch import nn
 
 import gapless
 from gapless.errors import TransportError
-from gapless.run.processes import Life, this_process
+from gapless.run.ranks.watch.processes import Life, this_process
 from tests.pipelines import Do, mlp
 from tests.run.crew import POLL, Awake, Server
 from tests.run.test_watch import X, Y, pipeline, say

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
-from gapless.run.memory import HostMemory
-from gapless.run.mesh import connected, network_device
+from gapless.run.ranks.seat import connected, network_device
+from gapless.run.ranks.wire.host_memory import HostMemory
 from gapless.schedule.recipes import RECIPES
 from tests.pipelines import (
     CASES,

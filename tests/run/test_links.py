@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.links import levels
-from gapless.plan.profile import Link
-from gapless.run.hops import Hop
+from gapless.plan.profile.profile import Link
+from gapless.run.ranks.link_speed import Hop
 from tests.run.forked import launch
 
 NEAR, SLOW, FAR = Hop(1e-5, 1e10, True), Hop(2e-5, 5e9, True), Hop(1e-3, 1e8, False)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gapless.errors import TransportError
-from gapless.run import ranks as ranks_module
-from gapless.run.blame import in_short, is_lost, may_be_lost
-from gapless.run.ring import encoded
+from gapless.run.ranks import many_processes as ranks_module
+from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
+from gapless.run.ranks.watch.ring import encoded
 from tests.pipelines import Do
 from tests.run.crew import Server
 from tests.run.test_watch import X, Y, all_threads, pipeline, say

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gapless.errors import TransportError
-from gapless.run.courier import Courier
-from gapless.run.distributed import Links
-from gapless.run.pipes import Inbox, Outbox, find_near
+from gapless.run.ranks.wire.courier import Courier
+from gapless.run.ranks.wire.links import Links
+from gapless.run.ranks.wire.pipes import Inbox, Outbox, find_near
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
 

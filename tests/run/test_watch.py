@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, PartitionError, TransportError
-from gapless.run import watch
-from gapless.run.agreement import differences
-from gapless.run.pace import stragglers
-from gapless.run.ring import pairs
+from gapless.run.ranks.agreement import differences
+from gapless.run.ranks.stragglers import stragglers
+from gapless.run.ranks.watch import watch
+from gapless.run.ranks.watch.ring import pairs
 from tests.pipelines import Do, schedule_named
 from tests.run.crew import Server
 from tests.run.test_failures import BoomError, Fragile, model_of

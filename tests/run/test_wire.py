@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
-from gapless.run.layout import ALIGNMENT
-from gapless.run.segments import Attached, Segments
-from gapless.run.windows import Windows
-from gapless.run.wire import HEADER_SIZE, Reader, Writer, announced, announcement
+from gapless.run.ranks.wire.layout import ALIGNMENT
+from gapless.run.ranks.wire.message import HEADER_SIZE, Reader, Writer, announced, announcement
+from gapless.run.ranks.wire.segments import Attached, Segments
+from gapless.run.ranks.wire.windows import Windows
 from gapless.stage import microbatch as mb
 
 Pair = namedtuple("Pair", "first second")

@@ -9,7 +9,7 @@ from torch import nn
 
 from gapless.cli import main
 from gapless.errors import ConfigError
-from gapless.pipeline import Pipeline
+from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.recipes import make_schedule
 from gapless.train import room
 from gapless.train.config import read_config

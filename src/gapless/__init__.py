@@ -1,0 +1,74 @@
+"""Pipeline-parallel training on PyTorch: exact, checked before it runs, simulated before it is paid for, seen while
+it runs.
+
+The names below load when they are first used: looking at schedules never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gapless._version import __version__
+
+if TYPE_CHECKING:
+    from gapless.errors import GaplessError as GaplessError
+    from gapless.model.plain import plain_step as plain_step
+    from gapless.pipeline.links import measure_links as measure_links
+    from gapless.pipeline.pipeline import Pipeline as Pipeline
+    from gapless.pipeline.planning import make_plan as make_plan
+    from gapless.pipeline.result import Result as Result
+    from gapless.schedule.action import Schedule as Schedule
+    from gapless.schedule.costs import Costs as Costs
+    from gapless.schedule.recipes import make_schedule as make_schedule
+    from gapless.schedule.simulate import simulate as simulate
+    from gapless.schedule.timeline import Timeline as Timeline
+    from gapless.schedule.verify import verify as verify
+    from gapless.stage.auxiliary import aux_loss as aux_loss
+    from gapless.stage.seeds import seed_of as seed_of
+
+_HOMES = {
+    "Costs": "gapless.schedule.costs",
+    "GaplessError": "gapless.errors",
+    "Pipeline": "gapless.pipeline.pipeline",
+    "Result": "gapless.pipeline.result",
+    "Schedule": "gapless.schedule.action",
+    "Timeline": "gapless.schedule.timeline",
+    "aux_loss": "gapless.stage.auxiliary",
+    "make_plan": "gapless.pipeline.planning",
+    "make_schedule": "gapless.schedule.recipes",
+    "measure_links": "gapless.pipeline.links",
+    "plain_step": "gapless.model.plain",
+    "seed_of": "gapless.stage.seeds",
+    "simulate": "gapless.schedule.simulate",
+    "verify": "gapless.schedule.verify",
+}
+
+__all__ = [
+    "Costs",
+    "GaplessError",
+    "Pipeline",
+    "Result",
+    "Schedule",
+    "Timeline",
+    "__version__",
+    "aux_loss",
+    "make_plan",
+    "make_schedule",
+    "measure_links",
+    "plain_step",
+    "seed_of",
+    "simulate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gapless' has no attribute {name!r}")
+    # `gapless.simulate` and `gapless.verify` are functions whose modules have the same name one level down.
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,67 @@
+"""torch.distributed.pipelining as a contestant: what `ranks` runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from gapless.bench.peer.contest import Contest, loss
+
+_CLASSES = {
+    "gpipe": (pipelining.ScheduleGPipe, 1),
+    "1f1b": (pipelining.Schedule1F1B, 1),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
+    "zb-v": (pipelining.ScheduleZBVZeroBubble, 2),
+}
+_COMPUTE = ("F", "B", "I", "W")
+
+
+class _NeedsGrad(nn.Module):
+    """The first stage of a model whose inputs require a gradient: torch hands it views, which keep none."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x.detach().requires_grad_())
+        return y
+
+
+def _stages_of(rank: int, devices: int, name: str) -> list[int]:
+    """Line, loop, or there and back again."""
+    if _CLASSES[name][1] == 1:
+        return [rank]
+    return [rank, 2 * devices - 1 - rank] if name == "zb-v" else [rank, devices + rank]
+
+
+def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+    """torch's schedule of that name: its order, and a call that runs one step of it on this rank."""
+    made, stages_per_device = _CLASSES[name]
+    num_stages = stages_per_device * contest.devices
+    numbers = _stages_of(rank, contest.devices, name)
+    stages = []
+    for number in numbers:
+        layers = contest.stage(stages_per_device, separate=name == "zb-v")
+        if number == 0 and contest.inputs_need_grad:
+            layers = _NeedsGrad(layers)
+        stages.append(PipelineStage(layers, number, num_stages, torch.device("cpu")))
+    stage = stages if stages_per_device > 1 else stages[0]
+    schedule: Any = made(stage, contest.microbatches, loss_fn=loss)
+    inputs = (contest.inputs(),) if 0 in numbers else ()
+    target = contest.target() if num_stages - 1 in numbers else None
+    return _order(schedule), lambda: schedule.step(*inputs, target=target, return_outputs=False)
+
+
+def _order(schedule: Any) -> str | None:
+    """The actions as torch runs them, as text; None for the schedules that are a loop in its source."""
+    rows = getattr(schedule, "pipeline_order_with_comms", None)
+    if rows is None:
+        return None
+    tokens = {
+        rank: [str(action) for action in rows[rank] if action.computation_type.value in _COMPUTE] for rank in rows
+    }
+    return "\n".join(f"{rank}: {' '.join(tokens[rank])}" for rank in sorted(tokens))

@@ -1,0 +1,53 @@
+"""A link between the devices of one process that takes its time: a message arrives `seconds` after it was sent.
+
+Threads hand over at once, so a latency has to be emulated, as the layers are: what is sent carries the time at which it
+is there, and whoever takes it earlier waits until then. Nothing else differs from a pipeline as it is.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gapless.pipeline.pipeline import Pipeline
+from gapless.run.channels import Transport
+from gapless.schedule.action import Schedule
+from gapless.schedule.verify import Channel
+from gapless.zoo.emulated import wait_until
+
+
+class LateChannels:
+    """Other channels with a latency."""
+
+    def __init__(self, inner: Transport, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+
+    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
+        send, seconds = self._inner.sender(channel, idle=idle), self._seconds
+        return lambda result: send((time.perf_counter() + seconds, result))
+
+    def receiver(self, channel: Channel) -> Callable[[], Any]:
+        receive = self._inner.receiver(channel)
+
+        def take() -> Any:
+            there, result = receive()
+            wait_until(there)
+            return result
+
+        return take
+
+    def stop(self) -> None:
+        self._inner.stop()
+
+    def clear(self) -> None:
+        self._inner.clear()
+
+
+def delay(pipe: Pipeline, seconds: float) -> None:
+    """Every message of this pipeline, which has not run yet, arrives so much later."""
+    world: Any = pipe._world
+    channels = world.channels
+
+    def late(schedule: Schedule) -> Transport:
+        return LateChannels(channels(schedule), seconds)
+
+    world.channels = late

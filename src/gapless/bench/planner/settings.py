@@ -1,0 +1,257 @@
+"""What `gapless bench plan` measures: models as layers, and how each is to be run."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.plan import Plan
+from gapless.plan.profile.measure import hop, measure
+from gapless.plan.profile.profile import Profile
+from gapless.plan.search.choices import Choice
+from gapless.plan.search.drafts import Drafts
+from gapless.plan.search.judge import Judge
+from gapless.plan.search.machine import Device, Mesh
+from gapless.schedule.recipes import find_recipe
+from gapless.zoo.emulated import Emulated
+from gapless.zoo.gpt import gpt, next_token_loss
+from gapless.zoo.resnet import resnet
+from gapless.zoo.transformer import Transformer
+from gapless.zoo.unet import UNet
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as layers, and the data of one microbatch after another."""
+
+    name: str
+    layers: Sequence[nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    batch: Callable[[int], tuple[Any, Any]]  # so many samples and their target
+    samples: int = 1  # in a microbatch
+
+    @property
+    def emulated(self) -> bool:
+        return isinstance(self.layers[0], Emulated)
+
+    def profile(self, device: str, devices: int, seconds: float) -> Profile:
+        """As measured, for so many devices."""
+        inputs, target = self.batch(self.samples)
+        return measure(
+            self.layers,
+            inputs,
+            target,
+            loss=self.loss,
+            device=device,
+            threads=max(1, torch.get_num_threads() // devices),
+            side_by_side=devices,
+            seconds=seconds,
+            name=self.name,
+        )
+
+    def pipeline(self, plan: Plan, devices: Sequence[str], layers: Sequence[nn.Module] | None = None) -> Pipeline:
+        return Pipeline(layers or self.layers, devices=devices, schedule=plan, loss=self.loss)
+
+
+def planned(
+    profile: Profile, devices: int, recipe: str, microbatches: int, *, remat: bool = False, partition: Any = None
+) -> Plan:
+    """The plan for just this schedule, whatever it holds; `partition` gives the cuts too."""
+    drafts = Drafts(profile, [Device()] * devices)
+    choice = Choice(recipe, _stages_per_device(recipe), Mesh(1, devices), microbatches, profile.samples)
+    again = frozenset(range(choice.placement.num_stages)) if remat else frozenset()
+    counts = drafts.cut(choice, again) if partition is None else tuple(partition)
+    return Judge(drafts).finished(drafts.make(choice, counts, again))
+
+
+def threads_hop(profile: Profile) -> Profile:
+    """With the time it takes from one thread to another."""
+    return replace(profile, links=(hop(),))
+
+
+def _stages_per_device(recipe: str) -> int:
+    return 1 if find_recipe(recipe).placement == "line" else 2
+
+
+# -- emulated -------------------------------------------------------------------------------------------------------
+
+
+def emulated(name: str, milliseconds: Sequence[tuple[float, float, float]]) -> Subject:
+    """Layers that take (F, I, W) milliseconds each, and no processor."""
+    layers = [Emulated(forward=f / 1e3, input_grad=i / 1e3, weight_grad=w / 1e3) for f, i, w in milliseconds]
+    return Subject(name, layers, _sum, _emulated_batch)
+
+
+def _sum(outputs: Tensor, target: Any) -> Tensor:
+    return outputs.sum()
+
+
+def _emulated_batch(samples: int) -> tuple[Any, Any]:
+    return torch.linspace(-1.0, 1.0, samples).view(samples, 1).requires_grad_(), torch.zeros(samples, 1)
+
+
+# -- real -----------------------------------------------------------------------------------------------------------
+
+
+def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 48, samples: int = 2) -> Subject:
+    def batch(count: int) -> tuple[Any, Any]:
+        ids = torch.randint(vocab, (count, length + 1), generator=torch.Generator().manual_seed(0))
+        return ids[:, :-1], ids[:, 1:]
+
+    model = gpt(vocab=vocab, width=width, depth=depth, context=length)
+    return Subject(f"gpt, vocabulary {vocab:,}", list(model), next_token_loss, batch, samples)
+
+
+def small_resnet(depth: int = 101, width: int = 8, side: int = 64, samples: int = 4) -> Subject:
+    model = resnet(depth, classes=10, width=width)
+    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, _images(side), samples)
+
+
+def _images(side: int) -> Callable[[int], tuple[Any, Any]]:
+    def batch(count: int) -> tuple[Any, Any]:
+        chance = torch.Generator().manual_seed(0)
+        return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
+
+    return batch
+
+
+def small_unet(depth: int = 3, width: int = 8, side: int = 64, samples: int = 2) -> Subject:
+    def batch(count: int) -> tuple[Any, Any]:
+        chance = torch.Generator().manual_seed(0)
+        images = torch.randn(count, 3, side, side, generator=chance)
+        return images, torch.randint(2, (count, side, side), generator=chance)
+
+    return Subject("u-net", _unet_layers(UNet(depth=depth, width=width)), F.cross_entropy, batch, samples)
+
+
+class _Down(nn.Module):
+    """One level down; what comes in is kept for the way up."""
+
+    def __init__(self, pool: nn.Module | None, convolve: nn.Module) -> None:
+        super().__init__()
+        self.pool, self.convolve = pool, convolve
+
+    def forward(self, value: Any) -> Any:
+        skips = value if isinstance(value, tuple) else (value,)
+        x = skips[-1]
+        if self.pool is None:
+            return (self.convolve(x),)
+        return (*skips, self.convolve(self.pool(x)))
+
+
+class _Up(nn.Module):
+    def __init__(self, grow: nn.Module, convolve: nn.Module) -> None:
+        super().__init__()
+        self.grow, self.convolve = grow, convolve
+
+    def forward(self, value: Any) -> Any:
+        *skips, skip, x = value
+        return (*skips, self.convolve(torch.cat([skip, self.grow(x)], dim=1)))
+
+
+class _Head(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, value: Any) -> Any:
+        return self.head(value[0])
+
+
+def _unet_layers(model: UNet) -> list[nn.Module]:
+    return [
+        _Down(None, model.enter),
+        *(_Down(model.pool, down) for down in model.down),
+        *(_Up(grow, up) for grow, up in zip(model.grow, model.up, strict=True)),
+        _Head(model.head),
+    ]
+
+
+def small_transformer(
+    width: int = 96, depth: int = 4, vocab: int = 4000, length: int = 48, samples: int = 2
+) -> Subject:
+    def batch(count: int) -> tuple[Any, Any]:
+        chance = torch.Generator().manual_seed(0)
+        source = torch.randint(1, vocab, (count, length), generator=chance)
+        ids = torch.randint(1, vocab, (count, length + 1), generator=chance)
+        return (source, ids[:, :-1]), ids[:, 1:]
+
+    model = Transformer(vocab=vocab, width=width, depth=depth, context=length)
+    return Subject("encoder-decoder", _transformer_layers(model), next_token_loss, batch, samples)
+
+
+class _Embed(nn.Module):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.source, self.target, self.scale = model.source_tokens, model.target_tokens, model.scale
+        self.register_buffer("positions", model.get_buffer("positions").clone())
+
+    def forward(self, source: Tensor, target: Tensor) -> Any:
+        there = (source != 0)[:, None, None, :]
+        positions = self.get_buffer("positions")
+        x = self.source(source) * self.scale + positions[: source.size(1)]
+        y = self.target(target) * self.scale + positions[: target.size(1)]
+        return x, y, there
+
+
+class _Encode(nn.Module):
+    def __init__(self, layer: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, value: Any) -> Any:
+        x, y, there = value
+        x = self.layer(x, there)
+        return (x if self.norm is None else self.norm(x)), y, there
+
+
+class _Decode(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: Any) -> Any:
+        memory, y, there = value
+        length = y.size(1)
+        earlier = torch.ones(length, length, dtype=torch.bool, device=y.device).tril()
+        return memory, self.layer(y, earlier, memory, there), there
+
+
+class _Logits(nn.Module):
+    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, value: Any) -> Any:
+        return self.head(self.norm(value[1]))
+
+
+def _transformer_layers(model: Transformer) -> list[nn.Module]:
+    last = len(model.encoder) - 1
+    return [
+        _Embed(model),
+        *(_Encode(layer, model.memory_norm if n == last else None) for n, layer in enumerate(model.encoder)),
+        *(_Decode(layer) for layer in model.decoder),
+        _Logits(model.norm, model.head),
+    ]
+
+
+def random_layers(count: int = 10, samples: int = 64, seed: int = 1) -> Subject:
+    """Two-layer networks of all widths."""
+    chance = random.Random(seed)
+    width = 64
+    layers = [
+        nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+        for inner in (chance.choice((64, 256, 1024, 3072)) for _ in range(count))
+    ]
+
+    def batch(number: int) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(number, width, generator=generator), torch.zeros(number, width)
+
+    return Subject("random", layers, F.mse_loss, batch, samples)

@@ -1,0 +1,231 @@
+"""`gapless plan`: how to cut a model, with which schedule, whether it fits and how long a step takes."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gapless import units
+from gapless.cli import options, terminal
+from gapless.cli.plan_report import best_of_each_kind, report
+from gapless.errors import ConfigError
+from gapless.plan.plan import Plan
+from gapless.plan.profile.file import read_profile, write_profile
+from gapless.plan.profile.profile import SLACK, Profile
+from gapless.plan.search.machine import Device
+from gapless.plan.search.search import Found, search
+from gapless.view import text
+
+
+def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    parser = options.parser(commands, "plan", purpose, "gapless plan profile.json --devices 8 --memory 24GiB")
+    parser.add_argument(
+        "source",
+        metavar="PROFILE",
+        help="a JSON file with the costs of the layers (docs/planning.md), or a CONFIG, a .toml file with a model and "
+        "its data (docs/training.md), which is measured",
+    )
+    sizes = parser.add_argument_group("devices and sizes")
+    sizes.add_argument("--devices", "-K", type=int, metavar="N", help="devices there are (default: the config's, or 4)")
+    sizes.add_argument("--memory", metavar="SIZE", help="of each device, as 24GiB; a list 24GiB,16GiB is per device")
+    sizes.add_argument("--speeds", metavar="X,X", help="of the devices, where they differ; 1 is as profiled")
+    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: as the file says)")
+    sizes.add_argument("--microbatches", "-M", type=int, metavar="M", help="only so many (default: several are tried)")
+    measured = parser.add_argument_group("of a config")
+    measured.add_argument("--seconds", type=float, metavar="S", help="to measure, about (default 10)")
+    measured.add_argument(
+        "--profile", type=options.file_to_write, metavar="FILE", help="write what was measured, to plan with it again"
+    )
+    searched = parser.add_argument_group("search")
+    searched.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all with a flush, and auto)")
+    searched.add_argument("--shard-optimizer", action="store_true", help="replicas share out the optimizer's state")
+    searched.add_argument(
+        "--slack",
+        type=float,
+        metavar="X",
+        help=f"memory an allocator loses, as a share (default: the profile's, or {SLACK})",
+    )
+    searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
+    searched.add_argument("--top", type=int, default=10, metavar="N", help="plans in the table (default 10)")
+    options.add_outputs(parser)
+    parser.add_argument(
+        "--write", type=options.file_to_write, metavar="FILE", help="write the best plan, as a Pipeline takes it"
+    )
+    return run
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    try:
+        profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
+    finally:
+        terminal.show_progress("")
+    _write(arguments, profile, found)
+    if arguments.json:
+        terminal.print_json(as_json(profile, found))
+    else:
+        terminal.say(report(profile, found, arguments.top))
+        terminal.draw(f"\n{text.grid(found.best.timeline, terminal.width(), terminal.on_terminal())}")
+        terminal.draw(f"\n{text.key(found.best.schedule, terminal.on_terminal())}")
+    return 0
+
+
+def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
+    for name in ("seconds", "profile"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
+    profile = read_profile(arguments.source)
+    found = search(
+        profile,
+        _devices(arguments, 4 if arguments.devices is None else arguments.devices),
+        minibatch=arguments.minibatch,
+        microbatches=arguments.microbatches,
+        recipes=_schedules(arguments),
+        shard_optimizer=arguments.shard_optimizer,
+        slack=arguments.slack,
+        time_limit=arguments.time_limit,
+        progress=lambda progress: terminal.show_progress(str(progress)),
+    )
+    return profile, found
+
+
+def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
+    if arguments.shard_optimizer:
+        raise ConfigError(
+            "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what is measured with "
+            "--profile, and plan that"
+        )
+    options.refuse_ranks("gapless plan CONFIG")
+    from gapless.train.config import read_config  # torch is loaded here, and not before
+    from gapless.train.job import build
+
+    config = read_config(arguments.source).changed(devices=arguments.devices, minibatch=arguments.minibatch)
+    count = config.num_devices
+    terminal.show_progress("making the model")
+    made = build(config).planned(
+        memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
+        speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
+        microbatches=arguments.microbatches,
+        schedules=_schedules(arguments),
+        slack=arguments.slack,
+        seconds=10.0 if arguments.seconds is None else arguments.seconds,
+        time_limit=arguments.time_limit,
+        progress=terminal.show_progress,
+    )
+    if arguments.profile:
+        write_profile(made.profile, arguments.profile)
+        terminal.say(f"wrote {arguments.profile}", sys.stderr)
+    return made
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("devices", "minibatch", "microbatches", "top"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+    if arguments.devices is not None and arguments.devices > 4096:
+        raise ConfigError(f"--devices is {arguments.devices}, but a plan is made for at most 4096")
+    for name in ("slack", "time_limit", "seconds"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it is a number of at least 0")
+
+
+def _schedules(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    return tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None
+
+
+def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:
+    memories = _listed("--memory", arguments.memory, count, _memory)
+    speeds = _listed("--speeds", arguments.speeds, count, _speed)
+    return [Device(memory, 1.0 if speed is None else speed) for memory, speed in zip(memories, speeds, strict=True)]
+
+
+def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any]:
+    if given is None:
+        return [None] * count
+    values = [_read(option, word, read) for word in given.split(",")]
+    if len(values) not in (1, count):
+        raise ConfigError(f"{option} lists {len(values)} devices, but there are {count}")
+    return values * count if len(values) == 1 else values
+
+
+def _read(option: str, word: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(word)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
+
+
+def _memory(word: str) -> int:
+    size = units.read_bytes(word)
+    if size < 2**20:
+        raise ConfigError(f"is {word[:40]!r}, which is {size} bytes: is the unit right, as in 24GiB?")
+    return size
+
+
+def _speed(word: str) -> float:
+    try:
+        speed = float(word)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"is {word[:40]!r}, but a speed is a number above 0")
+    return speed
+
+
+def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> None:
+    kinds = best_of_each_kind(found.plans, 3)
+    limit = room_for_activations(found.best)
+    if arguments.html:
+        from gapless.view import page, summary
+
+        shown = summary.text(report(profile, found, arguments.top))
+        title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
+        made = page.render([plan.timeline for plan in kinds], title, limit)
+        listing = f'<pre style="white-space: pre-wrap">{shown}</pre>'
+        section = f'<details class="guide" open><summary>The plan</summary>{listing}</details>'
+        Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
+        terminal.say(f"wrote {arguments.html}", sys.stderr)
+    arguments.html = None
+    options.write_pictures(arguments, [plan.timeline for plan in kinds], limit)
+    if arguments.write:
+        found.best.write(arguments.write)
+        terminal.say(f"wrote {arguments.write}", sys.stderr)
+
+
+def room_for_activations(plan: Plan) -> int | None:
+    """The limit as a curve of activations meets it: what all else leaves on the device with the least room."""
+    rooms = [
+        limit - (held.total - held.activations)
+        for held, limit in zip(plan.memory, plan.limits, strict=True)
+        if limit is not None
+    ]
+    return min(rooms, default=None)
+
+
+def as_json(profile: Profile, found: Found) -> dict[str, Any]:
+    return {
+        "profile": profile.name,
+        "explanation": found.explanation,
+        "complete": found.complete,
+        "best": found.best.to_json(),
+        "plans": [
+            {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}
+            for plan in found.plans
+        ],
+        "rejected": [
+            {
+                "recipe": choice.recipe,
+                "devices": choice.mesh.num_devices,
+                "replicas": choice.mesh.replicas,
+                "stages_per_device": choice.stages_per_device,
+                "microbatches": choice.microbatches,
+                "samples": choice.samples,
+                "reason": reason,
+            }
+            for choice, reason in found.rejected
+        ],
+    }

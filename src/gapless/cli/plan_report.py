@@ -1,0 +1,154 @@
+"""The report of `gapless plan`: the ranking, why the first is the first, where its time and its memory go."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from gapless import units
+from gapless.plan.explain import PARTS
+from gapless.plan.plan import Plan
+from gapless.plan.profile.profile import SLACK, Profile
+from gapless.plan.search.footprint import Footprint
+from gapless.plan.search.search import Found
+from gapless.view import text
+
+_WIDTH = 100
+_BAR = 40
+_SHOWN_DEVICES = 64
+_MEMORY = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer_state": "O",
+    "activations": "A",
+    "buffers": "b",
+    "workspace": "w",
+    "slack": "s",
+    "reserved": "r",
+}
+_IDLE = "·"
+
+
+def report(profile: Profile, found: Found, top: int) -> str:
+    best = found.best
+    parameters = sum(layer.parameters for layer in profile.layers)
+    parts = [
+        (
+            f"{profile.name or 'model'}: {len(profile.layers)} layers, {units.show_bytes(parameters)} of parameters, "
+            f"minibatch of {best.minibatch}"
+        ),
+        _ranking(found, top),
+        textwrap.fill(found.explanation, _WIDTH),
+        _cuts(best),
+        f"where the step of {units.show_seconds(best.step_seconds)} goes:\n{_breakdown(best)}",
+        _memory_bars(best),
+    ]
+    if profile.slack > SLACK and profile.device.startswith("cuda"):
+        parts.append(_about_the_allocator(profile))
+    if found.rejected:
+        parts.append(f"left out:\n{_rejections(found)}")
+    if not found.complete:
+        parts.append("the search was cut short by the time limit: more time may find a better plan")
+    return "\n\n".join(parts)
+
+
+def _about_the_allocator(profile: Profile) -> str:
+    return textwrap.fill(
+        f"the profile was measured with an allocator that loses {profile.slack:.0%} of what comes and goes; with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True torch's loses {SLACK:.0%}, and more fits: set that to measure "
+        "and to train",
+        _WIDTH,
+    )
+
+
+def _ranking(found: Found, top: int) -> str:
+    headings = ("", "schedule", "devices", "stages", "microbatches", "remat", "step", "samples/s", "waits", "memory")
+    rows = [("*" if plan is found.best else "", *_figures(plan)) for plan in best_of_each_kind(found.plans, top)]
+    return text.table(headings, rows, left=2)
+
+
+def best_of_each_kind(plans: Sequence[Plan], most: int) -> list[Plan]:
+    """The quickest of each recipe with its stages per device and replicas."""
+    kinds: dict[tuple[Any, ...], Plan] = {}
+    for plan in plans:
+        kinds.setdefault((plan.recipe, plan.stages_per_device, plan.mesh), plan)
+    return list(kinds.values())[:most]
+
+
+def _figures(plan: Plan) -> tuple[str, ...]:
+    again = plan.remat.count("stage")
+    waits = (plan.breakdown.bubble + plan.breakdown.communication) / plan.step_seconds
+    return (
+        plan.recipe,
+        f"{plan.mesh.replicas} x {plan.num_devices}" if plan.mesh.replicas > 1 else str(plan.num_devices),
+        str(plan.schedule.num_stages),
+        f"{plan.microbatches} of {plan.samples}",
+        f"{again}/{len(plan.remat)}" if again else "-",
+        units.show_seconds(plan.step_seconds),
+        f"{plan.throughput:.4g}",
+        text.percent(waits),
+        units.show_bytes(max(held.total for held in plan.memory)),
+    )
+
+
+def _cuts(plan: Plan) -> str:
+    again = [str(stage) for stage, kind in enumerate(plan.remat) if kind == "stage"]
+    lines = [f"layers per stage: {','.join(map(str, plan.partition))}"]
+    if again:
+        lines.append(f"recomputed stages: {','.join(again)}")
+    if plan.mesh.replicas > 1:
+        lines.append("mesh: " + ", ".join(f"{name} {size}" for name, size in plan.mesh.dimensions))
+    return "\n".join(lines)
+
+
+def _breakdown(plan: Plan) -> str:
+    total = plan.step_seconds or 1.0
+    rows = []
+    for part, name in PARTS.items():
+        seconds = max(0.0, getattr(plan.breakdown, part))
+        rows.append(
+            (name, units.show_seconds(seconds), text.percent(seconds / total), "#" * round(_BAR * seconds / total))
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        f"  {name:<{widths[0]}}  {seconds:>{widths[1]}}  {share:>{widths[2]}}  {bar}".rstrip()
+        for name, seconds, share, bar in rows
+    )
+
+
+def _memory_bars(plan: Plan) -> str:
+    """One bar per device, as long as the limit, with a letter for what fills it."""
+    limits = [limit for limit in plan.limits if limit is not None]
+    scale = max([*limits, *(held.total for held in plan.memory)])
+    lines = ["memory per device" + (f", of {units.show_bytes(max(limits))}:" if limits else ":")]
+    for device, (held, limit) in enumerate(zip(plan.memory, plan.limits, strict=True)):
+        if device == _SHOWN_DEVICES:
+            lines.append(f"  and {len(plan.memory) - device} more")
+            break
+        bar = _bar(held, scale)
+        if limit is not None:
+            end = round(_BAR * limit / scale)
+            bar = f"{bar.ljust(end, _IDLE)}|".ljust(_BAR + 1)
+        share = f"  {100 * held.total / limit:>3.0f}%" if limit is not None else ""
+        lines.append(f"  {device:>2}  {bar.ljust(_BAR)}  {units.show_bytes(held.total):>9}{share}")
+    used = [(letter, name) for name, letter in _MEMORY.items() if any(getattr(held, name) for held in plan.memory)]
+    lines.append("  " + "  ".join(f"{letter} {name.replace('_', ' ')}" for letter, name in used))
+    return "\n".join(lines)
+
+
+def _bar(held: Footprint, scale: int) -> str:
+    """Parts end where their sums do, so that rounding never adds up."""
+    bar, total = "", 0
+    for name, letter in _MEMORY.items():
+        total += getattr(held, name)
+        bar = bar.ljust(round(_BAR * total / scale), letter)
+    return bar
+
+
+def _rejections(found: Found) -> str:
+    """Per recipe how many were rejected, and the first reason."""
+    reasons: dict[str, list[str]] = {}
+    for rejection in found.rejected:
+        reasons.setdefault(rejection.choice.recipe, []).append(f"{rejection.choice}: {rejection.reason.split(' (')[0]}")
+    return "\n".join(
+        f"  {said[0]}" + (f" (and {len(said) - 1} more)" if len(said) > 1 else "") for said in reasons.values()
+    )

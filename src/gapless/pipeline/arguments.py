@@ -1,0 +1,237 @@
+"""What a user asks of a pipeline, checked: a fact, its numbers and the way out where it can't be done."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
+from gapless.model.layers import Layers, more_than_its_layers
+from gapless.model.materialise import on_meta
+from gapless.pipeline.agreed import named
+from gapless.plan.cut.partition import balanced, check_enough_layers
+from gapless.plan.plan import Plan
+from gapless.run.one_process import Alone
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.costs import Costs
+from gapless.schedule.recipes import RECIPES
+from gapless.schedule.verify import verify
+from gapless.stage.compiled import is_compiled
+from gapless.stage.devices import Devices, torch_devices
+
+if TYPE_CHECKING:
+    from gapless.run.ranks.many_processes import Ranks
+
+
+def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
+    if not isinstance(schedule, str | Schedule | Plan):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule or a Plan")
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
+    if loss is not None and not _takes_two(loss):
+        raise ConfigError(
+            f"loss is {named(loss)}{inspect.signature(loss)}, but it is called with the outputs and the target: give "
+            "it two arguments, of which it may leave one unused"
+        )
+    if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
+        raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
+
+
+def _takes_two(loss: Any) -> bool:
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # nobody knows what it takes
+        return True
+    return True
+
+
+@contextmanager
+def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[None]:
+    """Where a model has too few layers for the stages of a schedule, one that fits is named; `by_hand` is how to get
+    more layers.
+    """
+    try:
+        yield
+    except TooFewLayersError as error:
+        each = schedule.num_stages // num_devices
+        needs = f"{schedule.name or 'the schedule'} on {num_devices} devices needs {schedule.num_stages} stages"
+        if num_devices <= error.most and each > 1:
+            other = "zb-h1" if Kind.WEIGHT_GRAD in schedule.kinds else "1f1b"
+            way_out = f"use schedule={other!r}, which has {num_devices}, or {by_hand}"
+            if error.most >= each:
+                way_out = f"use schedule={other!r}, which has {num_devices}, {_most(error.most // each)}, or {by_hand}"
+        elif error.most > 1:
+            way_out = f"use at most {error.most} devices{' with 1f1b' if each > 1 else ''}, or {by_hand}"
+        else:
+            way_out = f"{by_hand}, of which each stage needs one"
+        raise PartitionError(f"{str(error).partition(', but')[0]}, but {needs}: {way_out}") from None
+
+
+def _most(devices: int) -> str:
+    return f"at most {devices} device{'s' if devices > 1 else ''}"
+
+
+def check_plan(
+    plan: Plan,
+    world: "Alone | Ranks",
+    microbatches: int | None,
+    partition: Sequence[int] | None,
+    remat: str | Sequence[str],
+    costs: Costs | None,
+    stages_per_device: int | None,
+) -> None:
+    """It is for these devices, and nothing else was asked for than what it says."""
+    replicas = 1 if isinstance(world, Alone) else len(world.seat.dp_ranks)
+    if (plan.mesh.replicas, plan.num_devices) != (replicas, len(world.devices)):
+        raise ConfigError(
+            f"the plan is for {_pipelines(plan.mesh.replicas, plan.num_devices)}, but there "
+            f"{'is' if replicas == 1 else 'are'} {_pipelines(replicas, len(world.devices))}: make one for these"
+        )
+    others = {
+        "microbatches": microbatches not in (None, plan.microbatches) and (microbatches, plan.microbatches),
+        "partition": partition is not None
+        and tuple(partition) != plan.partition
+        and (list(partition), list(plan.partition)),
+        "remat": remat != "none" and _each(remat, len(plan.remat)) != plan.remat and (remat, list(plan.remat)),
+        "stages_per_device": stages_per_device not in (None, plan.stages_per_device)
+        and (stages_per_device, plan.stages_per_device),
+    }
+    faults = [f"{name} is {pair[0]!r}, but the plan has {pair[1]!r}" for name, pair in others.items() if pair]
+    if costs is not None and costs != plan.costs:
+        faults.append("costs are not those of the plan")
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: leave out what the plan says, or make another")
+
+
+def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
+    return (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
+
+
+def _pipelines(replicas: int, devices: int) -> str:
+    pipelines = "1 pipeline" if replicas == 1 else f"{replicas} pipelines"
+    return f"{pipelines} of {devices} device{'s' if devices > 1 else ''}"
+
+
+def asked_for(asked: str | Schedule | Plan, microbatches: int) -> str | Schedule:
+    """What to make a schedule from: a plan for another number of microbatches is its recipe."""
+    if isinstance(asked, Plan):
+        return asked.schedule if microbatches == asked.microbatches else asked.recipe
+    return asked
+
+
+def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
+    empty = on_meta([layer])
+    if empty:
+        raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
+
+
+def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
+    """It is for a model that is cut in the same way: in its graph, or between its layers."""
+    name = type(model).__name__
+    if traced and plan.cuts is None:
+        raise ConfigError(
+            f"the plan counts {sum(plan.partition)} layers of a sequence, but this {name} is traced: give its layers "
+            "with layers=, or make a plan for it"
+        )
+    if not traced and plan.cuts is not None:
+        raise ConfigError(
+            f"the plan cuts a traced graph of {plan.cuts.num_nodes} nodes, but this {name} is cut between its layers: "
+            "make a plan for these"
+        )
+
+
+def check_compiled(model: Any, *, traced: bool) -> None:
+    """Nothing was compiled that is lost when the model is cut."""
+    if not isinstance(model, nn.Module):
+        return
+    way_out = f"compile=True, or options of torch.compile, which compile every {'stage' if traced else 'layer'}"
+    if model._compiled_call_impl is not None:
+        raise ConfigError(
+            f"this {type(model).__name__} was compiled in place, as a whole, and a pipeline cuts it: leave out its "
+            f"compile() and give {way_out}"
+        )
+    parts = [name for name, part in model.named_modules() if traced and name and is_compiled(part)]
+    if parts:
+        raise ConfigError(
+            f"{parts[-1]} of this {type(model).__name__} is compiled, and what is traced is not: leave it uncompiled "
+            f"and give {way_out}, or give the layers with layers="
+        )
+
+
+def check_uncounted(partition: Sequence[int] | None, model: Any) -> None:
+    if partition is not None:
+        more = more_than_its_layers(model)
+        subject = "a module" if more is None else f"this {type(model).__name__}, which has {more},"
+        raise PartitionError(
+            f"partition counts the layers of a sequence, and {subject} is traced and cut by cost: leave it out, or "
+            "give the layers with layers="
+        )
+
+
+def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
+    if value not in known:
+        raise ConfigError(f"{word}={value!r}: it is {' or '.join(repr(name) for name in known)}")
+    return value
+
+
+def check_where(devices: Any, mesh: Any) -> None:
+    if (devices is None) == (mesh is None):
+        given = "neither is given" if mesh is None else "both are given"
+        raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
+
+
+def world_of(devices: Devices | None, mesh: Any, timeout: float) -> "Alone | Ranks":
+    """One process with a thread per device, or one of many processes."""
+    check_where(devices, mesh)
+    if devices is not None:
+        return Alone(torch_devices(devices))
+    from gapless.run.ranks.many_processes import Ranks
+    from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
+
+    return Ranks(take_seat(mesh), timeout)
+
+
+def at_least_one(word: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{word}= is missing: give a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{word} is {value!r}, but it must be a whole number of at least 1")
+    return value
+
+
+def stages_per_device_of(
+    schedule: str | Schedule | Plan, asked: int | None, partition: Sequence[int] | None, num_devices: int
+) -> int | None:
+    """As asked, or as many as the partition has, where the recipe leaves a choice."""
+    if asked is not None or partition is None or not isinstance(schedule, str):
+        return asked
+    recipe = RECIPES.get(schedule)
+    free = recipe is not None and (recipe.stages_per_device is None or len(recipe.stages_per_device) > 1)
+    return len(partition) // num_devices if free and len(partition) % num_devices == 0 else None
+
+
+def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:
+    if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
+        raise ScheduleError(
+            f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but "
+            f"this step has {num_devices} devices and {microbatches} microbatches; one by name is made for any number"
+        )
+    verify(schedule).raise_if_wrong()
+    return schedule
+
+
+def layers_per_stage(model: Layers, num_stages: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+    if asked is None:
+        return balanced(model.costs(), num_stages)
+    counts = tuple(asked)
+    check_enough_layers(len(model.layers), num_stages)
+    if len(counts) != num_stages or sum(counts) != len(model.layers) or min(counts) < 1:
+        raise PartitionError(
+            f"partition {list(counts)} has {len(counts)} stages and {sum(counts)} layers, but the schedule has "
+            f"{num_stages} stages and the model {len(model.layers)} layers: give at least 1 layer per stage"
+        )
+    return counts

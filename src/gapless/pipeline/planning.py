@@ -1,0 +1,113 @@
+"""From a model to a plan, in one process or on all ranks of a mesh."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.model.layers import Layer
+from gapless.pipeline.arguments import check_where
+from gapless.pipeline.links import in_one_line, levels
+from gapless.plan.plan import Plan
+from gapless.plan.planner import Memory, Progress, planned
+from gapless.plan.profile.profile import Link
+from gapless.plan.profile.task import Optimizer
+from gapless.plan.search.machine import Mesh
+from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import uncompiled
+from gapless.stage.devices import Devices
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def make_plan(
+    model: nn.Module | Sequence[Layer],
+    example: Any,
+    target: Any = None,
+    *,
+    devices: Devices | None = None,
+    mesh: "DeviceMesh | None" = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    memory: Memory | None = None,
+    microbatches: int | None = None,
+    schedules: Sequence[str] | None = None,
+    layers: Sequence[Layer] | None = None,
+    optimizer: Optimizer | None = torch.optim.AdamW,
+    batchnorm: BatchNorm = "microbatch",
+    replicas: bool = False,
+    links: Sequence[Link] | None = None,
+    batch_dims: Any = None,
+    slack: float | None = None,
+    seconds: float = 10.0,
+    time_limit: float = 60.0,
+    timeout: float = 600.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """The quickest plan for this model that fits: `Pipeline(model, schedule=plan, ...)` takes it as it is.
+
+    example, target  a minibatch, as `step` takes it; `target` where there is a loss
+    devices          how many, or a list of torch devices, all of one kind, of which the first is measured
+    mesh             instead of devices, under torchrun: every rank calls this and gets the same plan, for which the
+                     first rank measures the layers
+    memory           bytes of each device, or as "24GiB"; a list has one for each; by default what a GPU has, and no
+                     limit on the CPU
+    microbatches     only this many; by default several numbers are tried
+    schedules        only these; by default all with a flush
+    layers           of a module that can't be traced: callables that together are the model
+    optimizer        makes the optimizer, whose state and step are measured; None for one without either
+    replicas         several pipelines side by side are tried too, whatever the mesh: one like `plan.mesh` is for them
+    links            between the devices; by default as measured, between threads or between ranks
+    slack            what the allocator loses, as a share of what comes and goes; by default what it is known to lose
+    seconds          about how long to measure, at most three times
+    time_limit       seconds to search, each time
+    timeout          under a mesh, seconds without a sign of life from a rank, or without any news, after which all give
+                     up
+    """
+    options: dict[str, Any] = {
+        "loss": loss,
+        "microbatches": microbatches,
+        "schedules": schedules,
+        "layers": layers,
+        "optimizer": optimizer,
+        "batchnorm": batchnorm,
+        "replicas": replicas,
+        "batch_dims": batch_dims,
+        "slack": slack,
+        "seconds": seconds,
+        "time_limit": time_limit,
+        "progress": progress,
+    }
+    check_where(devices, mesh)
+    model, _ = uncompiled(model)
+    if devices is not None:
+        return planned(model, example, target, devices=devices, memory=memory, links=links, **options).found.best
+
+    from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
+
+    seat = take_seat(mesh)
+    if memory is None and seat.torch_device.type == "cuda":
+        memory = torch.cuda.get_device_properties(seat.torch_device).total_memory
+    shape = None if replicas else Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
+    with in_one_line(seat.mesh, timeout) as ranks:
+        hops = ranks.hops()
+        together = all(hop.near for hop in hops)
+
+        def made() -> str:
+            best = planned(
+                model,
+                example,
+                target,
+                devices=ranks.devices,
+                memory=memory,
+                links=levels(hops) if links is None else links,
+                mesh=shape,
+                threads=torch.get_num_threads(),
+                side_by_side=len(ranks.devices) if together else 1,
+                **options,
+            ).found.best
+            return json.dumps(best.to_json())
+
+        return Plan.from_json(json.loads(ranks.from_first(made)))

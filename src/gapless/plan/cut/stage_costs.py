@@ -1,0 +1,84 @@
+"""From the costs of layers to those of stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from gapless.plan.profile.profile import Layer, Profile
+from gapless.plan.search.machine import Mesh
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The layers of each stage, and what they cost on their devices.
+
+    costs     for the simulator: where links differ, a message on a slower one counts as a larger one
+    boundary  the bytes of each stage's input as they are
+    """
+
+    layers: tuple[tuple[Layer, ...], ...]
+    placement: Placement
+    costs: Costs
+    boundary: tuple[int, ...]
+
+    @property
+    def memory_costs(self) -> Costs:
+        return replace(self.costs, boundary=self.boundary)
+
+    def of_device(self, device: int) -> list[Layer]:
+        return [layer for stage in self.placement.stages[device] for layer in self.layers[stage]]
+
+
+def make_stages(
+    profile: Profile, counts: Sequence[int], placement: Placement, mesh: Mesh, speeds: Sequence[float]
+) -> Stages:
+    ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    layers = tuple(profile.layers[first:last] for first, last in pairwise(ends))
+    homes = [placement.device(stage, 0) for stage in range(len(counts))]
+
+    def time(of: Callable[[Layer], float], entry: float = 0.0) -> tuple[float, ...]:
+        return tuple((entry + sum(map(of, own))) / speeds[home] for own, home in zip(layers, homes, strict=True))
+
+    def size_of(of: Callable[[Layer], int]) -> tuple[int, ...]:
+        return tuple(sum(map(of, own)) for own in layers)
+
+    # Layers of one stage hold what passes between them once.
+    shared = [sum(layer.overlap for layer in own[1:]) for own in layers]
+    sizes = size_of(lambda layer: layer.activation)
+    activation = tuple(max(0, size - less) for size, less in zip(sizes, shared, strict=True))
+    boundary = (profile.input, *(own[-1].boundary for own in layers[:-1]))
+    costs = Costs(
+        forward=time(lambda layer: layer.forward.median, profile.entry.forward),
+        input_grad=time(lambda layer: layer.input_grad.median, profile.entry.backward),
+        weight_grad=time(lambda layer: layer.weight_grad.median),
+        recompute=time(lambda layer: layer.recompute.median, profile.entry.forward),
+        update=time(lambda layer: layer.update.median),
+        backward=time(lambda layer: layer.whole_backward, profile.entry.backward),
+        activation=activation,
+        # Orders are made as if the gradients that W needs were a part of the activation; `footprint` counts all.
+        kept_for_weight_grad=tuple(map(min, size_of(lambda layer: layer.kept_for_weight_grad), activation)),
+        boundary=boundary,
+    )
+    return Stages(layers, placement, _with_links(costs, profile, homes, mesh, boundary), boundary)
+
+
+def _with_links(costs: Costs, profile: Profile, homes: Sequence[int], mesh: Mesh, boundary: Sequence[int]) -> Costs:
+    """The simulator knows one latency and one bandwidth: on a slower link a message is so much the larger."""
+    links = {stage: mesh.hop(profile, homes[stage - 1], homes[stage]) for stage in _crossed(homes)}
+    if not links:
+        return costs
+    latency = min(link.latency for link in links.values())
+    if len(set(links.values())) == 1:
+        return replace(costs, latency=latency, bandwidth=next(iter(links.values())).bandwidth)
+    bandwidth = min((link.bandwidth for link in links.values() if link.bandwidth is not None), default=1e12)
+    sizes: list[Number] = list(boundary)
+    for stage, link in links.items():
+        sizes[stage] = (link.seconds(boundary[stage]) + link.latency - latency) * bandwidth
+    return replace(costs, latency=latency, bandwidth=bandwidth, boundary=sizes)
+
+
+def _crossed(homes: Sequence[int]) -> list[int]:
+    """The stages whose input comes from another device."""
+    return [stage for stage in range(1, len(homes)) if homes[stage] != homes[stage - 1]]

@@ -1,0 +1,177 @@
+"""A plan is a value: partition, schedule, microbatches and remat, with what they are predicted to take.
+
+It is written as JSON and read back as it was, so it can be made on one machine and run on another.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from gapless.errors import ConfigError, GaplessError, printable
+from gapless.model.cuts import Cuts
+from gapless.plan.search.breakdown import Breakdown
+from gapless.plan.search.footprint import Footprint
+from gapless.plan.search.machine import Mesh
+from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.units import show_bytes
+
+_LARGEST_FILE = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a Pipeline needs to know, and what it may expect.
+
+    recipe     the name of the schedule that `schedule` was made from
+    partition  layers per stage; of a module that is traced, pieces of its graph
+    remat      per stage "none" or "stage"
+    samples    in one microbatch
+    mesh       how many pipelines of how many devices
+    costs      of the stages: seconds and bytes
+    breakdown  of the predicted step, in seconds
+    memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
+    cuts       of a module that is traced: where its graph is cut
+    """
+
+    recipe: str
+    schedule: Schedule
+    partition: tuple[int, ...]
+    remat: tuple[Literal["none", "stage"], ...]
+    samples: int
+    mesh: Mesh
+    costs: Costs
+    breakdown: Breakdown
+    memory: tuple[Footprint, ...]
+    limits: tuple[int | None, ...]
+    cuts: Cuts | None = None
+
+    def __post_init__(self) -> None:
+        stages, devices = self.schedule.num_stages, self.schedule.num_devices
+        counts = {len(self.partition), len(self.remat)}
+        if counts != {stages} or {len(self.memory), len(self.limits), self.mesh.num_devices} != {devices}:
+            raise ConfigError(
+                f"the schedule has {stages} stages on {devices} devices, but the plan has a partition of "
+                f"{len(self.partition)}, remat for {len(self.remat)} and the memory of {len(self.memory)}"
+            )
+        if self.cuts is not None:
+            self.cuts.check(stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Of one pipeline."""
+        return self.schedule.num_devices
+
+    @property
+    def stages_per_device(self) -> int:
+        return self.schedule.num_stages // self.num_devices
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.num_microbatches
+
+    @property
+    def minibatch(self) -> int:
+        return self.mesh.replicas * self.microbatches * self.samples
+
+    @property
+    def step_seconds(self) -> float:
+        return self.breakdown.total
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.minibatch / self.step_seconds
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step as predicted, in seconds."""
+        return simulate(self.schedule, self.costs, self.title)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What to pass to a Pipeline beside the layers and their devices."""
+        return {
+            "schedule": self.schedule,
+            "partition": self.partition,
+            "microbatches": self.microbatches,
+            "remat": self.remat,
+            "costs": self.costs,
+        }
+
+    @property
+    def title(self) -> str:
+        """`zb-v on 8 devices, 32 microbatches of 4`, with what else differs."""
+        parts = [f"{self.recipe} on {self.num_devices} device{'s' if self.num_devices > 1 else ''}"]
+        if self.mesh.replicas > 1:
+            parts[0] = f"{self.mesh.replicas} x {parts[0]}"
+        if self.stages_per_device > 1:
+            parts.append(f"{self.stages_per_device} stages each")
+        parts.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''} of {self.samples}")
+        again = self.remat.count("stage")
+        if again:
+            parts.append("remat" if again == len(self.remat) else f"remat of {again} of {len(self.remat)} stages")
+        return ", ".join(parts)
+
+    # -- the JSON form ------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "devices": self.num_devices,
+            "replicas": self.mesh.replicas,
+            "replicas_inside": self.mesh.inside,
+            "microbatches": self.microbatches,
+            "samples": self.samples,
+            "partition": list(self.partition),
+            **({} if self.cuts is None else {"cuts": self.cuts.to_json()}),
+            "remat": list(self.remat),
+            "step_seconds": self.step_seconds,
+            "breakdown": asdict(self.breakdown),
+            "memory": [asdict(held) for held in self.memory],
+            "limits": list(self.limits),
+            "costs": {key: value for key, value in asdict(self.costs).items() if value is not None},
+            "schedule": self.schedule.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Plan":
+        try:
+            return cls(
+                recipe=printable(str(data["recipe"])),
+                schedule=Schedule.parse(json.dumps(data["schedule"])),
+                partition=tuple(map(int, data["partition"])),
+                remat=tuple("stage" if word == "stage" else "none" for word in data["remat"]),
+                samples=int(data["samples"]),
+                mesh=Mesh(int(data["replicas"]), int(data["devices"]), bool(data["replicas_inside"])),
+                costs=Costs(**data["costs"]),
+                breakdown=Breakdown(**data["breakdown"]),
+                memory=tuple(Footprint(**held) for held in data["memory"]),
+                limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
+                cuts=Cuts.from_json(data["cuts"]) if "cuts" in data else None,
+            )
+        except GaplessError as error:
+            raise ConfigError(f"that is no plan: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:120]
+            raise ConfigError(f"that is no plan: {missing}") from None
+
+    def write(self, path: str | Path) -> None:
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in self.to_json().items()]
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", newline="\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Plan":
+        file, shown = Path(path), printable(str(path)[:200])
+        if not file.is_file():
+            raise ConfigError(f"{shown} is not a file that can be read")
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"{shown} has {show_bytes(file.stat().st_size)}, but a plan is smaller")
+        try:
+            return cls.from_json(json.loads(file.read_text("utf-8")))
+        except (ValueError, RecursionError, ConfigError) as error:
+            raise ConfigError(f"{shown}: {str(error)[:200]}") from None

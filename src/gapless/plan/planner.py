@@ -1,0 +1,287 @@
+"""From a model to a plan: measure it, search, and measure again if the best plan has microbatches of another size."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gapless import units
+from gapless.errors import ConfigError, PlanError
+from gapless.model.capture import own_loss
+from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.plan.explain import explained
+from gapless.plan.profile import profile as profiled
+from gapless.plan.profile.measure import hop, measure
+from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.profile.task import Optimizer
+from gapless.plan.profile.traced import Graph, Tracer
+from gapless.plan.search.choices import check_recipes
+from gapless.plan.search.machine import Device, Mesh
+from gapless.plan.search.search import Found, search
+from gapless.stage import microbatch as mb
+from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.devices import Devices, torch_devices
+
+Memory = int | str | Sequence[int | str]
+Progress = Callable[[str], None]
+
+_DEPTH = 4  # microbatches per device to begin with
+_ROUNDS = 3  # of measuring and searching
+
+
+class Planned(NamedTuple):
+    """All that was found, and the profile it was found with."""
+
+    profile: Profile
+    found: Found
+
+
+def planned(
+    model: nn.Module | Sequence[Layer],
+    example: Any,
+    target: Any = None,
+    *,
+    devices: Devices,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    memory: Memory | None = None,
+    speeds: Sequence[float] | None = None,
+    microbatches: int | None = None,
+    schedules: Sequence[str] | None = None,
+    layers: Sequence[Layer] | None = None,
+    optimizer: Optimizer | None = torch.optim.AdamW,
+    batchnorm: BatchNorm = "microbatch",
+    replicas: bool = False,
+    mesh: Mesh | None = None,
+    links: Sequence[Link] | None = None,
+    batch_dims: Any = None,
+    slack: float | None = None,
+    threads: int | None = None,
+    side_by_side: int | None = None,
+    seconds: float = 10.0,
+    time_limit: float = 60.0,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Planned:
+    """As `gapless.make_plan`, with every plan that was found and the profile.
+
+    speeds        of the devices as shares of the first one's, where they differ
+    mesh          only this one; then the example is the share of one replica
+    threads       intra-op threads of a CPU device; by default the caller's, shared among the devices
+    side_by_side  how many of the devices share this machine's processors; all of them unless given
+    name          of the profile
+    """
+    told = progress or (lambda line: None)
+    for word, value in {"slack": slack, "seconds": seconds, "time_limit": time_limit}.items():
+        _check_number(word, value)
+    if schedules is not None:
+        check_recipes(schedules)
+    there = _devices(devices)
+    machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
+    size = mb.batch_size(example, batch_dims)
+    pipelines = 1 if mesh is None else mesh.replicas  # that have a minibatch like the example each
+    sizes = _Sizes(
+        model,
+        layers,
+        _Batch(example, target, batch_dims, size),
+        there,
+        told,
+        links=_links(there) if links is None else tuple(links),
+        minibatch=pipelines * size,
+        loss=loss,
+        optimizer=optimizer,
+        batchnorm=batchnorm,
+        threads=threads or max(1, torch.get_num_threads() // len(there)),
+        side_by_side=side_by_side or len(there),
+        seconds=seconds / 2,
+        name=name or type(model).__name__,
+    )
+    find = partial(
+        search,
+        devices=machine,
+        minibatch=pipelines * size,
+        microbatches=microbatches,
+        recipes=schedules,
+        replicas=replicas,
+        mesh=mesh,
+        slack=slack,
+        time_limit=time_limit,
+        progress=lambda searched: told(f"searching: {searched}"),
+    )
+    if microbatches is not None:
+        asked = [microbatches]
+    else:  # and twice as many samples, which tells what does not grow with them
+        most = min(size, _DEPTH * len(there) // pipelines)
+        asked = [most, max(1, most // 2)]
+    founds: dict[int, Found] = {}  # by the samples in a microbatch
+    for _ in range(_ROUNDS):
+        for count in asked:
+            sizes.measure(count)
+        errors = []
+        for samples, profile in _with_overheads(sizes.profiles).items():
+            if samples not in founds:
+                try:
+                    founds[samples] = sizes.with_cuts(samples, find(profile))
+                except PlanError as error:
+                    errors.append(error)
+        if not founds:
+            raise errors[-1]
+        best = _merged(sizes.profiles, founds)
+        plan = best.found.best
+        count = plan.microbatches * plan.mesh.replicas // pipelines
+        if plan.samples in sizes.profiles or count in asked:
+            break
+        asked = [count]
+    return best
+
+
+class _Batch(NamedTuple):
+    """A minibatch, of which the first part is measured."""
+
+    example: Any
+    target: Any
+    dims: Any
+    size: int
+
+    def part(self, count: int) -> tuple[Any, Any, int]:
+        """Of so many: inputs, target and samples."""
+        target = None if self.target is None else mb.split(self.target, min(count, self.size), size=self.size)[0]
+        return mb.split(self.example, count, self.dims)[0], target, mb.sizes(self.size, min(count, self.size))[0]
+
+
+class _Sizes:
+    """Profiles of a model, by the samples in a microbatch."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Layer],
+        layers: Sequence[Layer] | None,
+        batch: _Batch,
+        there: Sequence[torch.device],
+        told: Progress,
+        *,
+        links: tuple[Link, ...],
+        minibatch: int,
+        loss: Callable[[Any, Any], Tensor] | None,
+        **options: Any,
+    ) -> None:
+        self._batch, self._device, self._told = batch, there[0], told
+        self._links, self._minibatch, self._options = links, minibatch, options
+        self._layers: Sequence[Layer] = ()
+        self._tracer: Tracer | None = None
+        self._graphs: dict[int, Graph] = {}
+        if layers is not None or is_sequence(model):
+            self._layers = Layers(model, layers).layers
+        else:
+            assert isinstance(model, nn.Module)
+            self._tracer, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
+        self._loss = loss
+        self.profiles: dict[int, Profile] = {}
+
+    def measure(self, count: int) -> None:
+        """With a minibatch in so many parts. What does not fit the device is left out, if anything else did."""
+        inputs, target, samples = self._batch.part(count)
+        if samples in self.profiles:
+            return
+        layers, names = self._layers, None
+        if self._tracer is not None:
+            self._told("tracing")
+            graph, inputs = self._tracer.graph(inputs)
+            self._graphs[samples], layers, names = graph, graph.layers, graph.names
+        self._told(f"measuring {len(layers)} layers with microbatches of {samples}")
+        try:
+            found = measure(layers, inputs, target, loss=self._loss, device=self._device, names=names, **self._options)
+        except torch.OutOfMemoryError:
+            if self.profiles:
+                return
+            raise
+        except (AttributeError, TypeError) as error:
+            if target is None and self._loss not in (None, own_loss):
+                raise ConfigError(
+                    f"no target was given, and the loss failed without one ({error}): pass a target after the example"
+                ) from error
+            raise
+        self.profiles[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
+
+    def with_cuts(self, samples: int, found: Found) -> Found:
+        """Plans of a traced model say where its graph is cut."""
+        return self._graphs[samples].with_cuts(found) if self._tracer is not None else found
+
+
+def _with_overheads(profiles: Mapping[int, Profile]) -> dict[int, Profile]:
+    """What layers take for microbatches of two sizes tells what does not grow with the samples."""
+    if len(profiles) < 2:
+        return dict(profiles)
+    found = {}
+    for samples, profile in profiles.items():
+        other = profiles[next(each for each in profiles if each != samples)]
+        if len(other.layers) != len(profile.layers):  # another graph
+            found[samples] = profile
+            continue
+        ratio = other.samples / samples
+        layers = [
+            replace(layer, overhead=_overhead(layer, twin, ratio))
+            for layer, twin in zip(profile.layers, other.layers, strict=True)
+        ]
+        found[samples] = replace(profile, layers=tuple(layers))
+    return found
+
+
+def _overhead(layer: profiled.Layer, twin: profiled.Layer, ratio: float) -> float:
+    """The same for a forward and for a backward; `twin` is the layer for `ratio` times the samples."""
+    one, other = (each.forward.median + each.whole_backward for each in (layer, twin))
+    return min(one, max(0.0, (ratio * one - other) / (ratio - 1))) / 2
+
+
+def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Planned:
+    """All plans of all sizes, each with the costs of the size that is nearest to it."""
+    near = {
+        plan.samples: min(founds, key=lambda samples: (abs(math.log(samples / plan.samples)), samples))
+        for found in founds.values()
+        for plan in found.plans
+    }
+    plans = [plan for samples, found in founds.items() for plan in found.plans if near[plan.samples] == samples]
+    plans.sort(key=lambda plan: plan.step_seconds)
+    samples = near[plans[0].samples]
+    found = founds[samples]
+    text = explained(plans, len(found.rejected))
+    complete = all(each.complete for each in founds.values())
+    return Planned(profiles[samples], Found(tuple(plans), found.rejected, text, complete))
+
+
+def _devices(devices: Devices) -> list[torch.device]:
+    made = torch_devices(devices)
+    if len({device.type for device in made}) > 1:
+        raise ConfigError(
+            f"devices are {', '.join(sorted({device.type for device in made}))}, but a plan is for one kind"
+        )
+    return made
+
+
+def _check_number(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {value!r}, but it is a number of at least 0")
+
+
+def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int | None]:
+    """Of each device; GPUs that are there several times share theirs."""
+    if memory is None:
+        if there[0].type != "cuda":
+            return [None] * len(there)
+        return [torch.cuda.get_device_properties(each).total_memory // there.count(each) for each in there]
+    listed = [memory] * len(there) if isinstance(memory, int | str) else list(memory)
+    if len(listed) != len(there):
+        raise ConfigError(f"memory lists {len(listed)} devices, but there are {len(there)}")
+    try:
+        return [units.read_bytes(each) for each in listed]
+    except ConfigError as error:
+        raise ConfigError(f"memory {error}") from None
+
+
+def _links(there: Sequence[torch.device]) -> tuple[Link, ...]:
+    if len(there) < 2 or there[0].type != "cpu":
+        return ()
+    return (hop(),)

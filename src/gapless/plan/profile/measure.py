@@ -1,0 +1,301 @@
+"""What the layers of a model cost, measured: every layer is run as a stage of its own, as a pipeline would run it.
+
+On the CPU as many threads measure as devices will run there: first one at a time, then all side by side, which tells
+what they cost each other. What counts is the median of what a layer takes alone. What it takes to begin a stage is
+told by the difference between layers one by one and the same layers as one stage. Copies of the layers are measured:
+the model stays as it is.
+"""
+
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError
+from gapless.plan.profile.contention import Span, fitted
+from gapless.plan.profile.meter import PAGE, allocator_slack
+from gapless.plan.profile.profile import ALONE, SLACK, Company, Entry, Layer, Link, Profile, Seconds
+from gapless.plan.profile.runner import Runner, Taken, Times
+from gapless.plan.profile.sizes import Sizes, fake_sizes, measured_sizes
+from gapless.plan.profile.task import Optimizer, Task, moved
+from gapless.stage import microbatch as mb
+from gapless.stage.autocast import AutocastState
+from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.intra_op import intra_op_threads
+
+Progress = Callable[[int, int], None]
+
+_LEAST, _MOST = 5, 25  # rounds
+_MORE = 3  # times as many of stages beside each other
+_PAUSE = 0.5  # at most, between them, of what they take
+_OWN = 0.1  # at least, of the time of the smallest layer, that is its own and not what it takes to begin
+
+
+def measure(
+    model: Sequence[Callable[..., Any]],
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    optimizer: Optimizer | None = torch.optim.AdamW,
+    batchnorm: BatchNorm = "microbatch",
+    threads: int | None = None,
+    side_by_side: int = 1,
+    seconds: float = 10.0,
+    sizes_alone: bool = False,
+    name: str = "",
+    names: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile of these layers for this microbatch on this device.
+
+    threads       intra-op threads of a CPU device; the caller's unless given
+    side_by_side  how many such devices will share this machine's processors
+    seconds       about how long to measure; at least five rounds
+    optimizer     makes the optimizer whose state and step are measured; None for one without either
+    names         of the layers; by default their classes
+    sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
+    progress      is called with the rounds done and the rounds in all
+    """
+    if not len(model):
+        raise ConfigError("there are no layers to measure: give at least 1")
+    device = torch.device(device)
+    task = Task(list(model), moved(inputs, device), moved(target, device), loss, batchnorm)
+    threads = threads or torch.get_num_threads()
+    if sizes_alone:
+        sizes, timed = fake_sizes(task, device, optimizer), _Timed(Times(), Entry(), ALONE)
+    else:
+        with intra_op_threads(threads):
+            sizes = measured_sizes(task, device, optimizer)
+        timed = _timed(task, device, optimizer, threads, side_by_side, seconds, progress)
+    names = [type(layer).__name__ for layer in model] if names is None else names
+    return Profile(
+        name=name,
+        layers=tuple(
+            _layer(f"{number}.{each}", number, size, timed)
+            for number, (each, size) in enumerate(zip(names, sizes, strict=True))
+        ),
+        samples=mb.batch_size(inputs),
+        input=sizes[0].input,
+        reserved=PAGE if device.type == "cuda" else 0,
+        slack=allocator_slack(device) if not sizes_alone else SLACK,
+        device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
+        entry=timed.entry,
+        company=timed.company,
+    )
+
+
+class _Timed(NamedTuple):
+    times: Times
+    entry: Entry
+    company: Company
+
+
+def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
+    def seconds(letter: str, entry: float = 0.0) -> Seconds:
+        found = timed.times.of(number, letter)
+        return Seconds(max(_OWN * found.median, found.median - entry), found.spread)
+
+    forward, input_grad = seconds("F", timed.entry.forward), seconds("I", timed.entry.backward)
+    recording = max(0.0, timed.times.of(number, "f").median - timed.times.of(number, "F").median)
+    return Layer(
+        name=name,
+        forward=forward,
+        # What it takes the forward to record for W: only a backward in halves needs that, so it counts there.
+        input_grad=Seconds(input_grad.median + recording, input_grad.spread),
+        weight_grad=seconds("W"),
+        backward=seconds("B", timed.entry.backward),
+        recompute=seconds("R", timed.entry.forward),
+        update=seconds("U"),
+        parameters=size.parameters,
+        gradients=size.gradients,
+        optimizer_state=size.optimizer_state,
+        activation=size.activation,
+        kept_for_weight_grad=size.kept_for_weight_grad,
+        boundary=size.boundary,
+        overlap=size.overlap,
+        workspace=size.workspace,
+        forward_workspace=size.forward_workspace,
+        halves_workspace=size.halves_workspace,
+        weight_workspace=size.weight_workspace,
+        libraries=size.libraries,
+        update_workspace=size.update_workspace,
+        held_output=size.held_output,
+        passed=size.passed,
+    )
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def _timed(
+    task: Task,
+    device: torch.device,
+    optimizer: Optimizer | None,
+    threads: int,
+    side_by_side: int,
+    seconds: float,
+    progress: Progress | None,
+) -> _Timed:
+    count = min(side_by_side, _cores()) if device.type == "cpu" else 1
+    runners = [Runner(task, device, optimizer, side_by_side, index) for index in range(count)]
+    phases = _Phases(runners, threads, seconds, progress)
+    phases.run()
+    times = Times()
+    for notes in (*phases.alone, *phases.updates):
+        times.add(notes)
+    company = _company(phases) if count > 1 else ALONE
+    if device.type == "cpu" and side_by_side * phases.processors > _cores():
+        company = replace(company, at_once=_cores() / phases.processors)
+    return _Timed(times, _entry(times, runners[0].groups), company)
+
+
+class _Phases:
+    """Every runner in a thread of its own, as a pipeline has: one after another, then all together."""
+
+    def __init__(self, runners: Sequence[Runner], threads: int, seconds: float, progress: Progress | None) -> None:
+        self._runners, self._threads, self._progress = runners, threads, progress
+        self._seconds = seconds / (len(runners) if len(runners) == 1 else 2 * len(runners))
+        self._autocast = AutocastState()  # of the caller, which a thread does not inherit
+        self._turn = threading.Lock()
+        self._together = threading.Barrier(len(runners))
+        self._failures: list[BaseException] = []
+        self._rounds = 0
+        self.alone: list[Sequence[Taken]] = [()] * len(runners)
+        self.beside = {kind: list(self.alone) for kind in ("whole", "halves")}
+        self.updates: list[Sequence[Taken]] = [()] * len(runners)
+        self.processors = 1.0  # that one alone keeps busy
+
+    def run(self) -> None:
+        others = [threading.Thread(target=self._work, args=pair) for pair in enumerate(self._runners)]
+        for thread in others:
+            thread.start()
+        try:
+            for thread in others:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: nobody begins another round
+            self._failures.append(error)
+            self._together.abort()
+            raise
+        finally:
+            torch.set_num_threads(torch.get_num_threads())  # what they set, later threads would inherit
+        if self._failures:
+            raise self._failures[0]
+
+    def _work(self, index: int, runner: Runner) -> None:
+        try:
+            with intra_op_threads(self._threads), self._autocast.replayed():
+                with self._turn:
+                    self.alone[index] = self._by_itself(index, runner)
+                self._together.wait()
+                # From here on nobody waits: in a pipeline, too, one runs forward while the other runs backward.
+                for kind, found in self.beside.items() if len(self._runners) > 1 else ():
+                    chance = random.Random(index)
+                    for _ in range(_MORE * self._rounds):
+                        if self._failures:
+                            return
+                        begin = time.perf_counter()
+                        runner.stages(kind)
+                        # Or the same would always be beside the same.
+                        time.sleep(_PAUSE * chance.random() * (time.perf_counter() - begin))
+                    found[index] = _handed_over(runner)
+                    self._together.wait()
+                runner.updates()
+                self.updates[index] = _handed_over(runner)
+                runner.close()
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:
+            self._failures.append(error)
+            self._together.abort()
+
+    def _by_itself(self, index: int, runner: Runner) -> list[Taken]:
+        """Its notes of all rounds but two, after which it is warm."""
+        if self._failures:
+            return []
+        runner.round(index)
+        begin = time.perf_counter()
+        runner.round(index)
+        taken = time.perf_counter() - begin
+        if not self._rounds:
+            self._rounds = max(_LEAST, min(_MOST, int(self._seconds / taken) if taken else _MOST))
+        _handed_over(runner)
+        begin, used = time.perf_counter(), time.process_time()
+        for done in range(self._rounds):
+            if self._failures:
+                return []
+            if self._progress is not None:
+                self._progress(index * self._rounds + done, len(self._runners) * self._rounds)
+            runner.round(index + done)
+        self.processors = (time.process_time() - used) / (time.perf_counter() - begin)
+        return _handed_over(runner)
+
+
+def _handed_over(runner: Runner) -> list[Taken]:
+    notes, runner.notes = runner.notes, []
+    return notes
+
+
+def _entry(times: Times, groups: Mapping[int, Sequence[int]]) -> Entry:
+    """What layers one by one take longer than the same layers as one stage, for each time one more is begun."""
+    more = sum(len(group) - 1 for group in groups.values())
+
+    def of(letter: str) -> float:
+        each = sum(times.of(number, letter).median for group in groups.values() for number in group)
+        one = sum(times.of(number, letter).median for number in groups)
+        return max(0.0, each - one) / more if more else 0.0
+
+    return Entry(of("F"), of("B"))
+
+
+def _company(phases: _Phases) -> Company:
+    def rows(kind: str) -> list[list[Span]]:
+        return [_spans(*pair) for pair in zip(phases.alone, phases.beside[kind], strict=True)]
+
+    whole = rows("whole")
+    return Company(fitted(whole, forward=True), fitted(whole, forward=False), fitted(rows("halves"), forward=False))
+
+
+def _spans(alone: Sequence[Taken], beside: Sequence[Taken]) -> list[Span]:
+    times = Times()
+    times.add(alone)
+    return [
+        Span(note.begin, note.begin + note.seconds, note.letter in "Ff", times.of(note.layer, note.letter).median)
+        for note in beside
+    ]
+
+
+# -- where it is measured -----------------------------------------------------------------------------------------
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hop(rounds: int = 200) -> Link:
+    """What it takes to hand something from one thread of this process to another."""
+    there, back = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer() -> None:
+        for _ in range(rounds):
+            there.acquire()
+            back.release()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    taken = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        there.release()
+        back.acquire()
+        taken.append((time.perf_counter() - begin) / 2)
+    thread.join()
+    return Link("threads", None, statistics.median(taken))

@@ -1,0 +1,157 @@
+"""Bytes that are held, and the most that were: of the storages themselves, so that views and shared tensors count once.
+
+A dispatch mode sees every tensor that is made and notes when its storage dies. That works on the CPU and for tensors
+without data; a GPU's own allocator also knows what kernels take for themselves.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gapless.plan.profile.profile import SLACK
+
+
+class Meter(Protocol):
+    def on(self) -> AbstractContextManager[object]:
+        """Around all that is to be counted."""
+
+    def live(self) -> int:
+        """Bytes held now."""
+
+    def peak(self) -> int:
+        """The most since the last call of this."""
+
+    def clear_libraries(self) -> int:
+        """Has the device's libraries give back what they keep from call to call; how much that was."""
+
+
+def meter_for(device: torch.device, *, fake: bool = False) -> Meter:
+    return GpuMeter(device) if device.type == "cuda" and not fake else StorageMeter()
+
+
+class StorageMeter:
+    """Counts what is made while it is on."""
+
+    def __init__(self) -> None:
+        self._mode = _Watching()
+
+    def on(self) -> AbstractContextManager[object]:
+        return self._mode
+
+    def live(self) -> int:
+        return self._mode.live
+
+    def peak(self) -> int:
+        most, self._mode.most = self._mode.most, self._mode.live
+        return most
+
+    def clear_libraries(self) -> int:
+        return 0
+
+
+class GpuMeter:
+    """Asks the allocator. What one block is rounded up to counts as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def on(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def live(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._device)
+        most = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return most
+
+    def clear_libraries(self) -> int:
+        before = self.live()
+        clear_workspaces()
+        return before - self.live()
+
+
+def clear_workspaces() -> None:
+    """cuBLAS lets go of its memory on all streams, and takes it again at its next product there."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+# What torch's allocator loses on a GPU: measured on an H200 with torch 2.11, as the least limit under which a step runs
+# less all that is live at its peak (`gapless bench plan --fit`), as a share of what comes and goes.
+EXPANDABLE_SLACK = 0.06  # with expandable segments: up to 4.9%, 25 settings
+SEGMENTED_SLACK = 0.25  # without: up to 24%, 10 settings
+PAGE = 20 * 2**20  # it takes memory from the driver by these, and the last one is not full
+
+
+def allocator_slack(device: torch.device) -> float:
+    """What the allocator of this device loses as it is set now, as a share of what comes and goes."""
+    if device.type != "cuda":
+        return SLACK
+    return EXPANDABLE_SLACK if has_expandable_segments(device) else SEGMENTED_SLACK
+
+
+def has_expandable_segments(gpu: torch.device) -> bool:
+    """Whether torch's allocator is set to PYTORCH_ALLOC_CONF=expandable_segments:True, or is CUDA's own."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return True
+    torch.cuda.empty_cache()
+    one = torch.empty(PAGE, dtype=torch.uint8, device=gpu)
+    for segment in torch.cuda.memory_snapshot():
+        if segment["address"] <= one.data_ptr() < segment["address"] + segment["total_size"]:
+            return bool(segment.get("is_expandable", False))
+    return False
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.most = 0
+        self._known: set[int] = set()
+        self._lock = threading.RLock()  # what dies, dies in any thread, also while this one is here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made:
+            given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
+            for storage in _storages(made):
+                if id(storage) not in given:
+                    self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        number, size = id(storage), storage.nbytes()
+        with self._lock:
+            if number in self._known or not size:
+                return
+            self._known.add(number)
+            self.live += size
+            self.most = max(self.most, self.live)
+        weakref.finalize(storage, self._died, number, size)
+
+    def _died(self, number: int, size: int) -> None:
+        with self._lock:
+            self._known.discard(number)
+            self.live -= size
+
+
+def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each once."""
+    found = {storage._cdata: storage.nbytes() for storage in _storages(tensors)}
+    return sum(found.values())

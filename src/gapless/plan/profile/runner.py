@@ -1,0 +1,236 @@
+"""Layers run as a pipeline would run them, and timed: each as a stage of its own, and some as one stage together.
+
+whole    F F F F | B   B   B   B             forward through all layers, then back
+halves   F F F F | I   I   I   I | W W W W   the same with the gradients' halves apart
+again    F F F F | R B R B R B R B           recomputed
+
+As one stage, four layers have one F and one B, or one F, I and W.
+"""
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gapless.plan.profile.profile import Seconds
+from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs
+from gapless.stage.stage import Stage
+
+PASSES = (("whole", False), ("halves", False), ("again", False), ("whole", True), ("halves", True))
+"""Each with whether all layers are one stage."""
+
+_ROOM = 0.4  # of a GPU's free memory that the copies of all layers may take together
+_UPDATES = 5
+
+
+class Taken(NamedTuple):
+    """What one action took. `f` is a forward that records what a `W` will need; `U` is the optimizer step; a group of
+    layers in one stage has a negative number: -1 for the first group.
+    """
+
+    layer: int
+    letter: str
+    begin: float  # by the clock of a CPU
+    seconds: float
+
+
+class Times:
+    """The seconds of each layer, by the letter of the action."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+
+    def add(self, notes: Sequence[Taken]) -> None:
+        for note in notes:
+            self._taken[note.layer, note.letter].append(note.seconds)
+
+    def of(self, layer: int, letter: str) -> Seconds:
+        values = self._taken.get((layer, letter))
+        if not values:
+            return Seconds(0.0)
+        median = statistics.median(values)
+        return Seconds(median, statistics.median(abs(value - median) for value in values))
+
+
+class Clock:
+    """Of a CPU: what has been called has been done."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def since(self, begin: Any) -> float:
+        return float(time.perf_counter() - begin)
+
+
+class GpuClock(Clock):
+    """From an idle GPU to an idle GPU, by its own events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        torch.cuda.synchronize(self._device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def since(self, begin: Any) -> float:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record(torch.cuda.current_stream(self._device))
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    return GpuClock(device) if device.type == "cuda" else Clock()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One layer as a stage: with the backward in one piece, in halves, and recomputed; and its optimizer."""
+
+    whole: Stage
+    halves: Stage
+    again: Stage
+    optimizer: Any
+
+
+class Runner:
+    """Runs the passes on copies of its own. Where all layers do not fit on the device, one at a time is there."""
+
+    def __init__(
+        self, task: Task, device: torch.device, optimizer: Optimizer | None, num_devices: int, index: int = 0
+    ) -> None:
+        """`num_devices`: how many the model will be on; `index`: which of them this one stands for."""
+        self._task, self._device, self._optimizer, self._index = task, device, optimizer, index
+        self._clock = clock_for(device)
+        self._apart = not _fit_together(task.layers, device)
+        # As many at a time as a device will have: more would push each other out of its caches.
+        numbers = range(len(task.layers))
+        each = 1 if self._apart else math.ceil(len(numbers) / num_devices)
+        self._groups = [list(numbers[first : first + each]) for first in range(0, len(numbers), each)]
+        self._parts: dict[int, _Parts] = {}
+        self._as_one: dict[int, dict[str, Stage]] = {}  # of each group
+        self._given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
+        self.notes: list[Taken] = []
+
+    @property
+    def groups(self) -> dict[int, list[int]]:
+        """The layers that are also run as one stage, by its number."""
+        return {-1 - place: group for place, group in enumerate(self._groups)}
+
+    def round(self, turn: int) -> None:
+        """All passes over all layers, in an order that differs from turn to turn."""
+        for place in self._order():
+            group = self._groups[place]
+            parts = [self._made(number) for number in group]
+            for number in range(len(PASSES)):
+                self._pass(*PASSES[(turn + number) % len(PASSES)], place, parts)
+            if self._apart:
+                self._update(group)
+                self._parts.clear()
+                self._as_one.clear()
+
+    def stages(self, kind: str) -> None:
+        """All layers as the stages that they may be, with backwards that are whole or in halves."""
+        for place in self._order():
+            self._pass(kind, True, place, ())
+
+    def _order(self) -> list[int]:
+        """Each runner begins elsewhere, once it knows the inputs: in a pipeline no two devices run the same layers."""
+        places = list(range(len(self._groups)))
+        start = self._index % len(places) if len(self._given) > len(places) else 0
+        return places[start:] + places[:start]
+
+    def _made(self, number: int) -> _Parts:
+        if number not in self._parts:
+            layers = [copied(self._task.layers[number], self._device)]
+            whole = self._task.stage(layers, number)
+            halves = self._task.stage(layers, number, split=True)
+            again = self._task.stage(layers, number, remat="stage")
+            parameters = [each for each in whole.parameters() if each.requires_grad]
+            made = self._optimizer(parameters) if self._optimizer is not None and parameters else None
+            self._parts[number] = _Parts(whole, halves, again, made)
+        return self._parts[number]
+
+    def _one(self, place: int) -> dict[str, Stage]:
+        if place not in self._as_one:
+            group = self._groups[place]
+            layers = [layer for number in group for layer in self._made(number).whole.layers]
+            whole, halves = self._task.stage(layers, group[0]), self._task.stage(layers, group[0], split=True)
+            self._as_one[place] = {"whole": whole, "halves": halves}
+        return self._as_one[place]
+
+    def _pass(self, kind: str, as_one: bool, place: int, parts: Sequence[_Parts]) -> None:
+        group, value = self._groups[place], self._given[place]
+        if as_one:
+            stages, numbers = [self._one(place)[kind]], [-1 - place]
+        else:
+            stages, numbers = [getattr(each, kind) for each in parts], group
+        for number, stage in zip(numbers, stages, strict=True):
+            more: dict[str, Any] = {"step": 0, "defer": kind == "halves"}
+            if stage.loss is not None:
+                more |= {"target": self._task.target}
+            begin = self._clock.now()
+            value = stage.forward(0, value, **more)
+            if kind != "again":
+                self._note(number, "f" if kind == "halves" else "F", begin)
+        self._given.setdefault(place + 1, value)
+        grads: Any = None if stages[-1].loss is not None else ones_like_outputs(value)
+        for number, stage in zip(reversed(numbers), reversed(stages), strict=True):
+            begin = self._clock.now()
+            if kind == "halves":
+                grads = stage.backward_input(0, grads)
+                self._note(number, "I", begin)
+                continue
+            if kind == "again":
+                stage.recompute(0)
+                self._note(number, "R", begin)
+                begin = self._clock.now()
+            grads = stage.backward(0, grads)
+            if kind != "again":
+                self._note(number, "B", begin)
+        for number, stage in zip(reversed(numbers), reversed(stages), strict=True):
+            if kind == "halves":
+                begin = self._clock.now()
+                stage.backward_weight(0)
+                self._note(number, "W", begin)
+            stage.finish()
+
+    def updates(self) -> None:
+        """Optimizer steps, at the end: they go through three times as much memory as the layers do."""
+        for _ in range(_UPDATES):
+            self._update(sorted(self._parts))
+
+    def _update(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            optimizer = self._parts[number].optimizer
+            if optimizer is not None:
+                begin = self._clock.now()
+                with torch.no_grad():
+                    optimizer.step()
+                self._note(number, "U", begin)
+
+    def _note(self, number: int, letter: str, begin: Any) -> None:
+        seconds = self._clock.since(begin)
+        self.notes.append(Taken(number, letter, begin if isinstance(begin, float) else 0.0, seconds))
+
+    def close(self) -> None:
+        self._parts.clear()
+        self._as_one.clear()
+
+
+def _fit_together(layers: Sequence[Any], device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    size = sum(
+        p.numel() * p.element_size() for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()
+    )
+    free, _ = torch.cuda.mem_get_info(device)
+    return 4 * size < _ROOM * free

@@ -1,0 +1,108 @@
+"""A module that is no sequence, as layers to measure: its graph, cut where little crosses into pieces of about the same
+cost.
+
+The layers hold the tensors of the caller's model, and copies of them are measured. What is traced is a copy, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, takewhile
+from types import MethodType
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from gapless.model.capture import flat_of, pieces_of, tensor_names
+from gapless.model.cut import Crossing, even_cuts, homes_of
+from gapless.model.cuts import Cuts
+from gapless.model.piece import Piece, Slot
+from gapless.model.trace import Trace
+from gapless.plan.profile.task import copied, moved
+from gapless.plan.search.search import Found
+
+_MOST = 48  # layers, or
+_PER_DEVICE = 4
+
+
+class TracedLayer(Slot):
+    """A piece of a graph that is copied and moved as any other layer."""
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__()
+        piece, self.held = piece.apart()
+        self.pieces = [piece]
+
+    def bind(self, *functions: Any, exclude: Any = None, **options: Any) -> None:
+        """It does not hold the stage that holds it, so that the memory of both goes as soon as it was measured."""
+        super().bind(*map(_weak, functions), exclude=_weak(exclude), **options)
+
+
+def _weak(function: Any) -> Any:
+    if not isinstance(function, MethodType):
+        return function
+    method = WeakMethod(function)
+    return lambda *args: method()(*args)  # type: ignore[misc]
+
+
+class Graph:
+    """The layers of a model for one kind of microbatch, with their names."""
+
+    def __init__(self, model: nn.Module, trace: Trace, most: int) -> None:
+        self.trace = trace
+        self._model = model
+        self._crossing = Crossing(trace)
+        self._places = even_cuts(self._crossing, most)
+        pieces = pieces_of(self._crossing, self._places, model, [None] * (len(self._places) + 1))
+        self.layers = [TracedLayer(piece) for piece in pieces]
+        bounds = [0, *(place + 1 for place in self._places), len(trace.nodes)]
+        self.names = [self._name(range(start, end)) for start, end in pairwise(bounds)]
+
+    def with_cuts(self, found: Found) -> Found:
+        """Plans that say where this graph is cut."""
+        return replace(found, plans=tuple(replace(plan, cuts=self._cuts(plan.partition)) for plan in found.plans))
+
+    def _cuts(self, partition: Sequence[int]) -> Cuts:
+        after = tuple(self._places[count - 1] for count in accumulate(partition[:-1]))
+        homes = homes_of(self._crossing, after)
+        known = [name for name in tensor_names(self._model) if name in homes]
+        parameters = tuple(tuple(name for name in known if stage in homes[name]) for stage in range(len(partition)))
+        return Cuts(after, len(self.trace.nodes), parameters)
+
+    def _name(self, numbers: range) -> str:
+        """The module that has all of these nodes, or else the costliest."""
+        costs = self._crossing.costs
+        paths = {number: _path(self.trace.nodes[number]) for number in numbers if costs[number]}
+        same = takewhile(lambda names: len(set(names)) == 1, zip(*paths.values(), strict=False))
+        path = [names[0] for names in same] or paths.get(max(numbers, key=costs.__getitem__, default=0), [])
+        return ".".join(path) or type(self._model).__name__
+
+
+def _path(node: Node) -> list[str]:
+    """The names that lead to the module that a node is of."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return [name for name in stack[-1][0].split(".") if name] if stack else []
+
+
+class Tracer:
+    """Traces a model once for each kind of microbatch, on the device that is measured."""
+
+    def __init__(self, model: nn.Module, device: torch.device, num_devices: int) -> None:
+        self._model, self._device = model, device
+        self._most = max(_MOST, _PER_DEVICE * num_devices)
+        self._whole: nn.Module = copied(model, torch.device("cpu"))
+        self._graphs: list[Graph] = []
+
+    def graph(self, part: Any) -> tuple[Graph, Any]:
+        """Its layers for this microbatch, and what the first of them takes."""
+        flat, spec = flat_of(moved(part, self._device))
+        inputs = ((0, *flat),)
+        for known in self._graphs:
+            if known.trace.fits(flat, spec):
+                return known, inputs
+        made = Graph(self._model, Trace(self._whole.to(self._device), flat, spec), self._most)
+        self._whole.to("cpu")  # the memory of a GPU is for what is measured
+        self._graphs.append(made)
+        return made, inputs

@@ -1,0 +1,69 @@
+"""The devices there are, and how they are shared out: K of them make a pipeline, and `replicas` pipelines train side by
+side on their shares of the minibatch.
+
+    mesh of 2 replicas x 3 devices      replica outside: 0 1 2 | 3 4 5      inside: 0 2 4 | 1 3 5
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gapless.errors import ConfigError
+from gapless.plan.profile.profile import Link, Profile
+
+
+@dataclass(frozen=True)
+class Device:
+    """What differs between devices: bytes of memory (None: no limit), and speed as a share of the profile's."""
+
+    memory: int | None = None
+    speed: float = 1.0
+
+
+def check_devices(devices: Sequence[Device]) -> None:
+    if not devices:
+        raise ConfigError("there are no devices: a plan needs at least 1")
+    for number, device in enumerate(devices):
+        if not 0 < device.speed < float("inf"):
+            raise ConfigError(
+                f"the speed of device {number} is {device.speed:g}, but it is a number above 0, 1 as measured"
+            )
+        if device.memory is not None and device.memory <= 0:
+            raise ConfigError(f"the memory of device {number} is {device.memory} bytes, but it must be above 0")
+
+
+def check_reach(profile: Profile, num_devices: int) -> None:
+    reach = profile.links[-1].devices if profile.links else None
+    if reach is not None and reach < num_devices:
+        raise ConfigError(
+            f"the links of the profile reach {reach} devices, but there are {num_devices}: add the link between groups "
+            f"of {reach}"
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Which devices make which pipeline. `inside`: the replicas of a stage are neighbours, not the stages."""
+
+    replicas: int
+    num_devices: int  # of one pipeline
+    inside: bool = False
+
+    @property
+    def dimensions(self) -> tuple[tuple[str, int], ...]:
+        """The outermost first, as torch's init_device_mesh takes them."""
+        parts = (("dp", self.replicas), ("pp", self.num_devices))
+        return parts[::-1] if self.inside else parts
+
+    def device(self, replica: int, position: int) -> int:
+        """The number among all devices of the one at `position` of a pipeline."""
+        return position * self.replicas + replica if self.inside else replica * self.num_devices + position
+
+    def hop(self, profile: Profile, one: int, other: int) -> Link:
+        """What connects two positions of a pipeline; of all replicas the slowest."""
+        links = [profile.link(self.device(r, one), self.device(r, other)) for r in range(self.replicas)]
+        return max(links, key=lambda link: (link.seconds(2**20), link.latency))
+
+    def sum_seconds(self, profile: Profile, position: int, size: float) -> float:
+        """How long the replicas of a position take to add up `size` bytes of gradients."""
+        link = profile.link(self.device(0, position), self.device(self.replicas - 1, position))
+        return link.all_reduce(size, self.replicas)

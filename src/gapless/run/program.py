@@ -1,0 +1,340 @@
+"""Runs a schedule: a device's actions become a flat list of bound calls once, and are then just run.
+
+Each call takes what it needs (from the batch, from a stage on the same device, or from a channel), computes, and
+hands the result on. No decision is taken and nothing is looked up by name while a step runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.errors import note_place
+from gapless.run.channels import StoppedError, Transport
+from gapless.run.lanes import CpuLane, Lane, Parcel, fenced
+from gapless.run.team import Team
+from gapless.run.thread_state import CallerState
+from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.timeline import Timeline
+from gapless.schedule.updates import WEIGHT_GRADIENTS
+from gapless.schedule.verify import is_in_order
+from gapless.stage.cell import check_scalar
+from gapless.stage.stage import Stage
+from gapless.stage.turns import Turns
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Batch:
+    """What one step works on and what it leaves: filled by the caller, read and written by the devices."""
+
+    step: int = 0
+    inputs: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+    weights: Sequence[float | Tensor] = ()
+    want_outputs: bool = False
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+
+
+class Program:
+    """One schedule bound to stages and lanes: per device the calls, and the action each belongs to.
+
+    `here` are the devices that this process runs, `stages` those on them by their numbers. `after` has what is to be
+    called when an action has ended.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        lanes: Sequence[Lane],
+        loss: Callable[[Any, Any], Tensor] | None,
+        channels: Transport,
+        *,
+        here: Sequence[int],
+        recorded: bool,
+        after: Mapping[Action, Callable[[Batch], None]] | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.stages, self.lanes, self.loss = stages, lanes, loss
+        self.batch = Batch()
+        self.channels, self.here = channels, here
+        self.inference = schedule.kinds == {Kind.FORWARD}
+        self.marks: list[list[Any]] = [[] for _ in schedule.rows]
+        self.recorded = recorded
+        # Where all devices are threads of one CPU, what is made is where it is needed.
+        self._one_memory = all(isinstance(lane, CpuLane) for lane in lanes)
+        self.reached = [0] * schedule.num_devices  # the position of the action each device has begun last
+        self.stopping: list[bool] = []  # not empty: every device is to stop before its next action
+        self._local: dict[tuple[str, int, int], Any] = {}  # handed from a stage to another one of the same device
+        # A backward that runs whole needs no deferral, even where the same stage splits others.
+        self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+        self._after = after or {}
+        ordered = partial(is_in_order, schedule)
+        self._turns = {
+            stage: Turns(work.own_parameters, schedule.num_microbatches)
+            for stage, work in stages.items()
+            if not (ordered(stage, BACKWARDS) and ordered(stage, WEIGHT_GRADIENTS))
+        }
+        for stage, work in stages.items():
+            work.forwards_in_order = ordered(stage, {Kind.FORWARD})
+        self._following = {device: dict(pairwise(schedule.rows[device])) for device in here}
+        self.calls = {device: self._bind(device) for device in here}
+
+    def _bind(self, device: int) -> list[Call]:
+        there: set[Action] = set()
+        for action in self.schedule.rows[device]:  # ours to be right about: what is needed locally comes before
+            for need in dependencies(action, self.schedule):
+                home = self.schedule.placement.device(need.stage, need.microbatch)
+                assert home != device or need in there, f"{action} before {need} on device {device}"
+            there.update(completes(action))
+        calls = [self._call(device, action) for action in self.schedule.rows[device]]
+        for position, action in enumerate(self.schedule.rows[device]):
+            if action in self._after:
+                calls[position] = self._followed(calls[position], self._after[action])
+        return calls
+
+    def _call(self, device: int, action: Action) -> Call:
+        stage, kind, microbatch = action
+        work = self.stages[stage]
+        if kind is Kind.FORWARD:
+            take, put = self._taker(device, action, -1), self._putter(device, action, 1)
+            compute = self._forward(stage, microbatch, put)
+        elif kind in BACKWARDS:
+            take, put = self._taker(device, action, 1), self._putter(device, action, -1)
+            half = work.backward if kind is Kind.BACKWARD else work.backward_input
+            if (turns := self._turns.get(stage)) is not None:
+                half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
+            compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
+        else:
+            assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
+            alone = partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
+            if kind is Kind.WEIGHT_GRAD and (turns := self._turns.get(stage)) is not None:
+                alone = partial(turns.taken, microbatch, alone, last=True)
+            if not self.recorded:
+                return alone
+            take, compute = None, lambda _: alone()
+        if self.recorded:
+            compute = self._timed(device, compute)
+        elif kind in BACKWARDS and take is not None:
+            return lambda: half(microbatch, take(), put)  # the same without a call between
+        return (lambda: compute(None)) if take is None else (lambda: compute(take()))
+
+    def _followed(self, call: Call, then: Callable[[Batch], None]) -> Call:
+        def run() -> None:
+            call()
+            then(self.batch)
+
+        return run
+
+    def _forward(self, stage: int, microbatch: int, put: Callable[[Any], None] | None) -> Callable[[Any], Any]:
+        work, batch = self.stages[stage], self.batch
+        last = stage == self.schedule.num_stages - 1
+        if self.inference:
+            return self._infer_last(work, microbatch) if put is None else lambda inputs: put(work.infer(inputs))
+        defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
+        keep = work.remat == "stage" and (stage, microbatch) not in self.schedule.recomputed
+        if not last:
+            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer, keep=keep, then=put)
+
+        lane = self.lanes[self.schedule.placement.device(stage, microbatch)]
+
+        def forward(inputs: Any) -> None:
+            batch.outputs[microbatch], batch.losses[microbatch] = work.forward(
+                microbatch,
+                inputs,
+                step=batch.step,
+                target=lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)),
+                weight=batch.weights[microbatch],
+                want_outputs=batch.want_outputs,
+                defer=defer,
+                keep=keep,
+            )
+
+        return forward
+
+    def _infer_last(self, work: Stage, microbatch: int) -> Callable[[Any], None]:
+        batch, loss = self.batch, self.loss
+        lane = self.lanes[self.schedule.placement.device(self.schedule.num_stages - 1, microbatch)]
+
+        def infer(inputs: Any) -> None:
+            outputs = work.infer(inputs)
+            batch.outputs[microbatch] = outputs
+            if loss is not None and batch.targets:
+                with torch.no_grad():
+                    value = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)))
+                check_scalar(value)
+                batch.losses[microbatch] = value
+
+        return infer
+
+    def _taker(self, device: int, action: Action, step: int) -> Callable[[], Any] | None:
+        """What brings an action its input: from the stage `step` away, or the batch for the first forward."""
+        stage, kind, microbatch = action
+        lane, batch = self.lanes[device], self.batch
+        other = stage + step
+        if other < 0:
+            return lambda: lane.unpack(Parcel(batch.inputs[microbatch], borrowed=True))
+        if other == self.schedule.num_stages:
+            return None
+        source = self.schedule.placement.device(other, microbatch)
+        name = "activation" if kind is Kind.FORWARD else "gradient"
+        if source == device:
+            local, key = self._local, (name, other, microbatch)
+            return lambda: local.pop(key)
+        receive, unpack = self.channels.receiver((source, device, name)), lane.unpack
+        return receive if self._one_memory else lambda: unpack(receive())
+
+    def _putter(self, device: int, action: Action, step: int) -> Callable[[Any], None] | None:
+        stage, kind, microbatch = action
+        other = stage + step
+        if not 0 <= other < self.schedule.num_stages:
+            return None
+        target = self.schedule.placement.device(other, microbatch)
+        name = "activation" if kind is Kind.FORWARD else "gradient"
+        if target == device:
+            local, key = self._local, (name, stage, microbatch)
+            return lambda result: local.__setitem__(key, result)
+        send = self.channels.sender((device, target, name), idle=self._waits_after(device, action))
+        pack = self.lanes[device].pack
+        return send if self._one_memory else lambda result: send(pack(result))
+
+    def _waits_after(self, device: int, action: Action) -> bool:
+        """Whether what this device does next needs something from another one."""
+        following = self._following[device].get(action)
+        if following is None:
+            return True
+        stage, kind, microbatch = following
+        other = stage - 1 if kind is Kind.FORWARD else stage + 1 if kind in BACKWARDS else -1
+        if not 0 <= other < self.schedule.num_stages:
+            return False
+        return self.schedule.placement.device(other, microbatch) != device
+
+    def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        now, marks = self.lanes[device].now, self.marks[device]
+
+        def timed(argument: Any) -> Any:
+            start = now()
+            result = compute(argument)
+            marks.append((start, now()))
+            return result
+
+        return timed
+
+    def stop(self) -> None:
+        self.stopping.append(True)
+        self.channels.stop()
+
+    def clear(self) -> None:
+        """Nothing of the last step is left, whether it ended well or not."""
+        self.batch.inputs = self.batch.targets = self.batch.weights = ()
+        self.batch.outputs, self.batch.losses = [], []
+        for marks in self.marks:
+            marks.clear()
+
+    def forget(self) -> None:
+        """Whatever a step that failed or was interrupted has left under way."""
+        self.stopping.clear()
+        self.channels.clear()
+        self._local.clear()
+        for turns in self._turns.values():
+            turns.clear()
+        for stage in self.stages.values():
+            stage.drop()
+
+
+def _in_turn(turns: Turns, half: Callable[..., Any], *, last: bool) -> Callable[..., Any]:
+    return lambda microbatch, *args: turns.taken(microbatch, lambda: half(microbatch, *args), last=last)
+
+
+def execute(program: Program, team: Team) -> None:
+    """Run the program's batch on its devices. The first failure stops all and is raised here, with its place noted."""
+    team.settle()
+    if team.left is not None:  # Ctrl-C came a second time, while what the first had left was cleared up
+        team.left()
+    team.left = program.forget
+    state = CallerState()
+    failures: list[BaseException] = []
+    profiled = torch.autograd.profiler._is_profiler_enabled
+
+    def task(device: int) -> Call:
+        lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+        reached = program.reached
+        if profiled:
+            calls = [
+                _named(call, str(action)) for call, action in zip(calls, program.schedule.rows[device], strict=True)
+            ]
+
+        def run() -> None:
+            reached[device] = 0
+            try:
+                with lane.entered(), state.entered():
+                    for reached[device], call in enumerate(calls):
+                        if stopping:
+                            raise StoppedError
+                        call()
+            except StoppedError:
+                pass
+            except BaseException as error:
+                note_place(error, _place(program, device))
+                failures.append(error)
+                program.stop()
+
+        return run
+
+    try:
+        with fenced(program.lanes):
+            for lane in program.lanes if program.recorded else ():
+                lane.begin()
+            team.run([task(device) for device in program.here], program.stop, id(program))
+        state.leave()
+    except BaseException:
+        state.leave()
+        program.forget()
+        team.left = None
+        raise
+    if failures:
+        program.forget()
+        team.left = None
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
+    team.left = None
+
+
+def _named(call: Call, name: str) -> Call:
+    """The call as a range of that name in torch's profiler."""
+
+    def run() -> None:
+        with torch.profiler.record_function(name):
+            call()
+
+    return run
+
+
+def _place(program: Program, device: int) -> str:
+    action = program.schedule.rows[device][program.reached[device]]
+    where = program.lanes[device].device
+    return f"on device {device} ({where}), stage {action.stage}, action {action}"
+
+
+def measured(program: Program, name: str) -> Timeline:
+    """The timeline of the step that has just run."""
+    spans = [
+        [(lane.seconds(start), lane.seconds(end)) for start, end in marks]
+        for lane, marks in zip(program.lanes, program.marks, strict=True)
+    ]
+    return Timeline(
+        program.schedule,
+        tuple(tuple(start for start, _ in row) for row in spans),
+        tuple(tuple(end for _, end in row) for row in spans),
+        name=name,
+    )

@@ -1,0 +1,226 @@
+"""Data parallelism: replicas of the pipeline, each with its share of the minibatch.
+
+The weights of microbatches are shares of the whole minibatch, so gradients are added up and never averaged, whatever
+the replicas' sizes. Each stage's gradients are added as soon as its last one is there, while other stages still work:
+
+    stage 3   ... W3 [===== sum =====]
+    stage 2      ... W3 [===== sum =====]           one flat bucket after another, once per minibatch
+
+A minibatch may take several steps. All but the last keep their gradients where they are, and the last exchanges the
+sums: replicas add up their own microbatches first, as the plain loop on each would.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from gapless.run.clip import local
+from gapless.stage.counted import Weighed
+from gapless.stage.part import Part
+
+_BUCKET_BYTES = 32 << 20
+
+
+class Shares(Sequence[float]):
+    """The weights of this replica's microbatches. They are asked for when the step starts, and waited for when they are
+    first needed.
+    """
+
+    def __init__(self, group: Any, replica: int, counted: Weighed, room: int, part: Part) -> None:
+        """`counted` has what each microbatch counts; `room`, the same everywhere, is at least their number. All
+        replicas must mean the same `part` of the minibatch.
+        """
+        numbers = counted.numbers
+        self._replica, self._count, self._counted, self._part = replica, len(numbers), counted, part
+        padding = [0.0] * (room - len(numbers))
+        head = [len(numbers), float(part.weight), part.sync, counted.kept]
+        mine = torch.tensor([*head, *numbers, *padding], dtype=torch.float64)
+        self._rows = [torch.empty_like(mine) for _ in range(group.size())]
+        self._work = group.allgather([self._rows], [mine])
+        self._found: list[list[float]] = []
+        self.waited = 0.0  # seconds, for the other replicas
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, microbatch: Any) -> Any:
+        return self._all()[self._replica][microbatch]
+
+    def everywhere(self) -> list[list[float]]:
+        """Those of all replicas."""
+        return self._all()
+
+    def _all(self) -> list[list[float]]:
+        if not self._found:
+            began = time.monotonic()
+            self._work.wait()
+            self.waited = time.monotonic() - began
+            for replica, row in enumerate(self._rows):
+                check_same(self._part, row[1:3].tolist(), f"replica {self._replica}", f"replica {replica}")
+            self._counted.check_kept([float(row[3]) for row in self._rows])
+            numbers = [row[4 : 4 + int(row[0])].tolist() for row in self._rows]
+            total = sum(number for row in numbers for number in row)
+            self._found = [self._part.shares(row, total, summed=self._counted.summed) for row in numbers]
+        return self._found
+
+
+def check_same(part: Part, theirs: Sequence[float], here: str, there: str) -> None:
+    """All ranks give the same weight and sync to one step. `theirs` are those of another rank, as numbers."""
+    mine = (float(part.weight), part.sync)
+    if mine != (theirs[0], bool(theirs[1])):
+        raise ConfigError(
+            f"step has weight={mine[0]:g} and sync={mine[1]} on {here}, but weight={theirs[0]:g} and "
+            f"sync={bool(theirs[1])} on {there}: all ranks make the same calls, with the same arguments"
+        )
+
+
+def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """The losses of all replicas, one after another; `counts` says how many each has."""
+    mine = torch.stack(list(losses)).cpu()
+    padded = torch.cat([mine, mine.new_zeros(max(counts) - len(mine))])
+    rows = [torch.empty_like(padded) for _ in counts]
+    group.allgather([rows], [padded]).wait()
+    return tuple(loss for row, count in zip(rows, counts, strict=True) for loss in row[:count].to(device).unbind())
+
+
+class Buckets:
+    """The gradients of some parameters, to be added over the replicas once per step."""
+
+    def __init__(self, group: Any, parameters: Iterable[nn.Parameter], earlier: "Iterable[Buckets]" = ()) -> None:
+        """`earlier` are those from before an edit of the model or a new trace, with gradients that were kept."""
+        self._group = group
+        left = {each: found for buckets in earlier for each, found in buckets._left()}
+        mine = [each for each in parameters if (each.requires_grad or each in left) and not sharded_over(each, "dp")]
+        self._parts = list(_parts(mine))
+        self._before: list[list[Tensor | None]] = []
+        self._under_way: list[tuple[Tensor, Any]] = []
+        self._kept: list[list[tuple[Tensor | None, int]]] = []  # as steps without an exchange left it
+        if left:
+            self._before = [[left[each][0] if each in left else None for each in part] for part in self._parts]
+            self._kept = [[left[each][1] if each in left else (each.grad, 0) for each in part] for part in self._parts]
+
+    def _left(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor | None, tuple[Tensor | None, int]]]]:
+        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
+            for parameter, before, grad in zip(part, befores, kept, strict=True):
+                yield parameter, (before, grad)
+
+    def begin(self) -> None:
+        """What was there before the step is summed already, and set aside; but not what was kept."""
+        if self._kept:
+            self._drop_zeroed()
+            return
+        self._before = [[parameter.grad for parameter in part] for part in self._parts]
+        for part in self._parts:
+            for parameter in part:
+                parameter.grad = None
+
+    def keep(self) -> None:
+        """The step is over, and its gradients stay here: a later one adds to them and exchanges the sums."""
+        self._kept = [
+            [(grad := parameter.grad, 0 if grad is None else grad._version) for parameter in part]
+            for part in self._parts
+        ]
+
+    def _drop_zeroed(self) -> None:
+        """Who has set gradients to zero since means what was set aside, too."""
+        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
+            for number, (parameter, before, (grad, version)) in enumerate(zip(part, befores, kept, strict=True)):
+                now = parameter.grad
+                if before is None or grad is None or (now is grad and now._version == version):
+                    continue
+                if now is not None and local(now).any():
+                    raise ConfigError(
+                        "gradients were changed after a step with sync=False, while earlier ones were set aside that "
+                        "the replicas had exchanged before: set all to zero before the first step with sync=False"
+                    )
+                befores[number] = None
+
+    def start(self) -> None:
+        """The gradients are complete: the sums begin."""
+        for part in self._parts:
+            flat = local(part[0]).new_zeros(sum(local(parameter).numel() for parameter in part) + len(part))
+            with torch.no_grad():
+                for number, (parameter, place) in enumerate(_places(part, flat)):
+                    if parameter.grad is not None:
+                        place.copy_(local(parameter.grad))
+                        flat[number - len(part)] = 1  # somebody has one
+            self._under_way.append((flat, self._group.allreduce([flat])))
+
+    def finish(self) -> None:
+        """Waits for the sums, and adds what was set aside."""
+        for part, before, (flat, work) in zip(self._parts, self._before, self._under_way, strict=True):
+            work.wait()
+            if flat.is_cuda:  # made on the stream of the device
+                flat.record_stream(torch.cuda.current_stream(flat.device))
+            there = flat[-len(part) :].tolist()
+            with torch.no_grad():
+                for number, (parameter, place) in enumerate(_places(part, flat)):
+                    if there[number]:
+                        _set(parameter, place, before[number])
+                    else:
+                        parameter.grad = before[number]
+        self._before, self._under_way, self._kept = [], [], []
+
+    def drop(self) -> None:
+        """The gradients that were kept are not wanted any more."""
+        self._before, self._kept = [], []
+
+    def give_up(self) -> None:
+        """The step has failed: gradients are those from before its minibatch."""
+        for part, before in zip(self._parts, self._before, strict=False):
+            for parameter, grad in zip(part, before, strict=True):
+                parameter.grad = grad
+        self._before, self._under_way, self._kept = [], [], []
+
+
+def _set(parameter: nn.Parameter, total: Tensor, before: Tensor | None) -> None:
+    if before is not None:
+        local(before).add_(total)
+        parameter.grad = before
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    local(parameter.grad).copy_(total)
+
+
+def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype, of about so many bytes together."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        part: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.dtype != dtype:
+                continue
+            if part and sum(each.nbytes for each in (*part, parameter)) > _BUCKET_BYTES:
+                yield part
+                part = []
+            part.append(parameter)
+        yield part
+
+
+def _places(part: Sequence[nn.Parameter], flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    start = 0
+    for parameter in part:
+        part_of_it = local(parameter)
+        end = start + part_of_it.numel()
+        yield parameter, flat[start:end].view(part_of_it.shape)
+        start = end
+
+
+def sharded_over(tensor: Tensor, dimension: str) -> bool:
+    """Whether every replica has a part of it, as FSDP makes them: that takes care of its gradients itself."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and dimension in (mesh.mesh_dim_names or ())
+
+
+def same_everywhere(group: Any, tensors: Iterable[Tensor]) -> None:
+    """Replicas start with the values of the first."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if not sharded_over(tensor, "dp"):
+                value = local(tensor).detach().cpu().contiguous()
+                group.broadcast([value.view(-1).view(torch.uint8) if value.numel() else value]).wait()
+                local(tensor).copy_(value)

@@ -1,0 +1,156 @@
+"""Ranks of one pipeline train on one batch, and one model: where they do not, nothing fails, and the numbers are wrong.
+
+    the first stage takes its inputs from the batch of its rank        x of one sample
+    the last stage takes targets and weights from that of its own      y of another
+
+Loaders that shuffle differently do that, and models that every rank has made with a seed of its own. So fingerprints
+are compared: of the weights before the first call, of the batches in the first calls and then less and less often.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from gapless.run.ranks.fingerprints import UNKNOWN, differ, fingerprints
+from gapless.run.ranks.seat import Seat
+from gapless.stage import microbatch as mb
+
+_FIRST = 8  # calls in which batches are compared; then at each power of two, and
+_OFTEN = 1024
+_MOST = 16  # tensors of inputs, and of targets
+_MOST_NAMED = 3
+
+
+class Sameness:
+    """What the ranks of this one's row have; rows of other replicas have their own."""
+
+    def __init__(self, seat: Seat, pp: Any, dp: Any) -> None:
+        self._seat, self._pp, self._dp = seat, pp, dp
+        self._calls = {True: 0, False: 0}  # by whether it only infers
+        self._unequal: dict[str, tuple[int, int]] = {}  # weights that started so, and two ranks
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: dict[str, tuple[int, Tensor]] = {}
+        self._started = False  # with equal weights, in all rows
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def compare_weights(self, module: nn.Module) -> None:
+        """All ranks, when the model is whole on each. What differs is remembered until the first call: the weights may
+        be loaded before that. Other replicas take the values of the first.
+        """
+        if self._pp is None or self._seat.replica > 0:
+            return
+        self._tensors = dict(_state(module))
+        rows = self._everywhere(fingerprints(list(self._tensors.values())))
+        for other in range(len(rows)):
+            for one in range(other):
+                for (name, _), unequal in zip(self._tensors.items(), differ(rows[one], rows[other]), strict=True):
+                    if unequal:
+                        self._unequal.setdefault(name, (one, other))
+        self._tensors = {name: self._tensors[name] for name in self._unequal}
+
+    def begin(self) -> None:
+        """The pipeline is made: from here on a change of these weights is meant."""
+        prints = fingerprints(list(self._tensors.values()))
+        pairs = zip(self._tensors.items(), prints, strict=True)
+        self._versions = {name: (tensor._version, each) for (name, tensor), each in pairs}
+
+    def check_start(self) -> None:
+        """At the start of a call, until the weights were once as they are to be."""
+        if not self._started:
+            self._refuse(self._fault_of_weights())
+            self._started, self._tensors, self._versions, self._unequal = True, {}, {}, {}
+
+    def _fault_of_weights(self) -> str:
+        if not self._unequal:
+            return ""
+        same = torch.tensor([[float(self._is_as_it_was(name)), 0.0] for name in self._unequal], dtype=torch.float64)
+        rows = self._everywhere(same)
+        untouched = [name for number, name in enumerate(self._unequal) if all(row[number, 0] for row in rows)]
+        if not untouched:
+            return ""
+        one, other = (self._seat.pp_ranks[device] for device in self._unequal[untouched[0]])
+        more = f" and {len(untouched) - _MOST_NAMED} more" if len(untouched) > _MOST_NAMED else ""
+        return (
+            f"the ranks do not start with the same weights: {', '.join(untouched[:_MOST_NAMED])}{more} differ between "
+            f"rank {one} and rank {other}; call torch.manual_seed with the same number on every rank before the model "
+            "is made, load the same file on every rank, or load it with load_state_dict of the pipeline"
+        )
+
+    def _is_as_it_was(self, name: str) -> bool:
+        tensor, (version, before) = self._tensors[name], self._versions[name]
+        return tensor._version == version and not bool(differ(before[None], fingerprints([tensor])).any())
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def check(
+        self, inputs: Any, target: Any, numbers: Sequence[float], *, first: int, last: int, inference: bool
+    ) -> None:
+        """At the start of a call; `first` and `last` are the devices of the first and the last stage. All ranks make
+        the same calls, so they compare in the same, and all refuse.
+        """
+        call = self._calls[inference]
+        self._calls[inference] += 1
+        if first == last or not (call < _FIRST or call & (call - 1) == 0 or call % _OFTEN == 0):
+            return
+        name = f"{'evaluation' if inference else 'step'} {call + 1}"
+        self._refuse(self._fault_of_batches(inputs, target, numbers, name, first, last))
+
+    def _fault_of_batches(
+        self, inputs: Any, target: Any, numbers: Sequence[float], call: str, first: int, last: int
+    ) -> str:
+        own = torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
+        rows = self._everywhere(own)
+        unequal = differ(rows[first], rows[last])
+        one, other = bool(unequal[:_MOST].any()), bool(unequal[_MOST:].any())
+        # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
+        if not (one and other):
+            return ""
+        ranks = self._seat.pp_ranks
+        return (
+            f"the ranks got different batches in {call}: rank {ranks[first]}, which has the first stage, takes "
+            f"its inputs from one and rank {ranks[last]}, which has the last, its targets from another; give all ranks "
+            "of a pipeline the same batch, from a loader that is shuffled alike on every rank "
+            "(generator=torch.Generator().manual_seed(0)), and other batches only to other replicas (dp)"
+        )
+
+    # -- all ranks --------------------------------------------------------------------------------------------------
+
+    def _refuse(self, fault: str) -> None:
+        """On all ranks of the mesh, if any row has a fault."""
+        if self._dp is not None:
+            faults = _gathered(self._dp, torch.tensor([[float(bool(fault)), 0.0]], dtype=torch.float64))
+            others = [str(self._seat.dp_ranks[place]) for place, row in enumerate(faults) if row[0, 0]]
+            if others and not fault:
+                fault = f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
+        if fault:
+            raise ConfigError(fault)
+
+    def _everywhere(self, own: Tensor) -> list[Tensor]:
+        return _gathered(self._pp, own)
+
+
+def _gathered(group: Any, own: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    if own.numel():
+        group.allgather([rows], [own.contiguous()]).wait()
+    return rows
+
+
+def _row(tree: Any) -> Tensor:
+    """As many fingerprints for every tree, so that all ranks send alike."""
+    tensors = [] if tree is None else mb.flatten(tree)[0][:_MOST]
+    unknown = torch.tensor([UNKNOWN] * (_MOST - len(tensors)), dtype=torch.float64).view(-1, 2)
+    return torch.cat([fingerprints(tensors), unknown])
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are saved: others are computed, and may hold anything."""
+    yield from module.named_parameters()
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer

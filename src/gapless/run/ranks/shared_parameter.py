@@ -1,0 +1,69 @@
+"""The processes that hold a copy of one shared parameter: an embedding at one end, the head that uses it at the other.
+
+exact     carried sums go from stage to stage with the backward of each microbatch
+summed    sums go to the home when the step is over
+both      then the home hands its gradient to all others, so that every optimizer sees the same
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gapless.run.ranks.wire.links import Links
+from gapless.stage.tie import Sums
+
+
+class Holders:
+    """One shared parameter, as seen from this process. `devices` has that of each stage."""
+
+    def __init__(
+        self, links: Links, number: int, devices: Sequence[int], stages: Sequence[int], torch_device: torch.device
+    ) -> None:
+        self._links, self._torch_device = links, torch_device
+        self._sums, self._totals = f"tied {number}", f"total {number}"
+        self._devices = devices
+        self._home = devices[min(stages)]
+        self._others = sorted({devices[stage] for stage in stages} - {self._home})
+        self._early: dict[tuple[int, int], Sums] = {}
+
+    def is_here(self, stage: int) -> bool:
+        return self._devices[stage] == self._links.device
+
+    def hand(self, stage: int, microbatch: int, sums: Sums) -> None:
+        self._links.outgoing(self._devices[stage], self._sums).hand([torch.tensor(microbatch), *sums])
+
+    def take(self, stage: int, microbatch: int) -> Sums:
+        source = self._devices[stage]
+        while (source, microbatch) not in self._early:
+            number, high, low = self._links.incoming(source, self._sums).get()
+            self._early[source, int(number)] = Sums(high, low)
+        return Sums(*(None if each is None else self._near(each) for each in self._early.pop((source, microbatch))))
+
+    def _near(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._torch_device, non_blocking=True)
+
+    def share(self, value: Tensor | None) -> Tensor | None:
+        """The home's value, everywhere. What is sent is copied at once: its owner may change it next."""
+        if self._links.device != self._home:
+            received: Tensor | None = self._links.incoming(self._home, self._totals).get()[0]
+            return received
+        for device in self._others:
+            self._links.outgoing(device, self._totals).send(self._links.memory.packed([value]))
+        return value
+
+    def share_value(self, parameter: nn.Parameter) -> None:
+        """Every copy starts as the home's."""
+        with torch.no_grad():
+            value = self.share(parameter.detach())
+            if value is not None and self._links.device != self._home:
+                parameter.copy_(value)
+
+    def share_grad(self, parameter: nn.Parameter) -> None:
+        grad = self.share(parameter.grad)
+        if self._links.device == self._home:
+            return
+        if grad is None or parameter.grad is None:
+            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+        else:
+            parameter.grad.copy_(grad)

@@ -1,0 +1,400 @@
+"""Nobody waits for ever, and nobody leaves without a word: what goes wrong on one rank is known to all, with its place.
+
+    raised    an exception in a step     told round the ring; the other ranks raise a short error of their own
+    dead      a process that has ended   noticed at once by both neighbours in the ring: by the closed connection, and
+                                         by the process itself, whose children may keep the connection open
+    silent    no sign of life            after `timeout`; a long computation is no silence, its process still beats
+    stuck     nobody computes            after `timeout`; ranks that make different calls wait for each other
+
+Whoever learns of it keeps the first news, passes them on, and breaks off its connections, so that whatever waits here
+raises. A thread that can't be reached within a grace period takes the process with it.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from gapless.errors import ConfigError, TransportError, noted_place
+from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
+from gapless.run.ranks.watch.children import tell_in_child
+from gapless.run.ranks.watch.leaving import Terminating
+from gapless.run.ranks.watch.processes import Life, this_process
+from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
+
+LOG = logging.getLogger("gapless")
+_LONGEST_BEAT = 1.0
+_BEATS_PER_TIMEOUT = 8
+_GRACE = 10.0  # seconds to end a call in, after the news
+_NEWS_WITHIN = 2.0  # seconds after a connection was lost
+_ROUND_WITHIN = 5.0
+_LOOK = 0.25  # seconds between two looks at the neighbours' processes
+_LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may still come
+_MAKING = "making its pipeline"
+
+
+@dataclass(frozen=True)
+class News:
+    """What went wrong: how, on which rank (none if on no single one), and in words."""
+
+    kind: str  # raised, dead, silent, stuck, lost
+    rank: int | None
+    text: str
+
+
+class Whereabouts(Protocol):
+    """What this rank is doing; asked from any thread."""
+
+    def words(self) -> str:
+        """As a sentence: rank 2 waited for ..."""
+
+    def last(self) -> str:
+        """The last action, in short."""
+
+    def progress(self) -> object:
+        """Differs from the last one if anything was computed or received since; None while something is computed."""
+
+
+class Nowhere:
+    """Before the connections are there."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+
+    def words(self) -> str:
+        return f"rank {self._me} was {_MAKING}"
+
+    def last(self) -> str:
+        return _MAKING
+
+    def progress(self) -> object:
+        return None
+
+
+class Watch:
+    """One rank among `ranks`, which are in an order in which those that work together are neighbours."""
+
+    def __init__(self, ranks: Sequence[int], me: int, connect: Callable[..., Any], timeout: float) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout is {timeout!r}, but it must be a number of seconds above 0")
+        self.me, self.timeout = me, timeout
+        self.calls = 0  # begun; every rank makes the same
+        self.inside = True  # a call; making the pipeline is the first
+        self.doing = _MAKING  # in the last call
+        self.begun = False  # in this call, something that others wait for
+        self.news: News | None = None
+        self.whereabouts: Whereabouts = Nowhere(me)
+        self.break_off: Callable[[], None] = lambda: None
+        self.place = ""  # where this rank was when the news came
+        self._since = 0.0  # of the news
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._told = False  # the caller knows
+        self._ranks = ranks
+        self._asked_by: int | None = None  # whom SIGTERM came to
+        self._leave_before: int | None = None  # the call that no rank begins
+        self._round = threading.Event()
+        self._beat = min(_LONGEST_BEAT, timeout / _BEATS_PER_TIMEOUT)
+        self._awake = self._active = self._last_beat = time.monotonic()
+        self._progress: object = None
+        self._closing = threading.Event()
+        self._terminating = Terminating.installed()
+        self._neighbours: list[Neighbour] = []
+        self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
+        tell_in_child(self)
+        try:
+            for pair in pairs(ranks, me):
+                self._connect(pair, connect)
+        except BaseException:
+            self.close()
+            raise
+        self._pulse.start()
+
+    def _connect(self, pair: tuple[int, int], connect: Callable[..., Any]) -> None:
+        number = pair.index(self.me)
+        other = pair[1 - number]
+        make = partial(connect, "ring", pair, number, timeout=self.timeout)
+        try:
+            neighbour = Neighbour(other, make, self._hear, self._lose)
+        except RuntimeError as error:
+            words = f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
+            raise TransportError(words) from None
+        self._neighbours.append(neighbour)
+        neighbour.say({"process": this_process()})
+
+    def in_child(self) -> None:
+        """A forked child is no rank."""
+        for neighbour in self._neighbours:
+            neighbour.in_child()
+
+    # -- a call -----------------------------------------------------------------------------------------------------
+
+    def call(self, doing: str, *, leaves: bool) -> "Call":
+        """`leaves`: where a rank leaves that was asked to. All ranks make the same calls, so they do so in the same."""
+        return Call(self, doing, leaves)
+
+    @property
+    def under_way(self) -> str:
+        """The call that this rank is in, if it is in one."""
+        return self.doing if self.inside else ""
+
+    def made(self) -> None:
+        """The pipeline is; what neighbours believe about this rank is not to be older than that."""
+        self.inside = False
+        self._say_where()
+
+    def check(self) -> None:
+        """Raises if an earlier call has failed, on any rank."""
+        if self.news is not None:
+            self._known.wait(_NEWS_WITHIN)
+            again = "; the connections between the ranks went with it: end all ranks, or close the pipeline and make "
+            again = f"{again}a new one on every rank" if self._told else ""
+            self._told = True
+            raise TransportError(f"{self.place}: {self.news.text}{again}")
+
+    def settle_leaving(self) -> None:
+        """SIGTERM: the first rank picks the call before which all leave, and goes on when everybody knows.
+
+        Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
+        """
+        if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
+            self._leave_before = self.calls + (len(self._ranks) > 1)
+            self._pass_round()
+
+    def leave(self) -> None:
+        LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
+        raise SystemExit(0)
+
+    @property
+    def leaving(self) -> bool:
+        """No rank will begin another step."""
+        return self._leave_before is not None and self.calls >= self._leave_before
+
+    def _was_asked(self) -> bool:
+        if self._asked_by is None and self._terminating is not None and self._terminating.asked:
+            self._ask(self.me)
+        return self._asked_by is not None
+
+    # -- what is told -----------------------------------------------------------------------------------------------
+
+    def tell(self, news: News) -> None:
+        """Only the first news count. From any thread; whatever waits here raises."""
+        with self._lock:
+            if self.news is not None:
+                return
+            self.place = self.whereabouts.words()
+            self._since, self.news = time.monotonic(), news
+        for neighbour in self._neighbours:
+            neighbour.say({"news": asdict(news)})
+        if news.kind != "raised":
+            LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
+            _dump_stacks()
+        self._known.set()  # only now, so that what is raised next is not printed into the middle of this
+        self.break_off()
+
+    def raised(self, error: BaseException) -> None:
+        """An exception on this rank ends the step of all."""
+        where = noted_place(error) or self.whereabouts.last()
+        self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {in_short(error)} (its output has more)"))
+
+    def lost(self, rank: int | None, error: BaseException) -> TransportError:
+        """What is raised where something will not come. The news may be on their way."""
+        words = self.whereabouts.words()
+        self._known.wait(_NEWS_WITHIN)
+        if self.news is None:
+            left = [each for each in self._neighbours if each.left is not None and rank in (each.rank, None)]
+            reason = f"rank {left[0].rank} has {left[0].left}" if left else in_short(error)
+            self.tell(News("lost", rank, f"{words}, and it did not come: {reason}"))
+            assert self.news is not None
+        self._told = True
+        if words in self.news.text:
+            return TransportError(self.news.text)
+        return TransportError(f"{words}: {self.news.text}")
+
+    def explained(self, error: BaseException) -> TransportError | None:
+        """What is raised instead of an error that another rank's end may have caused; None if nobody has ended. The
+        others wait for news of this one meanwhile, but longer.
+        """
+        if not may_be_lost(error):
+            return None
+        self._known.wait(_NEWS_WITHIN / 4)
+        ended = self.news is not None and self.news.kind in ("dead", "silent")
+        return self.lost(None, error) if ended else None
+
+    # -- what is heard ----------------------------------------------------------------------------------------------
+
+    def _hear(self, neighbour: Neighbour, words: Words) -> None:
+        if "idle" in words:
+            neighbour.last = words
+            self._active = max(self._active, time.monotonic() - words["idle"])
+        elif "news" in words:
+            self.tell(News(**words["news"]))
+        elif "asked" in words:
+            self._ask(words["asked"])
+        elif "leave" in words:
+            self._asked_by, self._leave_before = words["for"], words["leave"]
+            if self.me == self._ranks[0]:
+                self._round.set()
+            else:
+                self._next.say(words)
+        elif "bye" in words:
+            neighbour.left = words["bye"]
+        elif "process" in words:
+            neighbour.life = Life.found(words["process"])
+
+    def _lose(self, neighbour: Neighbour) -> None:
+        self._bury(neighbour, f"its connection to rank {self.me} was closed")
+
+    def _bury(self, neighbour: Neighbour, how: str) -> None:
+        if not self._closing.is_set() and neighbour.left is None:
+            text = f"rank {neighbour.rank} is dead: {how}{self._last(neighbour)}"
+            self.tell(News("dead", neighbour.rank, text))
+
+    def _last(self, neighbour: Neighbour) -> str:
+        ago = time.monotonic() - neighbour.heard
+        return f"; when last heard from, {ago:.1f} s ago, it was {neighbour.last.get('at', _MAKING)}"
+
+    def _ask(self, rank: int) -> None:
+        if self._asked_by is None:
+            self._asked_by = rank
+            for neighbour in self._neighbours:
+                neighbour.say({"asked": rank})
+
+    @property
+    def _next(self) -> Neighbour:
+        after = self._ranks[(self._ranks.index(self.me) + 1) % len(self._ranks)]
+        return next(neighbour for neighbour in self._neighbours if neighbour.rank == after)
+
+    def _pass_round(self) -> None:
+        if self._neighbours:
+            self._next.say({"leave": self._leave_before, "for": self._asked_by})
+            self._round.wait(_ROUND_WITHIN)
+
+    # -- signs of life ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._closing.wait(min(self._beat, _LOOK)):
+            now = time.monotonic()
+            slept, self._awake = now - self._awake > 2 * self._beat + 1, now
+            self._look_at_processes(now)
+            if now - self._last_beat < self._beat and not slept:
+                continue
+            self._last_beat = now
+            if slept:  # this process itself: first it hears what was said in the meantime
+                self._active = now
+                for neighbour in self._neighbours:
+                    neighbour.heard = now
+                continue
+            progress = self.whereabouts.progress()
+            if progress is None or progress != self._progress:
+                self._active = now
+            self._progress = progress
+            self._was_asked()
+            self._say_where()
+            self._look(now)
+
+    def _say_where(self) -> None:
+        words = {"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}
+        for neighbour in self._neighbours:
+            neighbour.say(words, beat=True)
+
+    def _look_at_processes(self, now: float) -> None:
+        """A process that has ended with its connection open: a child of it lives on."""
+        for neighbour in self._neighbours:
+            if neighbour.ended is None and neighbour.life is not None and neighbour.life.is_over:
+                neighbour.ended = now
+            if neighbour.ended is not None and now - neighbour.ended >= _LAST_WORDS:
+                self._bury(neighbour, "its process has ended")
+
+    def _look(self, now: float) -> None:
+        for neighbour in self._neighbours:
+            if neighbour.left is None and now - neighbour.heard > self.timeout:
+                text = f"rank {neighbour.rank} is silent: rank {self.me} has heard nothing for {self.timeout:g} s"
+                self.tell(News("silent", neighbour.rank, text + self._last(neighbour)))
+        if self.inside and now - self._active > self.timeout:
+            text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
+            self.tell(News("stuck", None, text))
+        if self.news is not None and self.inside and now - self._since > _GRACE:
+            _dump_stacks()
+            _end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def say_goodbye(self) -> None:
+        """From now on nobody wonders where this rank is."""
+        error = getattr(sys, "last_value", None)
+        ended = f" after {in_short(error)}" if error is not None else ""
+        for neighbour in self._neighbours:
+            neighbour.say({"bye": f"closed its pipeline{ended}"})
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._pulse.is_alive():
+            self._pulse.join()
+        for neighbour in self._neighbours:
+            neighbour.close()
+        if self._terminating is not None:
+            self._terminating.leave()
+
+
+class Call:
+    """Around everything that all ranks do together. What is raised inside is told, or explained by what others told."""
+
+    def __init__(self, watch: Watch, doing: str, leaves: bool) -> None:
+        self._watch, self._doing, self._leaves = watch, doing, leaves
+
+    def __enter__(self) -> "Call":
+        watch = self._watch
+        watch.check()
+        watch.settle_leaving()
+        if watch.leaving and self._leaves:
+            watch.leave()
+        watch.calls += 1
+        watch.begun, watch.inside, watch.doing = False, True, self._doing
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        watch = self._watch
+        try:
+            if error is None:
+                watch.check()
+                return
+            if isinstance(error, TransportError) and watch.news is not None:
+                return
+            if is_lost(error):
+                raise watch.lost(None, error) from None
+            explained = watch.explained(error)
+            if explained is not None:
+                raise explained from error  # which may be the user's own, so its traceback stays
+            if watch.begun:
+                watch.raised(error)
+                watch._told = True
+        finally:
+            watch.inside = False
+
+
+def _dump_stacks() -> None:
+    file: Any = sys.stderr
+    try:
+        file.flush()
+        file.fileno()
+    except (AttributeError, OSError, ValueError):
+        file = 2
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.dump_traceback(file=file)
+
+
+def _end_process(words: str) -> None:
+    LOG.critical("gapless: %s", words)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)

@@ -1,0 +1,66 @@
+"""What this rank is doing, in words that its own errors and other ranks' can use. Read from any thread, at any time."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from gapless.run.program import Program
+from gapless.run.ranks.wire.links import Links
+from gapless.schedule.action import Action
+
+
+class Whereabouts:
+    """`call` names the call that is under way, such as a step, or is empty; parts of it are outside of any action."""
+
+    def __init__(self, links: Links, call: Callable[[], str]) -> None:
+        self._links, self._call = links, call
+        self._program: Program | None = None
+        self._running = False
+        self.microbatches = 0  # of the last run
+        self.seconds = 0.0
+        self.waited = 0.0  # for other ranks
+
+    @contextlib.contextmanager
+    def running(self, program: Program) -> Iterator[None]:
+        """The actions of a program."""
+        self._links.since = self._links.waiting = None
+        self._program, self._running = program, True
+        self.microbatches = program.schedule.num_microbatches
+        waited, began = self._links.waited, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = False
+            self.seconds = time.monotonic() - began
+            self.waited = self._links.waited - waited + getattr(program.batch.weights, "waited", 0.0)
+
+    def words(self) -> str:
+        me = f"rank {self._links.rank} (device {self._links.device})"
+        waits = ""
+        with contextlib.suppress(IndexError):  # the device may be between two messages
+            waits = self._links.wanted()
+        if not waits:
+            return f"{me} was {self.last()}"
+        return f"{me} waited {waits}" if self._links.waiting is not None else f"{me} waited {waits}, {self.last()}"
+
+    def last(self) -> str:
+        action, call = self._action(), self._call()
+        if action is None:
+            return call or "before its first step"
+        place = f"stage {action.stage}, action {action}"
+        if self._running:
+            return f"at {place}"
+        return f"{call or 'between two calls'}, after {place}"
+
+    def progress(self) -> object:
+        """None while an action computes; otherwise it changes whenever something has happened."""
+        since = self._links.since
+        return None if self._running and since is None else (since, self._running, self._action(), self._call())
+
+    def _action(self) -> Action | None:
+        program = self._program
+        if program is None:
+            return None
+        device = self._links.device
+        row = program.schedule.rows[device]
+        return row[program.reached[device]] if row else None

@@ -1,0 +1,232 @@
+"""Channels between processes: through pipes and shared memory on one host, over Gloo between hosts, by NCCL from GPU
+to GPU.
+
+Posting a Gloo message costs host time, so one thread of a process, its courier, does all of it; computing goes on
+meanwhile. To take a message a device waits for the posted receive itself, so that it is woken once:
+
+    device    ... F(0) -put-> queue        ...            F(1): wait for the posted receive, read
+    courier             \\-> write, send   retire sends   post receives ahead
+
+Receives are posted ahead in blocks. The ends agree on the capacity of each block without a word (`Windows`), a message
+that does not fit says so and follows as a second one.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gapless.errors import GaplessError, TransportError
+from gapless.run.channels import StoppedError
+from gapless.run.lanes import Parcel
+from gapless.run.ranks.wire.channel import Incoming, Outgoing
+from gapless.run.ranks.wire.courier import Courier, break_off
+from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
+from gapless.run.ranks.wire.host_memory import HostMemory, Memory
+from gapless.run.ranks.wire.nccl import DIRECT, Communicators, NcclIncoming, NcclOutgoing
+from gapless.run.ranks.wire.pipes import Inbox, Outbox, PipeIncoming, PipeOutgoing
+from gapless.schedule.action import Action, Schedule
+from gapless.schedule.verify import Channel, Message, messages
+
+_A_MOMENT = 0.005  # seconds
+Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
+
+
+class Links:
+    """All channels of this process; they outlive the programs that use them."""
+
+    def __init__(
+        self,
+        courier: Courier,
+        device: int,
+        ranks: Sequence[int],
+        explain: Explain,
+        memory: Memory | None = None,
+        direct: Communicators | None = None,
+        inbox: Inbox | None = None,
+        near: Mapping[int, Outbox] | None = None,
+    ) -> None:
+        """`direct` has the groups by which tensors go from GPU to GPU, if they do; `near` are the inboxes of devices of
+        the same host, which write into this one's.
+        """
+        self.courier, self.device, self.ranks = courier, device, ranks
+        self.memory, self.direct = memory or HostMemory(), direct
+        self.inbox, self.near = inbox, dict(near or {})
+        self.rank = ranks[device]
+        self._explain = explain
+        # What this device waits in, for any thread to read: a channel, and the receiver if it is for an action.
+        self.waits_in: Incoming | None = None
+        self.waiting: Receiver | None = None
+        self.since: float | None = None
+        self.waited = 0.0  # seconds, in all
+        self.stopped = False
+        self._outgoing: dict[tuple[int, str], Outgoing] = {}
+        self._incoming: dict[tuple[int, str], Incoming] = {}
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Every rank is about to use the same channels. What meets its other end before it is used does so here."""
+        if self.direct is not None:
+            self.direct.connect(channels)
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        if (target, kind) not in self._outgoing:
+            make = PipeOutgoing if target in self.near else NcclOutgoing if self._is_direct(kind) else GlooOutgoing
+            self._outgoing[target, kind] = make(self, target, kind)
+        return self._outgoing[target, kind]
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        if (source, kind) not in self._incoming:
+            make = PipeIncoming if source in self.near else NcclIncoming if self._is_direct(kind) else GlooIncoming
+            self._incoming[source, kind] = make(self, source, kind)
+        return self._incoming[source, kind]
+
+    def _is_direct(self, kind: str) -> bool:
+        return self.direct is not None and kind in DIRECT
+
+    def stop(self) -> None:
+        """Whoever waits here or for this process raises."""
+        if not self.stopped:
+            self.stopped = True
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Whoever waits raises, here and at the other ranks."""
+        break_off(self.courier.group)
+        if self.direct is not None:
+            self.direct.break_off()
+        if self.inbox is not None:
+            self.inbox.break_off()
+        for outbox in self.near.values():
+            outbox.break_off()
+
+    def in_child(self) -> None:
+        """A forked child has copies of what only this process reads."""
+        if self.inbox is not None:
+            self.inbox.in_child()
+
+    def check(self) -> None:
+        """Raises if this process can't take part in another step."""
+        failure = self.courier.failure
+        if isinstance(failure, GaplessError):
+            raise failure
+        if self.stopped or failure is not None:
+            raise TransportError(
+                "a step failed or was interrupted, and the connections between the ranks went with it: end all ranks, "
+                "or close the pipeline and make a new one on every rank"
+            ) from failure
+
+    def wanted(self) -> str:
+        """What this device waits for, and from where; nothing if it does not wait."""
+        incoming, waiting, since = self.waits_in, self.waiting, self.since
+        if incoming is None or since is None:
+            return ""
+        source, words, seconds = incoming.source, f"the {incoming.kind}", time.monotonic() - since
+        if waiting is not None:
+            stage, microbatch = waiting.message
+            words = f"the {incoming.kind} of stage {stage}, microbatch {microbatch}, which {waiting.action} needs,"
+            seconds = time.monotonic() - waiting.since
+        return f"{seconds:.1f} s for {words} from rank {self.ranks[source]} (device {source})"
+
+    def lost(self, error: BaseException) -> Exception:
+        """What is raised where a message will not come."""
+        if self.stopped:
+            return StoppedError()
+        if isinstance(self.courier.failure, GaplessError):
+            return self.courier.failure
+        assert self.waits_in is not None
+        return self._explain(self.ranks[self.waits_in.source], error)
+
+    def close(self, broken: Callable[[], bool] = lambda: False, patience: float = 60.0) -> None:
+        """Everything handed over goes out first, but for so many seconds others are waited for at the most. Programs
+        may outlive the connections, so these let go of them.
+        """
+        deadline = time.monotonic() + patience
+        for outgoing in self._outgoing.values():
+            self.courier.put((Outgoing.settle, outgoing))
+        self.courier.close(broken)
+        for outgoing in self._outgoing.values():
+            while not outgoing.is_over() and not broken() and time.monotonic() < deadline:
+                time.sleep(_A_MOMENT)
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+        if self.direct is not None:
+            self.direct.close()
+        for outbox in self.near.values():
+            outbox.close(self.device)
+        if self.inbox is not None:
+            self.inbox.close()
+        self.courier.group = None
+
+
+class Channels:
+    """What one device sends and receives in one schedule."""
+
+    def __init__(self, schedule: Schedule, links: Links) -> None:
+        self._links = links
+        self._receivers: dict[Channel, Receiver] = {}
+        produced, consumed = messages(schedule)
+        links.connect(produced)
+        for channel, consumers in consumed.items():
+            source, target, kind = channel
+            if target == links.device:
+                order = [produced[channel][message] for message, _ in consumers]
+                self._receivers[channel] = Receiver(links, links.incoming(source, kind), consumers, order)
+
+    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
+        outgoing = self._links.outgoing(channel[1], channel[2])
+        return outgoing.put_now if idle and isinstance(self._links.memory, HostMemory) else outgoing.put
+
+    def receiver(self, channel: Channel) -> Callable[[], Any]:
+        take = self._receivers[channel].take
+        return take if isinstance(self._links.memory, HostMemory) else lambda: Parcel(take())
+
+    def stop(self) -> None:
+        self._links.stop()
+
+    def clear(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.clear()
+
+
+class Receiver:
+    """Takes messages in the order they are consumed, which may differ from the order they come in."""
+
+    def __init__(
+        self, links: Links, incoming: Incoming, consumers: Iterable[tuple[Message, Action]], order: Sequence[int]
+    ) -> None:
+        self._links = links
+        self._incoming = incoming
+        self._consumers = tuple(consumers)
+        self._order = order
+        self._early: dict[int, Any] = {}  # came before they were needed
+        self._came = 0
+        self._taken = 0
+        self.since = 0.0
+
+    @property
+    def action(self) -> Action:
+        """What waits, or will next."""
+        return self._consumers[self._taken][1]
+
+    @property
+    def message(self) -> Message:
+        """What it waits for: the stage that makes it, and the microbatch."""
+        return self._consumers[self._taken][0]
+
+    def take(self) -> Any:
+        number = self._order[self._taken]
+        early = self._early
+        self.since = time.monotonic()
+        self._links.waiting = self
+        while number not in early:
+            early[self._came] = self._incoming.get()
+            self._came += 1
+        self._links.waiting = None
+        self._taken += 1
+        if self._taken == len(self._order):
+            self._taken = self._came = 0
+        return early.pop(number)
+
+    def clear(self) -> None:
+        self._early.clear()
+        self._came = self._taken = 0

@@ -1,0 +1,177 @@
+"""Channels from GPU to GPU, by NCCL groups of gapless's own. The message over Gloo tells what comes.
+
+    sender      F(0)  message -> Gloo      pack -> NCCL send      posted by the device itself, in its order
+    receiver    message <- Gloo            NCCL recv -> F(1)      posted once the message is there
+
+What is posted in a group runs in order, on the GPU. Each channel has a group of its two ranks, so the one order in it
+is the producer's, which the deadlock proof stands on. Three rules keep hosts and GPUs from waiting for each other:
+
+1. The first use of a group is a meeting of its two ranks, in which the thread that posts stands still. So all groups
+   are made before the first step, in one order on all ranks, and used once.
+2. The stream that computes never waits for a send, only for a receive. Memory that is sent is kept until it is over.
+3. A send is posted before anything that its device does next. Streams may share a queue of the GPU, and a send behind
+   a receive that waits for it would never start.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gapless.run.ranks.seat import NEVER, part_of_store
+from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
+from gapless.run.ranks.wire.host_memory import DirectMemory
+from gapless.schedule.verify import Channel
+
+if TYPE_CHECKING:
+    from gapless.run.ranks.wire.links import Links
+
+DIRECT = ("activation", "gradient")  # what goes from GPU to GPU; the rest is small, or rare
+_MOST_BLOCKS = 4  # of threads that one transfer takes from computing
+
+
+def is_used(mesh: DeviceMesh) -> bool:
+    """Whether the user's own groups take NCCL for tensors of a GPU. With Gloo, several ranks may share one."""
+    if mesh.device_type != "cuda":
+        return False
+    name: str = mesh.get_group("pp")._get_backend(torch.device("cuda")).name()
+    return name == "nccl"
+
+
+def connected(name: str, ranks: Sequence[int], number: int, *, most_blocks: int | None = None) -> Any:
+    """A group of these ranks, in which this one has that number. Its streams have priority: they are short, and do not
+    share a queue of the GPU with those that compute.
+    """
+    nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=NEVER)
+    if most_blocks is not None:
+        options.config.max_ctas = most_blocks
+    return nccl(part_of_store(f"nccl {name}", ranks), number, len(ranks), options)
+
+
+class Communicators:
+    """The groups of a pipeline's channels, and that of its replicas; `gloo` is one of all ranks of the pipeline."""
+
+    def __init__(self, gloo: Any, ranks: Sequence[int], device: int, gpu: torch.device) -> None:
+        self.gpu = gpu
+        self.stream = torch.cuda.Stream(gpu)  # on which nothing waits: receives start at once
+        self._gloo, self._ranks, self._device = gloo, ranks, device
+        self._known: set[Channel] = set()  # of all ranks
+        self._groups: dict[Channel | str, Any] = {}  # of this one
+        self._broken = False
+
+    def connect_replicas(self, gloo: Any, ranks: Sequence[int], number: int) -> Any:
+        """The group that adds gradients, used once; `gloo` is one of the same ranks."""
+        gloo.barrier().wait()
+        group = self._groups["dp"] = connected("dp", ranks, number)
+        group.allreduce([torch.zeros(1, device=self.gpu)]).wait()
+        torch.cuda.current_stream(self.gpu).synchronize()
+        return group
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Every rank names the same channels. Nobody enters a meeting before all are there: until then a rank that
+        fails is noticed.
+        """
+        new = sorted({channel for channel in channels if channel[2] in DIRECT} - self._known, key=_order)
+        if not new:
+            return
+        self._gloo.barrier().wait()
+        for channel in new:
+            source, target, kind = channel
+            if self._device in (source, target):
+                pair = sorted((source, target))
+                ranks, number = [self._ranks[each] for each in pair], pair.index(self._device)
+                group = connected(f"{kind} from {source} to {target}", ranks, number, most_blocks=_MOST_BLOCKS)
+                self._groups[channel] = group
+                self._meet(group, sends=self._device == source)
+        self._known.update(new)
+
+    def _meet(self, group: Any, *, sends: bool) -> None:
+        _posted(group, group.send if sends else group.recv, torch.zeros(1, dtype=torch.uint8, device=self.gpu)).wait()
+        torch.cuda.current_stream(self.gpu).synchronize()
+
+    def group(self, channel: Channel) -> Any:
+        return self._groups[channel]
+
+    def break_off(self) -> None:
+        """What waits on the GPU for another rank ends."""
+        self._broken = True
+        for group in list(self._groups.values()):
+            group.abort()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            if not self._broken:
+                group.shutdown()
+        self._groups.clear()
+
+
+def _posted(group: Any, operate: Callable[..., Any], data: Tensor) -> Any:
+    """To or from the other rank of the group. As a batch of one: of single operations torch complains."""
+    group._start_coalescing()
+    operate([data], 1 - group.rank(), 0)
+    return group._end_coalescing()
+
+
+def _order(channel: Channel) -> tuple[int, Channel]:
+    """Pairs that have no rank in common meet at the same time."""
+    return min(channel[:2]) % 2, channel
+
+
+class NcclOutgoing(GlooOutgoing):
+    """Posts sends at once, in the thread of the device."""
+
+    def __init__(self, links: "Links", target: int, kind: str) -> None:
+        assert links.direct is not None
+        super().__init__(links, target, kind, DirectMemory(links.direct.gpu))
+        self._group = links.direct.group((links.device, target, kind))
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def put(self, item: Any) -> None:
+        self.send(item)
+
+    def send(self, item: Any) -> None:
+        message = self.memory.write(self._writer, item)
+        self.post(message)
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
+        assert message.data is not None
+        if message.data.numel():
+            self._under_way.append((_posted(self._group, self._group.send, message.data), message.data))
+
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work, _ in self._under_way)
+
+    def close(self) -> None:
+        super().close()
+        self._group = None
+        self._under_way.clear()
+
+
+class NcclIncoming(GlooIncoming):
+    """Receives are posted when the message says what comes."""
+
+    def __init__(self, links: "Links", source: int, kind: str) -> None:
+        assert links.direct is not None
+        super().__init__(links, source, kind, self._fetch)
+        self._stream, self._gpu = links.direct.stream, links.direct.gpu
+        self._group = links.direct.group((source, links.device, kind))
+
+    def _fetch(self, size: int) -> Tensor:
+        with torch.cuda.stream(self._stream):
+            data = torch.empty(size, dtype=torch.uint8, device=self._gpu)
+            work = _posted(self._group, self._group.recv, data) if size else None
+        data.record_stream(torch.cuda.current_stream(self._gpu))
+        if work is not None:
+            work.wait()  # the stream does, not the host
+        return data
+
+    def close(self) -> None:
+        super().close()
+        self._group = None

@@ -1,0 +1,235 @@
+"""Memory that two processes of one host share: a large tensor is written once, and read where it is.
+
+    sender     | flags | data ...         sets the first flag, writes, and names the segment in its message
+    receiver     the same memory          sets the second flag when it has opened it, once and for all, and takes down
+                                          the first when the last tensor in it is gone
+
+A receiver that has no file descriptor or no room left for the memory takes a copy of the data instead.
+
+The memory has no name in any file system: whoever knows the process and its file descriptor can open it, and when the
+processes end, whatever the reason, nothing is left behind. So a sender stays until all that it has sent was opened.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gapless.errors import TransportError
+from gapless.run.ranks.wire.layout import ALIGNMENT, padded
+
+_NUMBER_BITS = 31
+_MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and file descriptor
+_DESCRIPTOR = (1 << _NUMBER_BITS) - 1
+_TOKEN = ">IIII"
+_SIZE_OF_TOKEN = struct.calcsize(_TOKEN)
+_IN_USE, _OPENED = 0, 1  # the flags
+_MOST = 32  # segments of a channel: each takes two file descriptors, of which a process may have some thousand
+_MFD_NOEXEC_SEAL = 8  # without it some systems refuse
+_COPIED = bytes([0, 1])  # what the flags are then
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of file descriptors or memory, in this process
+
+
+class Segment:
+    """Some shared memory on the side of its owner."""
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self._descriptor = _memfd()
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, ALIGNMENT + capacity)
+        self._map = mmap.mmap(self._descriptor, ALIGNMENT + capacity)
+        self.capacity = capacity
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.name = _MARK | number << _NUMBER_BITS | self._descriptor
+        self.messages: dict[int, Any] = {}  # that were made for it, by the number of their layout
+
+    @property
+    def free(self) -> bool:
+        return self._map[_IN_USE] == 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will open it who has not yet."""
+        return not self.free and self._map[_OPENED] == 0
+
+    def take(self) -> "Segment":
+        self._map[_IN_USE] = 1
+        return self
+
+
+def _memfd() -> int:
+    try:
+        return os.memfd_create("gapless", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError:  # older systems do not know it
+        return os.memfd_create("gapless", os.MFD_CLOEXEC)
+
+
+class Segments:
+    """Those of one channel, at the end that sends. There are as many as were ever in use at once, within limits."""
+
+    def __init__(self) -> None:
+        self._all: list[Segment] = []
+        self._made = 0
+        self._capacity = 0
+
+    def take(self, size: int) -> Segment | None:
+        """One with room for so many bytes, if there is; the data begin at `ALIGNMENT`."""
+        for segment in self._all:
+            if segment.capacity >= size and segment.free:
+                return segment.take()
+        self._all = [segment for segment in self._all if segment.capacity >= size or not segment.free]
+        if len(self._all) >= _MOST:
+            return None
+        self._capacity = max(self._capacity, padded(size + size // 8))
+        try:
+            segment = Segment(self._made, self._capacity)
+        except OSError:  # too many open files, or no memory
+            return None
+        self._made += 1
+        self._all.append(segment)
+        return segment.take()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether some of what was sent has not been opened yet."""
+        return any(segment.awaited for segment in self._all)
+
+
+class Attached:
+    """The same memory at the end that receives."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._spare = _Spare()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._leases: dict[int, weakref.ref[memoryview]] = {}
+
+    def memory(self, name: int, size: int) -> memoryview:
+        """A segment's memory, from its name. Its sender may use it again when nothing refers to this any more. If it
+        can't be shared, so many bytes of data are copied.
+        """
+        found = self._maps.get(name)
+        if found is None:
+            try:
+                found = _opened(self._process, name & _DESCRIPTOR)
+            except (OSError, ValueError) as error:
+                if getattr(error, "errno", None) not in _NONE_LEFT:
+                    raise _gone(self._process, error) from None
+                return self._copied(name & _DESCRIPTOR, ALIGNMENT + size)
+            self._maps[name] = found
+            found[_OPENED] = 1
+        view = memoryview(found)
+        self._leases[name] = weakref.ref(view, functools.partial(_take_down, found, os.getpid()))
+        return view
+
+    def _copied(self, descriptor: int, size: int) -> memoryview:
+        """Nothing is shared from here on, so the sender may use it again at once."""
+        self._spare.give()
+        try:
+            place = _aligned(size)
+            with _file(self._process, descriptor) as file:
+                at = 0
+                while at < size:
+                    at += os.preadv(file, [place[at:]], at)
+                os.pwrite(file, _COPIED, 0)
+        except (OSError, RuntimeError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno not in _NONE_LEFT:
+                raise _gone(self._process, error) from None
+            raise TransportError(
+                f"a message of {size} bytes can't be taken in: this process has no file descriptor or no memory left "
+                f"({error}); raise its limits (ulimit -n, ulimit -v), or close what it does not need"
+            ) from None
+        finally:
+            self._spare.keep()
+        return place
+
+
+class _Spare:
+    """A file descriptor that is there for the moment when no other is."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        weakref.finalize(self, _close_all, self._held)
+        self.keep()
+
+    def keep(self) -> None:
+        with contextlib.suppress(OSError):
+            self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def give(self) -> None:
+        _close_all(self._held)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _take_down(memory: mmap.mmap, process: int, _: object) -> None:
+    if os.getpid() == process:  # a child that was forked has the same memory, but not the last word
+        memory[_IN_USE] = 0
+
+
+def file_of(process: int, descriptor: int) -> str:
+    """By which another process of this host can open it."""
+    return f"/proc/{process}/fd/{descriptor}"
+
+
+@contextlib.contextmanager
+def _file(process: int, descriptor: int) -> Iterator[int]:
+    file = file_of(process, descriptor)
+    if not os.readlink(file).startswith("/memfd:gapless"):
+        raise OSError("the number belongs to something else")
+    mine = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield mine
+    finally:
+        os.close(mine)
+
+
+def _opened(process: int, descriptor: int) -> mmap.mmap:
+    with _file(process, descriptor) as mine:
+        return mmap.mmap(mine, 0)
+
+
+def _gone(process: int, error: BaseException) -> RuntimeError:
+    return RuntimeError(f"Connection closed: the memory of process {process} can't be opened: {error}")
+
+
+def _aligned(size: int) -> memoryview:
+    """Memory of this process alone, where kernels like it."""
+    buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    memory: Any = (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
+    memory.owner = buffer
+    place = memoryview(memory).cast("B")
+    start = -buffer.data_ptr() % ALIGNMENT
+    return place[start : start + size]
+
+
+class Probe:
+    """Some memory to be found by others: in another container the same numbers are another process."""
+
+    no_words = (0,) * 5
+
+    def __init__(self) -> None:
+        self._segment, token = Segment(0, _SIZE_OF_TOKEN), os.urandom(_SIZE_OF_TOKEN)
+        self._segment.memory[:_SIZE_OF_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        self.words = [self._segment.name & _DESCRIPTOR, *struct.unpack(_TOKEN, token)]
+
+    @staticmethod
+    def sees(process: int, words: Sequence[int]) -> bool:
+        """Whether this process can open another one's, given its words."""
+        descriptor, *token = words
+        try:
+            found = _opened(process, descriptor)[:_SIZE_OF_TOKEN]
+        except (OSError, ValueError):
+            return False
+        return found == struct.pack(_TOKEN, *token)

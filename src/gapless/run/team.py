@@ -1,0 +1,259 @@
+"""One persistent thread per device, and the channels between them.
+
+A channel is (source, target, kind) and delivers in the producer's order. A device never waits for what it sends.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gapless.errors import TransportError
+from gapless.run.channels import StoppedError
+from gapless.run.cores import Cores
+from gapless.schedule.action import Schedule
+from gapless.schedule.verify import Channel, messages
+from gapless.stage.intra_op import set_intra_op_threads
+
+_STOP = object()
+
+
+class Channels:
+    """What crosses between the devices of one process, for one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        produced, consumed = messages(schedule)
+        self._queues: dict[Channel, queue.SimpleQueue[Any]] = {channel: queue.SimpleQueue() for channel in produced}
+        self._takers = {
+            channel: _Taker(self._queues[channel], [produced[channel][message] for message, _ in consumers])
+            for channel, consumers in consumed.items()
+        }
+
+    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
+        return self._queues[channel].put
+
+    def receiver(self, channel: Channel) -> Callable[[], Any]:
+        """Each call returns what the next consumer of this channel needs, and waits until it is there."""
+        return self._takers[channel].take
+
+    def stop(self) -> None:
+        """Wake every device that waits; it raises StoppedError."""
+        for waiting in self._queues.values():
+            waiting.put(_STOP)
+
+    def clear(self) -> None:
+        """Ready for the next step, whatever was left behind."""
+        for waiting in self._queues.values():
+            while not waiting.empty():
+                waiting.get()
+        for taker in self._takers.values():
+            taker.clear()
+
+
+class _Taker:
+    """Takes messages in the order they are consumed, which may differ from the order they come in."""
+
+    def __init__(self, waiting: "queue.SimpleQueue[Any]", order: Sequence[int]) -> None:
+        self._get = waiting.get
+        self._order = order
+        self._early: dict[int, Any] = {}  # came before they were needed
+        self._came = 0
+        self._taken = 0
+        if list(order) == sorted(order):
+            self.take = self._next  # type: ignore[method-assign]
+
+    def _next(self) -> Any:
+        parcel = self._get()
+        if parcel is _STOP:
+            raise StoppedError
+        return parcel
+
+    def take(self) -> Any:
+        number = self._order[self._taken]
+        while number not in self._early:
+            self._early[self._came] = self._next()
+            self._came += 1
+        self._taken = (self._taken + 1) % len(self._order)
+        if self._taken == 0:
+            self._came = 0
+        return self._early.pop(number)
+
+    def clear(self) -> None:
+        self._early.clear()
+        self._came = self._taken = 0
+
+
+Task = Callable[[], object]
+
+
+class Team:
+    """The threads. They start at the first use, keep nothing alive between two uses, and end with `close`."""
+
+    def __init__(self, names: Sequence[str], intra_op_threads: int) -> None:
+        self._names = names
+        self._intra_op_threads = intra_op_threads
+        self._closed = False
+        self._holders: set[object] = set()
+        self.left: Callable[[], None] | None = None  # clears up after a run that was not cleared up after
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without threads, in this process."""
+        self._process = os.getpid()
+        self._inboxes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in self._names]
+        self._threads: list[threading.Thread] = []
+        self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
+        # Threads of their own would go where they are put.
+        self._cores = Cores() if self._intra_op_threads == 1 else None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """One step at a time: another one, from a second thread or from inside a layer, would mix with it or hang."""
+        if self._process != os.getpid():
+            self._begin_in_child()
+        me = object()
+        try:
+            self._holders.add(me)  # Ctrl-C may come between any two calls, so there is nothing to undo but this one
+            if len(self._holders) > 1:
+                raise TransportError(
+                    "the pipeline is in the middle of another step: wait for its end, or give each thread its own "
+                    "pipeline"
+                )
+            yield
+        finally:
+            self._holders.discard(me)
+
+    @property
+    def busy(self) -> bool:
+        """A step is under way."""
+        return bool(self._holders)
+
+    def _begin_in_child(self) -> None:
+        """A forked child has everything but the threads."""
+        if self._holders:
+            raise TransportError(
+                f"process {os.getpid()} was forked from process {self._process} in the middle of a step, of which it "
+                "has only a part: fork between two steps, or make a pipeline in the child"
+            )
+        self._begin()
+
+    def run(self, tasks: Iterable[Task], stop: Callable[[], None], kind: int = 0) -> None:
+        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller. Runs of one
+        `kind` do the same.
+        """
+        if self._closed:
+            raise TransportError("the pipeline is closed; make a new one")
+        if len(self._threads) < len(self._names):
+            self._start()
+        latch = _Latch(len(self._inboxes))
+        counted = [latch.counted(task) for task in tasks]
+        self._under_way = latch, counted, stop
+        if self._cores is not None:
+            self._cores.begin(kind, self._threads)
+        try:
+            self._hand_out(counted)
+            latch.wait()
+        except BaseException:
+            self.settle()
+            raise
+        self._under_way = None
+        if self._cores is not None:
+            self._cores.end(kind, self._threads)
+
+    def settle(self) -> None:
+        """End what is still under way: a run that Ctrl-C has left, or a second Ctrl-C while it was stopped."""
+        if self._under_way is not None:
+            latch, tasks, stop = self._under_way
+            stop()
+            self._hand_out(tasks)  # some may not have had theirs; each runs once
+            latch.wait()
+            self._under_way = None
+
+    def _hand_out(self, tasks: Iterable[Task]) -> None:
+        for inbox, task in zip(self._inboxes, tasks, strict=True):
+            inbox.put(task)
+
+    def _start(self) -> None:
+        threads = torch.get_num_threads()
+        missing = list(zip(self._names, self._inboxes, strict=True))[len(self._threads) :]
+        ready = _Latch(len(missing))
+        for name, inbox in missing:
+            thread = threading.Thread(target=_work, args=(inbox, ready, self._intra_op_threads), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        ready.wait()
+        torch.set_num_threads(threads)  # what a thread sets for itself, later threads would inherit
+
+    def close(self) -> None:
+        self._closed = True
+        if not self._holders:
+            self.settle()
+        for inbox in self._inboxes:
+            inbox.put(None)
+        if threading.current_thread() not in self._threads:  # a layer that closes its pipeline can't wait for it
+            for thread in self._threads:
+                thread.join()
+        self._threads = []
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
+
+
+def close_with(owner: object, *parts: Closing) -> Callable[[], Any]:
+    """End the parts, one after another, when `owner` is closed or collected, or the interpreter ends."""
+    return weakref.finalize(owner, _close, parts, os.getpid())
+
+
+def _close(parts: Iterable[Closing], process: int) -> None:
+    if os.getpid() == process:  # a forked child has its copy, but they are not its own
+        for part in parts:
+            part.close()
+
+
+def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:
+    try:
+        set_intra_op_threads(intra_op_threads)
+    finally:
+        ready.down()
+    while (task := inbox.get()) is not None:
+        task()
+        del task  # whatever it holds must not stay until the next one comes
+
+
+class _Latch:
+    """Opens when it was counted down to zero. Waiting for it can be interrupted."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._open = threading.Lock()
+        self._open.acquire()
+
+    def counted(self, task: Task) -> Task:
+        todo = [task]
+
+        def run() -> None:
+            if todo:
+                try:
+                    todo.pop()()
+                finally:
+                    self.down()
+
+        return run
+
+    def down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._open.release()
+
+    def wait(self) -> None:
+        with self._open:
+            pass

@@ -1,0 +1,175 @@
+"""What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.plan import Plan
+from gapless.plan.planner import Memory, Planned, Progress, planned
+from gapless.plan.profile.task import Optimizer
+from gapless.stage import microbatch as mb
+from gapless.stage.devices import torch_devices
+from gapless.train import room
+from gapless.train import user_code as own
+from gapless.train.config import Config, Part
+from gapless.train.data import Batch, batches, with_shape
+
+_LEFT_OUT = {"next_token": -100, "cross_entropy": -100, "nll_loss": -100, "translation": 0}  # targets
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is needed to train. `batches` begins with `first`."""
+
+    config: Config
+    model: nn.Module | Sequence[Callable[..., Any]]
+    loss: Callable[[Any, Any], Tensor] | None
+    optimizer: Optimizer
+    devices: Sequence[torch.device]
+    first: Batch
+    batches: Iterator[Batch]
+
+    def planned(
+        self,
+        *,
+        memory: Memory | None = None,
+        speeds: Sequence[float] | None = None,
+        microbatches: int | None = None,
+        schedules: Sequence[str] | None = None,
+        slack: float | None = None,
+        seconds: float = 10.0,
+        time_limit: float = 60.0,
+        progress: Progress | None = None,
+    ) -> Planned:
+        """Measured and planned, with what the config allows where nothing is given."""
+        layout = self.config.pipeline
+        if layout.plan == "auto":
+            microbatches = microbatches or layout.microbatches
+            schedules = schedules or (None if layout.schedule is None else [layout.schedule])
+        self._check(microbatches)
+        with (
+            own.importable(self.config),
+            own.told(f"measuring the model{with_shape(self.first)}"),
+            torch.random.fork_rng(devices=[]),
+        ):
+            return planned(
+                self.model,
+                *self.first,
+                devices=self.devices,
+                loss=self.loss,
+                memory=layout.memory if memory is None else memory,
+                speeds=speeds,
+                microbatches=microbatches,
+                schedules=schedules,
+                optimizer=self.optimizer,
+                slack=slack,
+                seconds=seconds,
+                time_limit=time_limit,
+                progress=progress,
+                name=self.config.model.name,
+            )
+
+    def plan(self, progress: Progress | None = None) -> Plan | None:
+        """The one that the config asks for, if it does."""
+        asked = self.config.pipeline.plan
+        if asked is None:
+            return None
+        if asked == "auto":
+            return self.planned(progress=progress).found.best
+        plan = Plan.read(self.config.folder / asked)
+        layout, minibatch = self.config.pipeline, self.config.minibatch
+        if plan.minibatch != minibatch:
+            raise ConfigError(
+                f"the plan {asked} is for a minibatch of {plan.minibatch}, but data.minibatch is {minibatch}: make one "
+                "for this"
+            )
+        if layout.schedule not in (None, plan.recipe):
+            raise ConfigError(
+                f"schedule is {layout.schedule}, but the plan {asked} has {plan.recipe}: leave it out, or make another"
+            )
+        return plan
+
+    def pipeline(self, plan: Plan | None) -> Pipeline:
+        layout = self.config.pipeline
+        if plan is None and layout.microbatches is None:
+            raise ConfigError(
+                "pipeline.microbatches is missing: into how many parts a minibatch is cut, as 8, or plan = 'auto'"
+            )
+        self._check(layout.microbatches)
+        with own.importable(self.config), own.told("cutting the model"):
+            return Pipeline(
+                self.model,
+                devices=self.devices,
+                schedule=plan or layout.schedule or "1f1b",
+                microbatches=layout.microbatches,
+                stages_per_device=layout.stages_per_device,
+                partition=layout.partition,
+                remat=layout.remat or "none",
+                loss=self.loss,
+                loss_weight=_loss_weight(self.config.loss),
+                seed=self.config.seed,
+                example=self.first[0],
+            )
+
+    def _check(self, microbatches: int | None) -> None:
+        if microbatches is not None and microbatches > self.config.minibatch:
+            raise ConfigError(
+                f"{microbatches} microbatches can't be made of a minibatch of {self.config.minibatch} samples"
+            )
+
+
+def build(config: Config) -> Job:
+    """Always the same for the same config and the same files beside it: the seed is set first."""
+    devices = torch_devices(config.pipeline.devices)
+    files: own.Files = {}
+    loss = None
+    if config.loss is not None:
+        loss = own.load(config.loss, config, files)
+        if arguments := own.fitting(loss, config.loss, None, None):
+            loss = partial(loss, **arguments)
+    optimizer = _optimizer(config, files)
+    room.check_batch(config)
+    sketch = room.sketched(config, files)
+    make = own.load(config.model, config, files)
+    torch.manual_seed(config.seed)
+    model = own.call(make, config.model, config)
+    if not isinstance(model, nn.Module | list | tuple):
+        raise ConfigError(
+            f"model: {config.model.name} returned {model!r:.40}, but it returns a module or a list of layers"
+        )
+    source = batches(config, files)
+    first = next(source)
+    room.check_activations(config, sketch, first[0])
+    return Job(config, model, loss, optimizer, devices, first, chain([first], source))
+
+
+def _loss_weight(loss: Part | None) -> mb.LossWeight:
+    """What microbatches count: a mean over targets some of which are left out counts the others."""
+    if loss is None or loss.is_own:
+        return None
+    if loss.arguments.get("reduction") == "sum":
+        return "sum"
+    left_out = loss.arguments.get("ignore_index", _LEFT_OUT.get(loss.name))
+    return None if left_out is None else lambda target: (target != left_out).sum()
+
+
+def _optimizer(config: Config, files: own.Files) -> Optimizer:
+    """Tried at once, so that what it refuses is told before anything is measured."""
+    part = config.optimizer
+    make = own.load(part, config, files)
+
+    def made(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        found = own.call(make, part, config, parameters)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer: {part.name} returned {found!r:.40}, but it returns a torch.optim.Optimizer")
+        return found
+
+    made([nn.Parameter(torch.zeros(1, 1))])
+    return made
