@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
-from gapless.run.ranks.seat import connected, network_device
+from gapless.run.ranks.wire.groups import connected, network_device
 from gapless.run.ranks.wire.host_memory import HostMemory
 from gapless.schedule.recipes import RECIPES
 from tests.pipelines import (

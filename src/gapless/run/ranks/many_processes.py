@@ -23,7 +23,7 @@ from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.pending import Pending
 from gapless.run.ranks.replicas import Buckets, Shares, check_same, gathered, same_everywhere
 from gapless.run.ranks.sameness import Sameness
-from gapless.run.ranks.seat import Seat, connected, facts_of, make_groups, network_device, part_of_store
+from gapless.run.ranks.seat import Seat, facts_of, make_groups
 from gapless.run.ranks.sharded import Sharded
 from gapless.run.ranks.shared_parameter import Holders
 from gapless.run.ranks.state_dict import gather, held, load
@@ -33,7 +33,8 @@ from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Call, Watch
 from gapless.run.ranks.watch.whereabouts import Whereabouts
 from gapless.run.ranks.wire import nccl
-from gapless.run.ranks.wire.courier import Courier, break_off
+from gapless.run.ranks.wire.courier import Courier
+from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.ranks.wire.host_memory import PinnedMemory
 from gapless.run.ranks.wire.links import Channels, Links
 from gapless.run.ranks.wire.pipes import find_near
@@ -232,7 +233,8 @@ class Ranks:
 
     def _break_off(self) -> None:
         self._links.break_off()
-        break_off(self._groups.dp)
+        if self._groups.dp is not None:
+            self._groups.dp.break_off()
 
     def check_start(self) -> None:
         """Raises on every rank if those of a pipeline have started with different weights."""

@@ -8,11 +8,7 @@ The user's process groups are left alone: ours are made through the same store, 
 `close`.
 """
 
-import os
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gapless._version import __version__
 from gapless.errors import ConfigError
+from gapless.run.ranks.wire.groups import Group, connected
 
 DIMENSIONS = ("pp", "dp", "tp")
-NEVER = 365 * 24 * 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,8 @@ def _ranks(mesh: DeviceMesh, dimension: str) -> tuple[int, ...]:
 class Groups:
     """Gloo groups along the dimensions, over one network device. None where a dimension has one rank."""
 
-    pp: Any
-    dp: Any
+    pp: Group | None
+    dp: Group | None
     network: Any
 
     def close(self) -> None:
@@ -137,43 +133,3 @@ def make_groups(seat: Seat, network: Any) -> Groups:
     pp = connected("pp", seat.pp_ranks, seat.device, network)
     dp = connected("dp", seat.dp_ranks, seat.replica, network)
     return Groups(pp, dp, network)
-
-
-def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = NEVER) -> Any:
-    """A group of these ranks, in which this one has that number. Nothing in it runs out of time unless asked for: ranks
-    may compute for as long as they like, and one that is dead or silent is noticed by the watch.
-    """
-    if len(ranks) == 1:
-        return None
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [network]
-    options._timeout = timedelta(seconds=timeout)
-    options._threads = 1
-    return gloo(part_of_store(name, ranks), number, len(ranks), options)
-
-
-_network_devices: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-
-
-def network_device() -> Any:
-    """The interface that torch's own Gloo groups would take: a port, and a thread that wakes up a hundred times a
-    second, so pipelines share it. Who asks for it keeps it.
-    """
-    name = next((name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name), "")
-    device = _network_devices.get(name)
-    if device is None:
-        gloo = dist.ProcessGroupGloo
-        device = gloo.create_device(interface=name) if name else gloo.create_default_device()
-        _network_devices[name] = device
-    return device
-
-
-def part_of_store(use: str, ranks: Sequence[int]) -> Any:
-    """A part of the store that no earlier pipeline has used: its ranks make theirs in the same order, so they count
-    alike.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    name = f"{use}/{'-'.join(map(str, ranks))}"
-    times = store.add(f"gapless/{name}/{dist.get_rank()}", 1)
-    return dist.distributed_c10d.PrefixStore(f"gapless/{name}/{times}", store)

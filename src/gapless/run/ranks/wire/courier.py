@@ -1,18 +1,14 @@
 """The threads that post messages and let go of what was sent: posting costs host time that computing need not pay."""
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from gapless.run.ranks.wire.message import Message
 
-_NEVER_SENT = 1
-_SOON = timedelta(milliseconds=1)
 _PATIENCE = 0.5  # seconds
 
 
@@ -79,13 +75,3 @@ class Courier:
                 thread.join(_PATIENCE)
                 if given_up:
                     break
-
-
-def break_off(group: Any) -> None:
-    """Whoever waits in the group raises, here and at the peers: a receive that runs out of time closes all connections
-    of its group.
-    """
-    for peer in range(group.size() if group is not None else 0):
-        if peer != group.rank():
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(_SOON)

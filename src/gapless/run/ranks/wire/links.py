@@ -19,7 +19,7 @@ from gapless.errors import GaplessError, TransportError
 from gapless.run.channels import StoppedError
 from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Incoming, Outgoing
-from gapless.run.ranks.wire.courier import Courier, break_off
+from gapless.run.ranks.wire.courier import Courier
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.host_memory import HostMemory, Memory
 from gapless.run.ranks.wire.nccl import DIRECT, Communicators, NcclIncoming, NcclOutgoing
@@ -90,7 +90,8 @@ class Links:
 
     def break_off(self) -> None:
         """Whoever waits raises, here and at the other ranks."""
-        break_off(self.courier.group)
+        if self.courier.group is not None:
+            self.courier.group.break_off()
         if self.direct is not None:
             self.direct.break_off()
         if self.inbox is not None:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gapless.run.ranks.seat import NEVER, part_of_store
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
+from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.host_memory import DirectMemory
 from gapless.schedule.verify import Channel
 

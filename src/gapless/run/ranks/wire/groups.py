@@ -1,0 +1,115 @@
+"""Groups of ranks that are gapless's own: made through the user's store, over one network device, and broken off when a
+rank is gone.
+"""
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NEVER = 365 * 24 * 3600.0  # seconds
+_NEVER_SENT = 1
+_SOON = timedelta(milliseconds=1)
+_PATIENCE = timedelta(milliseconds=250)
+
+
+class Group:
+    """A Gloo group. What was broken off raises wherever somebody waits in it."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+        self.size, self.rank, self.send, self.recv = gloo.size, gloo.rank, gloo.send, gloo.recv
+        self.is_broken = False
+
+    def allgather(self, *words: Any) -> "Together":
+        return Together(self, self._gloo.allgather(*words))
+
+    def allreduce(self, *words: Any) -> "Together":
+        return Together(self, self._gloo.allreduce(*words))
+
+    def broadcast(self, *words: Any) -> "Together":
+        return Together(self, self._gloo.broadcast(*words))
+
+    def barrier(self) -> "Together":
+        return Together(self, self._gloo.barrier())
+
+    def leave_behind(self) -> None:
+        """One of its threads waits for ever, and whoever lets go of the group would wait for that thread."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    def break_off(self) -> None:
+        """Whoever waits in the group raises, here and at the peers: a receive that runs out of time closes all
+        connections.
+        """
+        self.is_broken = True
+        for peer in range(self.size()):
+            if peer != self.rank():
+                with contextlib.suppress(RuntimeError):
+                    self.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(_SOON)
+
+
+class Together:
+    """What all ranks of a group do together. Gloo forgets some sends when connections close, and would wait for them
+    for ever; here nobody does.
+    """
+
+    def __init__(self, group: Group, work: Any) -> None:
+        self._group, self._work = group, work
+
+    def wait(self) -> None:
+        given_up = False
+        while not self._work.is_completed():
+            try:
+                self._work.wait(_PATIENCE)
+            except RuntimeError:
+                if given_up and not self._work.is_completed():
+                    self._group.leave_behind()
+                    raise
+            given_up = self._group.is_broken
+        self._work.wait()
+
+
+def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = NEVER) -> Group | None:
+    """A group of these ranks, in which this one has that number. Nothing in it runs out of time unless asked for: ranks
+    may compute for as long as they like, and one that is dead or silent is noticed by the watch.
+    """
+    if len(ranks) == 1:
+        return None
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [network]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 1
+    return Group(gloo(part_of_store(name, ranks), number, len(ranks), options))
+
+
+_network_devices: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def network_device() -> Any:
+    """The interface that torch's own Gloo groups would take: a port, and a thread that wakes up a hundred times a
+    second, so pipelines share it. Who asks for it keeps it.
+    """
+    name = next((name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name), "")
+    device = _network_devices.get(name)
+    if device is None:
+        gloo = dist.ProcessGroupGloo
+        device = gloo.create_device(interface=name) if name else gloo.create_default_device()
+        _network_devices[name] = device
+    return device
+
+
+def part_of_store(use: str, ranks: Sequence[int]) -> Any:
+    """A part of the store that no earlier pipeline has used: its ranks make theirs in the same order, so they count
+    alike.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    name = f"{use}/{'-'.join(map(str, ranks))}"
+    times = store.add(f"gapless/{name}/{dist.get_rank()}", 1)
+    return dist.distributed_c10d.PrefixStore(f"gapless/{name}/{times}", store)
