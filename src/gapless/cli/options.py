@@ -9,9 +9,9 @@ from typing import Any
 
 from gapless.cli.terminal import say, show_progress
 from gapless.errors import ConfigError, ScheduleError, printable
-from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
+from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.recipes import RECIPES, Request, find_recipe, make_request, refuse_too_many, solve
 from gapless.schedule.recipes.auto import resolve_limit
 from gapless.schedule.timeline import Timeline
@@ -230,21 +230,19 @@ def passed(
     schedule: Schedule, costs: Costs, arguments: argparse.Namespace, limit: Number | None
 ) -> tuple[Schedule, Costs]:
     """The schedule after the passes asked for, and the costs it is to be simulated with."""
-    if arguments.split:
-        schedule = lower.split(schedule, costs)
-    if arguments.fuse:
-        schedule = lower.fuse(schedule, costs)
-    if arguments.remat:
-        early = arguments.remat == "early"
-        schedule = lower.add_recompute(schedule, costs, memory_limit=limit, early=early)
-        costs = costs if early else costs.recomputed_late(schedule.placement)
-    if arguments.forward_only:
-        schedule = lower.forward_only(schedule)
-    if arguments.updates:
-        schedule = lower.add_updates(schedule)
-    if arguments.transfers:
-        schedule = lower.add_transfers(schedule)
-    return schedule, costs
+    late = arguments.remat == "late"
+    passes = Passes(
+        split=arguments.split,
+        fuse=arguments.fuse,
+        recompute=range(schedule.num_stages) if arguments.remat else (),
+        early=not late,
+        memory_limit=limit,
+        forward_only=arguments.forward_only,
+        updates=arguments.updates,
+        transfers=arguments.transfers,
+    )
+    made = lowered(schedule, costs, passes)
+    return made, costs.recomputed_late(schedule.placement) if late else costs
 
 
 def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline], limit: Number | None = None) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from gapless.errors import ConfigError, ScheduleError
 from gapless.pipeline.arguments import asked_for, fitting_schedule
 from gapless.plan.plan import Plan
-from gapless.schedule import lower
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
+from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.recipes import Objective, find_recipe, make_schedule
 from gapless.stage.stage import Remat
 
@@ -44,11 +44,10 @@ class Schedules:
                 memory_limit=self.memory_limit,
                 objective=self.objective,
             )
-        schedule = lower.fuse(schedule, self.costs)
         again = [stage for stage, kind in enumerate(self.remat_of(schedule.num_stages)) if kind == "stage"]
-        if again and Kind.RECOMPUTE not in schedule.kinds:
-            schedule = lower.add_recompute(schedule, self.costs, stages=again)
-        return schedule
+        if Kind.RECOMPUTE in schedule.kinds:  # it says itself what is recomputed
+            again = []
+        return lowered(schedule, self.costs, Passes(fuse=True, recompute=again))
 
     def remat_of(self, num_stages: int) -> list[Remat]:
         """Of each stage."""

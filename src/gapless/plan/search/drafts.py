@@ -15,8 +15,8 @@ from gapless.plan.profile.profile import Company, Layer, Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.footprint import Footprint, footprints, over_limit
 from gapless.plan.search.machine import Device
-from gapless.schedule import lower
 from gapless.schedule.action import Schedule
+from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -73,7 +73,7 @@ class Drafts:
         if (choice, counts) not in self._plain:
             self._plain[choice, counts] = self._schedule(choice, stages)
         plain = self._plain[choice, counts]
-        schedule = lower.add_recompute(plain, stages.costs, stages=remat, early=False) if remat else plain
+        schedule = lowered(plain, stages.costs, Passes(recompute=remat, early=False))
         stages = replace(stages, costs=in_company(stages.costs, schedule, _company(profile, choice.mesh.replicas)))
         timeline = simulate(schedule, stages.costs)
         return Draft(choice, counts, remat, stages, plain, timeline, self.held(choice, stages, timeline))

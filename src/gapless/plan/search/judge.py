@@ -13,8 +13,7 @@ from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, TooLargeError, kept
 from gapless.plan.search.footprint import Footprint, in_flight_at_peak, over_limit
-from gapless.schedule import lower
-from gapless.schedule.action import Kind
+from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes
@@ -104,17 +103,10 @@ class Judge:
 
     def finished(self, draft: Draft) -> Plan:
         """Lowered as a Pipeline would, and simulated."""
-        choice, stages, schedule = draft.choice, draft.stages, draft.plain
-        if Kind.BACKWARD in schedule.kinds:
-            schedule = lower.split(schedule, stages.costs)
-        schedule = lower.fuse(schedule, stages.costs)
-        orders = [schedule]
-        if draft.remat:  # early if there is room for it, or late
-            orders = [
-                lower.add_recompute(schedule, stages.costs, stages=draft.remat, early=early) for early in (True, False)
-            ]
-        for order in orders:
-            timeline = simulate(order, stages.costs)
+        choice, stages = draft.choice, draft.stages
+        for early in (True, False) if draft.remat else (True,):  # early if there is room for it, or late
+            passes = Passes(split=True, fuse=True, recompute=draft.remat, early=early)
+            timeline = simulate(lowered(draft.plain, stages.costs, passes), stages.costs)
             held = self.drafts.held(choice, stages, timeline)
             if not over_limit(held, self.drafts.limits(choice)):
                 return self._made(draft, timeline, held)

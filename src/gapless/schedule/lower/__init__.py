@@ -1,0 +1,57 @@
+"""From the schedule that a recipe states to the one that is run: every pass a file, and one order for everybody.
+
+Recipes keep I and W apart. Whether a pair runs as one B, where a recompute goes and what crosses between devices is
+decided here, and where there is a choice the simulator makes it. In the order in which they are made:
+
+    splitting       a B as its I and its W, where that gains
+    fusion          an I and its W as one B, where nobody waits in between
+    recompute       activations thrown away and made again, as early as memory allows
+    inference       the forwards alone
+    weight_updates  an update per stage
+    transfers       a send and a receive for what crosses between devices
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.lower.fusion import fuse
+from gapless.schedule.lower.inference import forward_only
+from gapless.schedule.lower.recompute import add_recompute
+from gapless.schedule.lower.splitting import split
+from gapless.schedule.lower.transfers import add_transfers
+from gapless.schedule.lower.weight_updates import add_updates
+
+__all__ = ["Passes", "add_recompute", "add_transfers", "add_updates", "forward_only", "fuse", "lowered", "split"]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Which passes are made. `recompute` are the stages that are, `early` and `memory_limit` say how far ahead."""
+
+    split: bool = False
+    fuse: bool = False
+    recompute: Collection[int] = ()
+    early: bool = True
+    memory_limit: Number | None = None
+    forward_only: bool = False
+    updates: bool = False
+    transfers: bool = False
+
+
+def lowered(schedule: Schedule, costs: Costs | None, passes: Passes) -> Schedule:
+    """The schedule after these passes, for the pipeline, the planner and the command line alike."""
+    if passes.split:
+        schedule = split(schedule, costs)
+    if passes.fuse:
+        schedule = fuse(schedule, costs)
+    if passes.recompute:
+        schedule = add_recompute(
+            schedule, costs, stages=passes.recompute, memory_limit=passes.memory_limit, early=passes.early
+        )
+    if passes.forward_only:
+        schedule = forward_only(schedule)
+    if passes.updates:
+        schedule = add_updates(schedule)
+    return add_transfers(schedule) if passes.transfers else schedule
