@@ -85,8 +85,6 @@ OWED: dict[str, set[str]] = {
     },
     "names_of_several_things": {
         "Attention",
-        "Channels",
-        "Clock",
         "Cuts",
         "Entry",
         "Layout",

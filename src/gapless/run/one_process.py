@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gapless.model.tied import tie, uses_of
-from gapless.run.channels import Transport
+from gapless.run.channels import ThreadChannels, Transport
 from gapless.run.clip import clip_grad_norm
 from gapless.run.lanes import make_lane
 from gapless.run.program import Batch, Program, measured
-from gapless.run.team import Channels
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
@@ -47,7 +46,7 @@ class Alone:
         return tie(module, stages, uses_of(parts), devices, tied)
 
     def channels(self, schedule: Schedule) -> Transport:
-        return Channels(schedule)
+        return ThreadChannels(schedule)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """With whom?"""

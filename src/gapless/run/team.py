@@ -1,7 +1,4 @@
-"""One persistent thread per device, and the channels between them.
-
-A channel is (source, target, kind) and delivers in the producer's order. A device never waits for what it sends.
-"""
+"""One persistent thread per device."""
 
 import contextlib
 import os
@@ -14,79 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from gapless.errors import TransportError
-from gapless.run.channels import StoppedError
 from gapless.run.cores import Cores
-from gapless.schedule.action import Schedule
-from gapless.schedule.verify import Channel, messages
 from gapless.stage.intra_op import set_intra_op_threads
-
-_STOP = object()
-
-
-class Channels:
-    """What crosses between the devices of one process, for one schedule."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        produced, consumed = messages(schedule)
-        self._queues: dict[Channel, queue.SimpleQueue[Any]] = {channel: queue.SimpleQueue() for channel in produced}
-        self._takers = {
-            channel: _Taker(self._queues[channel], [produced[channel][message] for message, _ in consumers])
-            for channel, consumers in consumed.items()
-        }
-
-    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
-        return self._queues[channel].put
-
-    def receiver(self, channel: Channel) -> Callable[[], Any]:
-        """Each call returns what the next consumer of this channel needs, and waits until it is there."""
-        return self._takers[channel].take
-
-    def stop(self) -> None:
-        """Wake every device that waits; it raises StoppedError."""
-        for waiting in self._queues.values():
-            waiting.put(_STOP)
-
-    def clear(self) -> None:
-        """Ready for the next step, whatever was left behind."""
-        for waiting in self._queues.values():
-            while not waiting.empty():
-                waiting.get()
-        for taker in self._takers.values():
-            taker.clear()
-
-
-class _Taker:
-    """Takes messages in the order they are consumed, which may differ from the order they come in."""
-
-    def __init__(self, waiting: "queue.SimpleQueue[Any]", order: Sequence[int]) -> None:
-        self._get = waiting.get
-        self._order = order
-        self._early: dict[int, Any] = {}  # came before they were needed
-        self._came = 0
-        self._taken = 0
-        if list(order) == sorted(order):
-            self.take = self._next  # type: ignore[method-assign]
-
-    def _next(self) -> Any:
-        parcel = self._get()
-        if parcel is _STOP:
-            raise StoppedError
-        return parcel
-
-    def take(self) -> Any:
-        number = self._order[self._taken]
-        while number not in self._early:
-            self._early[self._came] = self._next()
-            self._came += 1
-        self._taken = (self._taken + 1) % len(self._order)
-        if self._taken == 0:
-            self._came = 0
-        return self._early.pop(number)
-
-    def clear(self) -> None:
-        self._early.clear()
-        self._came = self._taken = 0
-
 
 Task = Callable[[], object]
 

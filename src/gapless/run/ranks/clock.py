@@ -22,7 +22,7 @@ _TAG = 0
 _ROUNDS = 8
 
 
-class Clock:
+class SharedClock:
     """That of the ranks of a group. All of them make it, and ask it for the same."""
 
     def __init__(self, group: Any, device: int) -> None:

@@ -17,7 +17,7 @@ from gapless.run.clip import clip_everywhere
 from gapless.run.lanes import make_lane
 from gapless.run.program import Batch, Program
 from gapless.run.ranks.agreement import Agreement
-from gapless.run.ranks.clock import Clock
+from gapless.run.ranks.clock import SharedClock
 from gapless.run.ranks.link_speed import Hop, measure_hops
 from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.pending import Pending
@@ -36,7 +36,7 @@ from gapless.run.ranks.wire import nccl
 from gapless.run.ranks.wire.courier import Courier
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.ranks.wire.host_memory import PinnedMemory
-from gapless.run.ranks.wire.links import Channels, Links
+from gapless.run.ranks.wire.links import Links, RankChannels
 from gapless.run.ranks.wire.pipes import find_near
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
@@ -87,7 +87,7 @@ class Ranks:
         self._part, self._pending = Part(), Pending()
         self._due: list[int] = []
         self._ended: set[int] = set()
-        self._clock: Clock | None = None
+        self._clock: SharedClock | None = None
 
     def _make_links(self) -> Links:
         seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
@@ -183,7 +183,7 @@ class Ranks:
         return away
 
     def channels(self, schedule: Schedule) -> Transport:
-        return Channels(schedule, self._links)
+        return RankChannels(schedule, self._links)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class Ranks:
     def measured(self, program: Program) -> Timeline:
         """Of all devices: every rank has it."""
         if self._clock is None:
-            self._clock = Clock(self._groups.pp, self.seat.device)
+            self._clock = SharedClock(self._groups.pp, self.seat.device)
         return self._clock.timeline(program.schedule, program.marks[self.seat.device], self.lanes[0])
 
     def hops(self) -> list[Hop]:

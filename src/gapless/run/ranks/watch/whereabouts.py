@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from gapless.run.program import Program
 from gapless.run.ranks.wire.links import Links
 from gapless.schedule.action import Action
+from gapless.schedule.verify import messages
 
 
 class Whereabouts:
@@ -23,7 +24,7 @@ class Whereabouts:
     @contextlib.contextmanager
     def running(self, program: Program) -> Iterator[None]:
         """The actions of a program."""
-        self._links.since = self._links.waiting = None
+        self._links.since = None
         self._program, self._running = program, True
         self.microbatches = program.schedule.num_microbatches
         waited, began = self._links.waited, time.monotonic()
@@ -35,13 +36,18 @@ class Whereabouts:
             self.waited = self._links.waited - waited + getattr(program.batch.weights, "waited", 0.0)
 
     def words(self) -> str:
-        me = f"rank {self._links.rank} (device {self._links.device})"
-        waits = ""
-        with contextlib.suppress(IndexError):  # the device may be between two messages
-            waits = self._links.wanted()
-        if not waits:
+        links, me = self._links, f"rank {self._links.rank} (device {self._links.device})"
+        incoming, since = links.waits_in, links.since
+        if incoming is None or since is None:
             return f"{me} was {self.last()}"
-        return f"{me} waited {waits}" if self._links.waiting is not None else f"{me} waited {waits}, {self.last()}"
+        source, kind, action = incoming.source, incoming.kind, self._action() if self._running else None
+        uses = {} if self._program is None else messages(self._program.schedule)[1]
+        wanted = [message for message, user in uses.get((source, links.device, kind), ()) if user == action]
+        words = f"{me} waited {time.monotonic() - since:.1f} s for the {kind}"
+        if wanted:
+            words += f" of stage {wanted[0][0]}, microbatch {wanted[0][1]}, which {action} needs,"
+        words += f" from rank {links.ranks[source]} (device {source})"
+        return words if wanted else f"{words}, {self.last()}"
 
     def last(self) -> str:
         action, call = self._action(), self._call()

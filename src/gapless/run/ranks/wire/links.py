@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gapless.errors import GaplessError, TransportError
-from gapless.run.channels import StoppedError
+from gapless.run.channels import InOrderOfUse, StoppedError
 from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Incoming, Outgoing
 from gapless.run.ranks.wire.courier import Courier
@@ -24,8 +24,8 @@ from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.host_memory import HostMemory, Memory
 from gapless.run.ranks.wire.nccl import DIRECT, Communicators, NcclIncoming, NcclOutgoing
 from gapless.run.ranks.wire.pipes import Inbox, Outbox, PipeIncoming, PipeOutgoing
-from gapless.schedule.action import Action, Schedule
-from gapless.schedule.verify import Channel, Message, messages
+from gapless.schedule.action import Schedule
+from gapless.schedule.verify import Channel, messages
 
 _A_MOMENT = 0.005  # seconds
 Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
@@ -53,9 +53,7 @@ class Links:
         self.inbox, self.near = inbox, dict(near or {})
         self.rank = ranks[device]
         self._explain = explain
-        # What this device waits in, for any thread to read: a channel, and the receiver if it is for an action.
-        self.waits_in: Incoming | None = None
-        self.waiting: Receiver | None = None
+        self.waits_in: Incoming | None = None  # for any thread to read
         self.since: float | None = None
         self.waited = 0.0  # seconds, in all
         self.stopped = False
@@ -115,18 +113,6 @@ class Links:
                 "or close the pipeline and make a new one on every rank"
             ) from failure
 
-    def wanted(self) -> str:
-        """What this device waits for, and from where; nothing if it does not wait."""
-        incoming, waiting, since = self.waits_in, self.waiting, self.since
-        if incoming is None or since is None:
-            return ""
-        source, words, seconds = incoming.source, f"the {incoming.kind}", time.monotonic() - since
-        if waiting is not None:
-            stage, microbatch = waiting.message
-            words = f"the {incoming.kind} of stage {stage}, microbatch {microbatch}, which {waiting.action} needs,"
-            seconds = time.monotonic() - waiting.since
-        return f"{seconds:.1f} s for {words} from rank {self.ranks[source]} (device {source})"
-
     def lost(self, error: BaseException) -> Exception:
         """What is raised where a message will not come."""
         if self.stopped:
@@ -159,75 +145,31 @@ class Links:
         self.courier.group = None
 
 
-class Channels:
+class RankChannels:
     """What one device sends and receives in one schedule."""
 
     def __init__(self, schedule: Schedule, links: Links) -> None:
         self._links = links
-        self._receivers: dict[Channel, Receiver] = {}
+        self._takers: dict[Channel, InOrderOfUse] = {}
         produced, consumed = messages(schedule)
         links.connect(produced)
-        for channel, consumers in consumed.items():
+        for channel, uses in consumed.items():
             source, target, kind = channel
             if target == links.device:
-                order = [produced[channel][message] for message, _ in consumers]
-                self._receivers[channel] = Receiver(links, links.incoming(source, kind), consumers, order)
+                get, order = links.incoming(source, kind).get, [produced[channel][each] for each, _ in uses]
+                self._takers[channel] = InOrderOfUse(get, order)
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         outgoing = self._links.outgoing(channel[1], channel[2])
         return outgoing.put_now if idle and isinstance(self._links.memory, HostMemory) else outgoing.put
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
-        take = self._receivers[channel].take
+        take = self._takers[channel].take
         return take if isinstance(self._links.memory, HostMemory) else lambda: Parcel(take())
 
     def stop(self) -> None:
         self._links.stop()
 
     def clear(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.clear()
-
-
-class Receiver:
-    """Takes messages in the order they are consumed, which may differ from the order they come in."""
-
-    def __init__(
-        self, links: Links, incoming: Incoming, consumers: Iterable[tuple[Message, Action]], order: Sequence[int]
-    ) -> None:
-        self._links = links
-        self._incoming = incoming
-        self._consumers = tuple(consumers)
-        self._order = order
-        self._early: dict[int, Any] = {}  # came before they were needed
-        self._came = 0
-        self._taken = 0
-        self.since = 0.0
-
-    @property
-    def action(self) -> Action:
-        """What waits, or will next."""
-        return self._consumers[self._taken][1]
-
-    @property
-    def message(self) -> Message:
-        """What it waits for: the stage that makes it, and the microbatch."""
-        return self._consumers[self._taken][0]
-
-    def take(self) -> Any:
-        number = self._order[self._taken]
-        early = self._early
-        self.since = time.monotonic()
-        self._links.waiting = self
-        while number not in early:
-            early[self._came] = self._incoming.get()
-            self._came += 1
-        self._links.waiting = None
-        self._taken += 1
-        if self._taken == len(self._order):
-            self._taken = self._came = 0
-        return early.pop(number)
-
-    def clear(self) -> None:
-        self._early.clear()
-        self._came = self._taken = 0
+        for taker in self._takers.values():
+            taker.clear()
