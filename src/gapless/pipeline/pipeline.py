@@ -41,7 +41,8 @@ from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.stages import layers_of, make_stages, warn_of_unsplit
 from gapless.plan.plan import Plan
-from gapless.run.program import Program, execute
+from gapless.run.execute import execute
+from gapless.run.program import Program
 from gapless.run.team import Team, close_with
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule

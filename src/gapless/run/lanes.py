@@ -156,6 +156,7 @@ Lane = CpuLane | CudaLane
 
 
 def make_lane(device: torch.device) -> Lane:
+    """One for that kind of device; several may share a GPU."""
     return CudaLane(device) if device.type == "cuda" else CpuLane(device)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from gapless.model.tied import tie, uses_of
 from gapless.run.channels import ThreadChannels, Transport
 from gapless.run.clip import clip_grad_norm
+from gapless.run.execute import measured
 from gapless.run.lanes import make_lane
-from gapless.run.program import Batch, Program, measured
+from gapless.run.program import Batch, Program
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from gapless.errors import TransportError
-from gapless.run.cores import Cores
 from gapless.stage.intra_op import set_intra_op_threads
 
 Task = Callable[[], object]
@@ -34,8 +33,6 @@ class Team:
         self._inboxes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in self._names]
         self._threads: list[threading.Thread] = []
         self._under_way: tuple[_Latch, list[Task], Callable[[], None]] | None = None
-        # Threads of their own would go where they are put.
-        self._cores = Cores() if self._intra_op_threads == 1 else None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -68,10 +65,8 @@ class Team:
             )
         self._begin()
 
-    def run(self, tasks: Iterable[Task], stop: Callable[[], None], kind: int = 0) -> None:
-        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller. Runs of one
-        `kind` do the same.
-        """
+    def run(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
+        """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller."""
         if self._closed:
             raise TransportError("the pipeline is closed; make a new one")
         if len(self._threads) < len(self._names):
@@ -79,8 +74,6 @@ class Team:
         latch = _Latch(len(self._inboxes))
         counted = [latch.counted(task) for task in tasks]
         self._under_way = latch, counted, stop
-        if self._cores is not None:
-            self._cores.begin(kind, self._threads)
         try:
             self._hand_out(counted)
             latch.wait()
@@ -88,8 +81,6 @@ class Team:
             self.settle()
             raise
         self._under_way = None
-        if self._cores is not None:
-            self._cores.end(kind, self._threads)
 
     def settle(self) -> None:
         """End what is still under way: a run that Ctrl-C has left, or a second Ctrl-C while it was stopped."""
@@ -128,6 +119,8 @@ class Team:
 
 
 class Closing(Protocol):
+    """What has an end."""
+
     def close(self) -> None: ...
 
 

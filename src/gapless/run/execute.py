@@ -1,0 +1,97 @@
+"""Runs a program: every device goes through its calls, and the first failure stops all of them."""
+
+import torch
+
+from gapless.errors import note_place
+from gapless.run.channels import StoppedError
+from gapless.run.lanes import fenced
+from gapless.run.program import Call, Program
+from gapless.run.team import Team
+from gapless.run.thread_state import CallerState
+from gapless.schedule.timeline import Timeline
+
+
+def execute(program: Program, team: Team) -> None:
+    """Run the program's batch on its devices. The first failure stops all and is raised here, with its place noted."""
+    team.settle()
+    if team.left is not None:  # Ctrl-C came a second time, while what the first had left was cleared up
+        team.left()
+    team.left = program.forget
+    state = CallerState()
+    failures: list[BaseException] = []
+    profiled = torch.autograd.profiler._is_profiler_enabled
+
+    def task(device: int) -> Call:
+        lane, calls, stopping = program.lanes[device], program.calls[device], program.stopping
+        reached = program.reached
+        if profiled:
+            calls = [
+                _named(call, str(action)) for call, action in zip(calls, program.schedule.rows[device], strict=True)
+            ]
+
+        def run() -> None:
+            reached[device] = 0
+            try:
+                with lane.entered(), state.entered():
+                    for reached[device], call in enumerate(calls):
+                        if stopping:
+                            raise StoppedError
+                        call()
+            except StoppedError:
+                pass
+            except BaseException as error:
+                note_place(error, _place(program, device))
+                failures.append(error)
+                program.stop()
+
+        return run
+
+    try:
+        with fenced(program.lanes):
+            for lane in program.lanes if program.recorded else ():
+                lane.begin()
+            team.run([task(device) for device in program.here], program.stop)
+        state.leave()
+    except BaseException:
+        state.leave()
+        program.forget()
+        team.left = None
+        raise
+    if failures:
+        program.forget()
+        team.left = None
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # the traceback holds this frame, and this frame must not hold the traceback
+    team.left = None
+
+
+def _named(call: Call, name: str) -> Call:
+    """The call as a range of that name in torch's profiler."""
+
+    def run() -> None:
+        with torch.profiler.record_function(name):
+            call()
+
+    return run
+
+
+def _place(program: Program, device: int) -> str:
+    action = program.schedule.rows[device][program.reached[device]]
+    where = program.lanes[device].device
+    return f"on device {device} ({where}), stage {action.stage}, action {action}"
+
+
+def measured(program: Program, name: str) -> Timeline:
+    """The timeline of the step that has just run."""
+    spans = [
+        [(lane.seconds(start), lane.seconds(end)) for start, end in marks]
+        for lane, marks in zip(program.lanes, program.marks, strict=True)
+    ]
+    return Timeline(
+        program.schedule,
+        tuple(tuple(start for start, _ in row) for row in spans),
+        tuple(tuple(end for _, end in row) for row in spans),
+        name=name,
+    )
