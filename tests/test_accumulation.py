@@ -157,12 +157,12 @@ def test_a_scaler_scales_what_is_weighed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads(model), grads(reference), strict=True))
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "half", True, None, torch.ones(2)])
-def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "half", True, None, torch.ones(2), -0.5])
+def test_a_weight_that_is_no_share_is_refused(weight: Any) -> None:
     with (
         gapless.Pipeline(layers(), devices=2, microbatches=4, loss=F.mse_loss) as pipe,
-        pytest.raises(gapless.GaplessError, match=r"weight is .*, but it must be a number"),
+        pytest.raises(gapless.GaplessError, match=r"weight is .*, but it must be a number of at least 0"),
     ):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6), weight=weight)
     with pytest.raises(gapless.GaplessError, match="sync is 1, but it must be True or False"):
-        gapless.stage.part.Part.of(1.0, 1)
+        gapless.stage.share.Share.of(1.0, 1)

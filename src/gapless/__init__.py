@@ -11,7 +11,7 @@ from gapless._version import __version__
 
 if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
-    from gapless.model.plain import plain_step as plain_step
+    from gapless.model.reference import plain_step as plain_step
     from gapless.pipeline.links import measure_links as measure_links
     from gapless.pipeline.pipeline import Pipeline as Pipeline
     from gapless.pipeline.planning import make_plan as make_plan
@@ -36,7 +36,7 @@ _HOMES = {
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.links",
-    "plain_step": "gapless.model.plain",
+    "plain_step": "gapless.model.reference",
     "seed_of": "gapless.stage.seeds",
     "simulate": "gapless.schedule.simulate",
     "verify": "gapless.schedule.verify",

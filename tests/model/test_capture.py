@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, PartitionError
-from gapless.model.plain import Reference
+from gapless.model.reference import Reference
 from tests.model.training import WAYS, assert_exact, assert_same, assert_same_state
 
 VOCAB, WIDTH = 11, 8

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.model.plain import Reference
+from gapless.model.reference import Reference
 from gapless.stage.compiled import is_compiled
 from tests.model.training import assert_exact, assert_same, assert_same_state
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.model.plain import Reference
+from gapless.model.reference import Reference
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
 transformers = pytest.importorskip("transformers")

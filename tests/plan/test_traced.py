@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import gapless
 from gapless.errors import ConfigError, PlanError
 from gapless.model.capture import own_loss
-from gapless.model.cuts import Cuts
-from gapless.model.plain import Reference
+from gapless.model.graph_cuts import GraphCuts
+from gapless.model.reference import Reference
 from gapless.plan.plan import Plan
 from gapless.plan.profile.measure import measure
 from gapless.plan.profile.traced import Tracer
@@ -198,7 +198,7 @@ def test_a_model_without_a_place_to_cut_is_for_one_device() -> None:
     with pytest.raises(PlanError, match="the model has 1 layers, but 2 stages were asked for"):
         planned(Whole(), *batch, loss=F.mse_loss)
     found = planned(Whole(), *batch, loss=F.mse_loss, devices=["cpu"], schedules=["1f1b"])
-    assert (found.partition, found.cuts) == ((1,), Cuts((), 3, (("scale",),)))
+    assert (found.partition, found.cuts) == ((1,), GraphCuts((), 3, (("scale",),)))
 
 
 def test_a_model_without_data_can_be_planned() -> None:

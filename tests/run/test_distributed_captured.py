@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.model.plain import Reference
+from gapless.model.reference import Reference
 from gapless.plan.plan import Plan
 from tests.pipelines import SEED, assert_same, tokens
 from tests.run.forked import launch

@@ -14,8 +14,8 @@ from torch import Tensor
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
-from gapless.stage.part import Part
 from gapless.stage.plain import sum_in_order
+from gapless.stage.share import Share
 
 
 class Pair(NamedTuple):
@@ -102,10 +102,10 @@ def test_weights_of_microbatches() -> None:
     assert mb.numbers(None, [3, 1], targets) == [3.0, 1.0]
     assert mb.numbers("sum", [3, 1], targets) == [1.0, 1.0]
     assert mb.numbers(lambda target: (target != -100).sum(), [3, 3], targets) == [2.0, 1.0]
-    assert Part().shares([2.0, 1.0], 3.0, summed=False) == [2 / 3, 1 / 3]
-    assert Part().shares([0.0, 0.0], 0.0, summed=False) == [0.0, 0.0]
-    assert Part(0.5).shares([2.0, 1.0], 4.0, summed=False) == [0.25, 0.125]
-    assert Part(0.5).shares([2.0, 1.0], 4.0, summed=True) == [0.5, 0.5]
+    assert Share().shares([2.0, 1.0], 3.0, summed=False) == [2 / 3, 1 / 3]
+    assert Share().shares([0.0, 0.0], 0.0, summed=False) == [0.0, 0.0]
+    assert Share(0.5).shares([2.0, 1.0], 4.0, summed=False) == [0.25, 0.125]
+    assert Share(0.5).shares([2.0, 1.0], 4.0, summed=True) == [0.5, 0.5]
 
 
 def test_flatten_and_unflatten_are_inverse() -> None:

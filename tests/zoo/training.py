@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gapless
-from gapless.model.plain import Reference
+from gapless.model.reference import Reference
 from tests.pipelines import assert_same
 
 SEED = 7

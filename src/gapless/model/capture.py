@@ -22,12 +22,12 @@ from gapless.stage.counted import Weighed
 from gapless.stage.settings import settings
 
 from .counting import Counting, weighed_by
-from .cut import Crossing, choose, follow, homes_of, is_graph_of
-from .cuts import Cuts
+from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .edition import Edition
+from .graph_cuts import GraphCuts
 from .layers import check_initialised
 from .names import names_of
-from .piece import Piece, Slot
+from .piece import GraphLayer, Piece
 from .trace import Trace
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
@@ -41,7 +41,7 @@ class Captured:
     """
 
     def __init__(
-        self, model: nn.Module, devices: Sequence[torch.device], cuts: Cuts | None = None, *, movable: bool = True
+        self, model: nn.Module, devices: Sequence[torch.device], cuts: GraphCuts | None = None, *, movable: bool = True
     ) -> None:
         """`devices`: that of each stage. `movable` says that parameters may change their stages when the model is
         edited.
@@ -57,7 +57,7 @@ class Captured:
         self._editions: list[Edition] = []
         self._cuts = cuts
         self._homes = {} if cuts is None else cuts.homes
-        self.layers = [Slot() for _ in devices]
+        self.layers = [GraphLayer() for _ in devices]
         self.edition = self._begun()
 
     def called(self) -> Sequence[Any]:
@@ -214,7 +214,7 @@ def pieces_of(
     ]
 
 
-def _check_same(cuts: Cuts, model: nn.Module, used: Iterable[str] = ()) -> None:
+def _check_same(cuts: GraphCuts, model: nn.Module, used: Iterable[str] = ()) -> None:
     """The model has what the plan knows, and a graph of it has `used` no other parameters."""
     known, there = cuts.homes, set(tensor_names(model))
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from .compilable import Compiler, in_segments
 from .operators import COUNTING, PYTHON, UNCOMPILED, Answer, answered, is_heavy
-from .segments import Compiler, in_segments
 
 Place = Callable[[int], None]
 
@@ -184,7 +184,7 @@ def moved_body(body: GraphModule, moved: tuple[torch.device, torch.device]) -> G
     return made
 
 
-class Slot(nn.Module):
+class GraphLayer(nn.Module):
     """A stage's place in every trace: the one layer of that stage."""
 
     counts_draws = True

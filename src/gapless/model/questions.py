@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Question:
+class BatchQuestion:
     """What was asked, as a function of some of the batch's leaves, and what was answered; `of_data`, unless the answer
     depends on sizes alone.
     """
@@ -44,7 +44,7 @@ class Questions(TorchFunctionMode):
     def __init__(self, flat: Sequence[Any]) -> None:
         super().__init__()
         self._flat = flat
-        self.asked: list[Question] = []
+        self.asked: list[BatchQuestion] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__:
@@ -101,7 +101,7 @@ def _changed(graph: Graph, nodes: set[Node]) -> bool:
     return False
 
 
-def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...], flat: Sequence[Any]) -> Question:
+def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...], flat: Sequence[Any]) -> BatchQuestion:
     graph = Graph()
     values = {node: graph.placeholder(node.name) for node in given}
     device = graph.placeholder("device_of_batch")
@@ -120,7 +120,7 @@ def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...]
 
     known, size = set(nodes), aten.sym_size.int
     of_data = any(user in known and user.target is not size for node in given for user in node.users)
-    return Question(ask, leaves, of_data, bool(ask(*(flat[leaf] for leaf in leaves))))
+    return BatchQuestion(ask, leaves, of_data, bool(ask(*(flat[leaf] for leaf in leaves))))
 
 
 def _on(device: Node, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from .called import as_called, switches
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
-from .questions import Question, Questions
+from .questions import BatchQuestion, Questions
 
 
 class Trace:
@@ -98,7 +98,7 @@ def _dynamic_dims(value: Any) -> list[int]:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
-) -> tuple[GraphModule, list[Question], set[tuple[str, str]]]:
+) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     last: Exception | None = None
     before = torch.get_rng_state()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from gapless.errors import PartitionError
-from gapless.model.tied import Uses
+from gapless.model.uses import Uses
 
 
 def followed(before: Sequence[Any], partition: Sequence[int], after: Sequence[Any]) -> tuple[int, ...] | None:

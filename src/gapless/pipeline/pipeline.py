@@ -20,7 +20,7 @@ from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, check_no_hooks_for_all, is_sequence
 from gapless.model.makeup import Makeup
 from gapless.model.materialise import Init
-from gapless.model.tied import Uses, uses_of
+from gapless.model.uses import Uses, uses_of
 from gapless.pipeline.agreed import described, named, told_to_all
 from gapless.pipeline.arguments import (
     at_least_one,
@@ -54,7 +54,7 @@ from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.counted import Weighed, weighed
 from gapless.stage.devices import Devices
-from gapless.stage.part import Part
+from gapless.stage.share import Share
 from gapless.stage.stage import Remat, Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -206,7 +206,7 @@ class Pipeline:
         multiplied. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks those before it.
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
-        part = Part.of(weight, sync)
+        part = Share.of(weight, sync)
         if scaler is not None:
             self._world.check_scaler()
         if not torch.is_grad_enabled():
@@ -268,7 +268,7 @@ class Pipeline:
                     counted = Weighed([float(count) for count in counts])
                     if target is not None or self._loss is own_loss:
                         counted = self._weighed(inputs, target, parts, prepared, targets, counts)
-                    weights = self._world.weights(counted, self.microbatches, Part())
+                    weights = self._world.weights(counted, self.microbatches, Share())
                     losses, weights = self._world.losses(program.schedule, losses, weights)
                     merged = mb.merge(batch.outputs, counts) if outputs and self._has_last else None
                 finally:

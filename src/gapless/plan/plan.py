@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ConfigError, GaplessError, printable
-from gapless.model.cuts import Cuts
+from gapless.model.graph_cuts import GraphCuts
 from gapless.plan.search.breakdown import Breakdown
 from gapless.plan.search.footprint import Footprint
 from gapless.plan.search.machine import Mesh
@@ -48,7 +48,7 @@ class Plan:
     breakdown: Breakdown
     memory: tuple[Footprint, ...]
     limits: tuple[int | None, ...]
-    cuts: Cuts | None = None
+    cuts: GraphCuts | None = None
 
     def __post_init__(self) -> None:
         stages, devices = self.schedule.num_stages, self.schedule.num_devices
@@ -152,7 +152,7 @@ class Plan:
                 breakdown=Breakdown(**data["breakdown"]),
                 memory=tuple(Footprint(**held) for held in data["memory"]),
                 limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
-                cuts=Cuts.from_json(data["cuts"]) if "cuts" in data else None,
+                cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
             )
         except GaplessError as error:
             raise ConfigError(f"that is no plan: {error}") from None

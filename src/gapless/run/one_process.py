@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.model.tied import tie, uses_of
+from gapless.model.uses import tie, uses_of
 from gapless.run.channels import ThreadChannels, Transport
 from gapless.run.clip import clip_grad_norm
 from gapless.run.execute import measured
@@ -17,7 +17,7 @@ from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
-from gapless.stage.part import Part
+from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -80,7 +80,7 @@ class Alone:
     def stopping(self) -> bool:
         return False
 
-    def weights(self, counted: Weighed, room: int, part: Part) -> Sequence[float]:
+    def weights(self, counted: Weighed, room: int, part: Share) -> Sequence[float]:
         counted.check_kept()
         return part.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 

@@ -17,8 +17,8 @@ from . import microbatch as mb
 from .auxiliary import Added
 from .batchnorm import BatchNorm, PlainMode, Statistics
 from .counted import Weigh, weighed
-from .part import Part
 from .seeds import seed_of
+from .share import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def plain_step(
     else:
         counted = weighed(loss, loss_weight, counts, targets, target)
     counted.check_kept()
-    weights = Part.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+    weights = Share.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()

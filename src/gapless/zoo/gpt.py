@@ -26,7 +26,7 @@ class Embed(nn.Module):
         return x
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention: no token sees a later one."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -52,7 +52,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = CausalAttention(width, heads, dropout)
         self.norm2 = nn.LayerNorm(width)
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)

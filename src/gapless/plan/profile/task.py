@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.model.piece import Slot
+from gapless.model.piece import GraphLayer
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.stage import Stage
@@ -31,7 +31,8 @@ class Task:
         """One that begins with layer `number`."""
         last = number + len(layers) == len(self.layers)
         loss = self.loss if last else None
-        layers = [copy.copy(layer) if isinstance(layer, Slot) else layer for layer in layers]  # it asks its one stage
+        # A layer of a traced graph asks the one stage it was given to.
+        layers = [copy.copy(layer) if isinstance(layer, GraphLayer) else layer for layer in layers]
         return Stage(layers, first_layer=number, loss=loss, spread=number == 0, batchnorm=self.batchnorm, **more)
 
 

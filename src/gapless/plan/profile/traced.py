@@ -16,9 +16,9 @@ from torch import nn
 from torch.fx import Node
 
 from gapless.model.capture import flat_of, pieces_of, tensor_names
-from gapless.model.cut import Crossing, even_cuts, homes_of
-from gapless.model.cuts import Cuts
-from gapless.model.piece import Piece, Slot
+from gapless.model.crossing import Crossing, even_cuts, homes_of
+from gapless.model.graph_cuts import GraphCuts
+from gapless.model.piece import GraphLayer, Piece
 from gapless.model.trace import Trace
 from gapless.plan.profile.task import copied, moved
 from gapless.plan.search.search import Found
@@ -27,7 +27,7 @@ _MOST = 48  # layers, or
 _PER_DEVICE = 4
 
 
-class TracedLayer(Slot):
+class TracedLayer(GraphLayer):
     """A piece of a graph that is copied and moved as any other layer."""
 
     def __init__(self, piece: Piece) -> None:
@@ -64,12 +64,12 @@ class Graph:
         """Plans that say where this graph is cut."""
         return replace(found, plans=tuple(replace(plan, cuts=self._cuts(plan.partition)) for plan in found.plans))
 
-    def _cuts(self, partition: Sequence[int]) -> Cuts:
+    def _cuts(self, partition: Sequence[int]) -> GraphCuts:
         after = tuple(self._places[count - 1] for count in accumulate(partition[:-1]))
         homes = homes_of(self._crossing, after)
         known = [name for name in tensor_names(self._model) if name in homes]
         parameters = tuple(tuple(name for name in known if stage in homes[name]) for stage in range(len(partition)))
-        return Cuts(after, len(self.trace.nodes), parameters)
+        return GraphCuts(after, len(self.trace.nodes), parameters)
 
     def _name(self, numbers: range) -> str:
         """The module that has all of these nodes, or else the costliest."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError
-from gapless.model.tied import Uses, tie, uses_of
+from gapless.model.uses import Uses, tie, uses_of
 from gapless.run.channels import Transport
 from gapless.run.clip import clip_everywhere
 from gapless.run.lanes import make_lane
@@ -42,7 +42,7 @@ from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
-from gapless.stage.part import Part
+from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
@@ -84,7 +84,7 @@ class Ranks:
         self._parameters: list[nn.Parameter] = []
         self._shares: Shares | None = None  # of this step's microbatches
         self._buckets: dict[int, Buckets] = {}  # by stage; the last is of parameters that stages share
-        self._part, self._pending = Part(), Pending()
+        self._part, self._pending = Share(), Pending()
         self._due: list[int] = []
         self._ended: set[int] = set()
         self._clock: SharedClock | None = None
@@ -249,7 +249,7 @@ class Ranks:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def weights(self, counted: Weighed, room: int, part: Part) -> Sequence[float]:
+    def weights(self, counted: Weighed, room: int, part: Share) -> Sequence[float]:
         """The share of each microbatch in the minibatch of all replicas."""
         self._part, self._shares = part, None
         if self._groups.dp is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError
 from gapless.run.clip import local
 from gapless.stage.counted import Weighed
-from gapless.stage.part import Part
+from gapless.stage.share import Share
 
 _BUCKET_BYTES = 32 << 20
 
@@ -30,7 +30,7 @@ class Shares(Sequence[float]):
     first needed.
     """
 
-    def __init__(self, group: Any, replica: int, counted: Weighed, room: int, part: Part) -> None:
+    def __init__(self, group: Any, replica: int, counted: Weighed, room: int, part: Share) -> None:
         """`counted` has what each microbatch counts; `room`, the same everywhere, is at least their number. All
         replicas must mean the same `part` of the minibatch.
         """
@@ -68,7 +68,7 @@ class Shares(Sequence[float]):
         return self._found
 
 
-def check_same(part: Part, theirs: Sequence[float], here: str, there: str) -> None:
+def check_same(part: Share, theirs: Sequence[float], here: str, there: str) -> None:
     """All ranks give the same weight and sync to one step. `theirs` are those of another rank, as numbers."""
     mine = (float(part.weight), part.sync)
     if mine != (theirs[0], bool(theirs[1])):

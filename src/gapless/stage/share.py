@@ -20,21 +20,22 @@ from gapless.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Share:
     """What a step is of its minibatch: all, unless `weight` says otherwise. `sync`: it is the last of several."""
 
     weight: float | Fraction = 1.0
     sync: bool = True
 
     @classmethod
-    def of(cls, weight: Any, sync: Any) -> Part:
+    def of(cls, weight: Any, sync: Any) -> Share:
         """As a user gives it."""
         if isinstance(weight, Tensor) and weight.numel() == 1:
             weight = weight.item()
-        if isinstance(weight, bool) or not isinstance(weight, int | float | Fraction) or not math.isfinite(weight):
+        is_number = isinstance(weight, int | float | Fraction) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
             raise ConfigError(
-                f"weight is {weight!r:.40}, but it must be a number: this step's share of the minibatch, as 1 / 4 for "
-                "one of 4 equal steps"
+                f"weight is {weight!r:.40}, but it must be a number of at least 0: this step's share of the "
+                "minibatch, as 1 / 4 for one of 4 equal steps"
             )
         if not isinstance(sync, bool):
             raise ConfigError(f"sync is {sync!r:.40}, but it must be True or False")

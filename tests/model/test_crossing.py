@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.model.capture import flat_of
-from gapless.model.cut import Crossing, even_cuts, homes_of
+from gapless.model.crossing import Crossing, even_cuts, homes_of
 from gapless.model.trace import Trace
 
 

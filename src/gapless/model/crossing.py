@@ -23,7 +23,7 @@ from torch.fx import Node
 from gapless.errors import PartitionError, TooFewLayersError
 
 from .changes import tensors_of, unbroken
-from .cuts import Cuts
+from .graph_cuts import GraphCuts
 from .operators import PYTHON
 from .trace import Trace
 
@@ -113,7 +113,7 @@ def homes_of(crossing: Crossing, cuts: Sequence[int]) -> dict[str, set[int]]:
     return {name: {bisect_left(cuts, use) for use in uses} for name, uses in crossing.parameters().items()}
 
 
-def is_graph_of(cuts: Cuts, crossing: Crossing) -> bool:
+def is_graph_of(cuts: GraphCuts, crossing: Crossing) -> bool:
     """Whether it may be cut just there, with the same parameters in each stage."""
     if len(crossing.costs) != cuts.num_nodes or not all(crossing.allowed[place] for place in cuts.after):
         return False

@@ -8,7 +8,7 @@ from gapless.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Cuts:
+class GraphCuts:
     """The cuts between stages, and by what their graph is known again.
 
     after       the nodes after which the graph is cut, by their numbers
@@ -42,6 +42,6 @@ class Cuts:
         return {"after": list(self.after), "nodes": self.num_nodes, "parameters": [*map(list, self.parameters)]}
 
     @classmethod
-    def from_json(cls, data: Any) -> "Cuts":
+    def from_json(cls, data: Any) -> "GraphCuts":
         parameters = tuple(tuple(map(str, names)) for names in data["parameters"])
         return cls(tuple(map(int, data["after"])), int(data["nodes"]), parameters)
