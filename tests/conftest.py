@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gapless.bench.peer.launcher import Launcher
+from tests.run.crew import Server
+from tests.run.forked import Launch
+
 _TESTS = Path(__file__).parent
 # These compute, and compare what came out. All others may measure time, start processes or count what a machine has, so
 # they run alone; one in here that does so too is marked `alone`, and what launches ranks is known by that.
@@ -29,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         together = any(item.path.is_relative_to(place) for place in _TOGETHER)
-        launches = isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names
+        launches = isinstance(item, pytest.Function) and "launcher" in item.fixturenames
         if not together or launches:
             item.add_marker("alone")
     yield
@@ -50,3 +54,21 @@ def _one_intra_op_thread() -> None:
 def _ctrl_c() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """One for all tests of this process: it imports torch once."""
+    launcher = Launcher("tests.run.crew", "tests.run.forked", "tests.run.preloaded")
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def launch(launcher: Launcher) -> Launch:
+    return Launch(launcher)
+
+
+@pytest.fixture(scope="session")
+def server(launcher: Launcher) -> Server:
+    return Server(launcher)

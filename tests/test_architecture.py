@@ -116,7 +116,6 @@ OWED: dict[str, set[str]] = {
         "bench/overhead.py: report",
         "bench/overhead.py: run",
         "bench/peer/contest.py: from_json",
-        "bench/peer/ranks.py: main",
         "bench/plan.py: report",
         "bench/planner/choice.py: report",
         "bench/planner/choice.py: run",

@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 def test_the_demo_runs_and_begins_with_a_drawing_whose_actions_are_apart(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "80"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error", "COLUMNS": "80"}
     ended = subprocess.run(
         "set -e\n" + "\n".join(line.removeprefix("@") for line in commands()),
         shell=True,

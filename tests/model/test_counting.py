@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 transformers = pytest.importorskip("transformers")
 
@@ -230,5 +230,5 @@ def replicas() -> None:
     dist.barrier()
 
 
-def test_replicas_weigh_by_the_labels_of_all() -> None:
+def test_replicas_weigh_by_the_labels_of_all(launch: Launch) -> None:
     launch(replicas, 4)

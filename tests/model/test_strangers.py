@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import gapless
 from gapless.errors import PartitionError
 from tests.model.strangers import STRANGERS, Batch, gpt2, mixtral, opt, text
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 pytest.importorskip("transformers")
 
@@ -138,7 +138,7 @@ def strangers_between_ranks(*names: str) -> None:
     [QUICK[:1], *(pytest.param(REST[start::8], marks=PATIENT) for start in range(8))],
     ids=lambda names: "-".join(names),
 )
-def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...]) -> None:
+def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...], launch: Launch) -> None:
     launch(strangers_between_ranks, 2, *names, timeout=110 if names == QUICK[:1] else 380)
 
 

@@ -1,23 +1,25 @@
 """Ranks as a user's programs: processes of their own, whose exceptions nobody catches, and which leave as programs do.
 
-A server imports torch once and forks a crew whenever it is told to; each rank has a file for what it prints. Rank 0
-holds the store, as without torchrun's agent. Whatever the test does, no process outlives it.
+Each rank has a file for what it prints. Rank 0 holds the store, as without torchrun's agent. Whatever the test does, no
+process outlives it.
 """
 
 import contextlib
 import importlib
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gapless.bench.peer.launcher import Launcher
 
 POLL = 0.01
 
@@ -39,8 +41,8 @@ class Awake:
 class Crew:
     """The ranks of one run, as seen from the test."""
 
-    def __init__(self, server: "Server", folder: Path, pids: Sequence[int]) -> None:
-        self._server, self.folder, self.pids = server, folder, pids
+    def __init__(self, launcher: Launcher, folder: Path, pids: Sequence[int]) -> None:
+        self._launcher, self.folder, self.pids = launcher, folder, pids
         self.took = 0.0
 
     def said(self, rank: int) -> str:
@@ -69,8 +71,8 @@ class Crew:
         while True:
             if stopped is not None:
                 self.signal(stopped, signal.SIGSTOP)
-            found = self._server.ask({"statuses": list(self.pids)})
-            statuses = {rank: found[str(pid)] for rank, pid in enumerate(self.pids) if str(pid) in found}
+            found = self._launcher.statuses(self.pids)
+            statuses = {rank: found[pid] for rank, pid in enumerate(self.pids) if pid in found}
             self.took = awake.tick()
             if all(rank in statuses for rank in wanted):
                 return {rank: statuses[rank] for rank in wanted}
@@ -87,88 +89,26 @@ class Crew:
 
 
 class Server:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.run.crew"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._number = 0
+    """Makes crews; the fixture `server`."""
 
-    def ask(self, question: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._number = 0
 
     @contextlib.contextmanager
     def crew(self, function: Callable[..., Any], ranks: int, *words: object, folder: Path) -> Iterator[Crew]:
         self._number += 1
         place = folder / str(self._number)
         place.mkdir()
-        for rank in range(ranks):
-            (place / f"{rank}.txt").touch()
-        name = f"{function.__module__}:{function.__qualname__}"
-        pids = self.ask({"start": name, "ranks": ranks, "words": [str(word) for word in words], "folder": str(place)})
+        files = [place / f"{rank}.txt" for rank in range(ranks)]
+        for file in files:
+            file.touch()
+        called = (_free_port(), function.__module__, function.__qualname__, *words)
+        pids = self._launcher.start(_rank, ranks, *map(str, called), said=files, imports=function.__module__)
         try:
-            yield Crew(self, place, pids)
+            yield Crew(self._launcher, place, pids)
         finally:
-            self.ask({"end": pids})
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-
-# -- in the server -----------------------------------------------------------------------------------------------------
-
-
-def serve() -> Callable[[], None] | None:
-    """In the server until the test has gone; in a rank what it is to do."""
-    statuses: dict[int, int] = {}
-    running: set[int] = set()
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer: Any = None
-        if "start" in question:
-            port = _free_port()
-            answer = []
-            for rank in range(question["ranks"]):
-                child = os.fork()
-                if child == 0:
-                    return lambda: _rank(rank, port, question)
-                answer.append(child)
-            running.update(answer)
-        elif "end" in question:
-            _end(running.intersection(question["end"]), running, statuses)
-        _reap(running, statuses)
-        if "statuses" in question:
-            answer = {pid: statuses[pid] for pid in question["statuses"] if pid in statuses}
-        print(json.dumps(answer), flush=True)
-    _end(set(running), running, statuses)
-    return None
-
-
-def _reap(running: set[int], statuses: dict[int, int]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            statuses[pid] = os.waitstatus_to_exitcode(status)
-            running.discard(pid)
-
-
-def _end(pids: set[int], running: set[int], statuses: dict[int, int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    while pids & running:
-        _reap(running, statuses)
-        time.sleep(POLL)
+            self._launcher.end(pids)
 
 
 def _free_port() -> int:
@@ -178,29 +118,8 @@ def _free_port() -> int:
         return port
 
 
-def _rank(rank: int, port: int, question: dict[str, Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    file = os.open(f"{question['folder']}/{rank}.txt", os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(question["ranks"]))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _rank(rank: int, ranks: int, port: str, module: str, function: str, *words: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    module, _, path = question["start"].partition(":")
-    getattr(importlib.import_module(module), path)(*question["words"])
-
-
-if __name__ == "__main__":
-    import torch
-
-    import gapless.pipeline.pipeline
-    import gapless.run.ranks.many_processes  # noqa: F401  # before the fork: once for all ranks
-    import tests.run.test_watch  # noqa: F401
-
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # what torch imports at the first use
-    _todo = serve()
-    if _todo is not None:
-        _todo()
+    getattr(importlib.import_module(module), function)(*words)

@@ -1,104 +1,76 @@
-"""Many ranks from one import of torch: this program is started with a function and a number, and forks that many.
+"""A function of this test suite on several ranks, which have a Gloo group over loopback and one intra-op thread."""
 
-    python -m tests.run.forked tests.run.test_distributed:exact_settings 4 1f1b
-
-Every rank has one intra-op thread and a Gloo group over loopback, calls the function with what else was given, and
-leaves. Says what went wrong, on every rank, and ends with a status that is not zero then.
-"""
-
-import contextlib
-import ctypes
 import importlib
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-import gapless.pipeline.pipeline
-import gapless.run.ranks.many_processes  # noqa: F401  # before the fork: once for all ranks
+from gapless.bench.peer.launcher import Launcher
+from gapless.bench.peer.ranks import join_group
 
-_DIE_WITH_PARENT = 1
+_POLL = 0.02
+_PATIENCE = 20.0  # for ranks that wait for one that has failed
 
 
-def launch(function: Callable[..., Any], ranks: int, *words: str, timeout: float = 90.0, fails: bool = False) -> str:
-    """Run a function of this test suite on so many ranks; what they have printed."""
-    name = f"{function.__module__}:{function.__qualname__}"
-    command = [sys.executable, "-m", "tests.run.forked", name, str(ranks), *words]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+class Launch:
+    """Call it with a function and a number of ranks; the fixture `launch`."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def __call__(
+        self, function: Callable[..., Any], ranks: int, *words: str, timeout: float = 90.0, fails: bool = False
+    ) -> str:
+        """Every rank calls the function with these words; what they have printed. Fails if one of them does, or none
+        where that is expected.
+        """
+        name, module = f"{function.__module__}:{function.__qualname__}", function.__module__
+        with tempfile.TemporaryDirectory() as folder:
+            said = Path(folder, "said.txt")
+            pids = self._launcher.start(_rank, ranks, folder, name, *words, said=[said] * ranks, imports=module)
+            try:
+                statuses, late = self._ended(pids, timeout)
+            finally:
+                self._launcher.end(pids)
+            text = said.read_text()
+        assert not late, f"{name}: {late}:\n{text}"
+        assert any(statuses.values()) == fails, text
+        return text
+
+    def _ended(self, pids: list[int], timeout: float) -> tuple[dict[int, int], str]:
+        """How they have ended, and if some have not, what they should have done."""
+        deadline, patience = time.monotonic() + timeout, _PATIENCE
+        while True:
+            statuses = self._launcher.statuses(pids)
+            if len(statuses) == len(pids):
+                return statuses, ""
+            missing = f"{len(pids) - len(statuses)} of {len(pids)} ranks did not end"
+            if any(statuses.values()):
+                patience -= _POLL
+                if patience < 0:
+                    return statuses, f"{missing} when another had failed"
+            if time.monotonic() > deadline:
+                return statuses, f"{missing} within {timeout} s"
+            time.sleep(_POLL)
+
+
+def _rank(rank: int, ranks: int, folder: str, name: str, *words: str) -> None:
+    status = 1
     try:
-        said, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        raise AssertionError(f"{name} on {ranks} ranks did not end within {timeout} s:\n{said}") from None
-    assert (process.returncode != 0) == fails, said
-    return said
-
-
-def _rank(rank: int, ranks: int, function: Callable[..., Any], words: Sequence[str], folder: str) -> int:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-        )
-        function(*words)
+        join_group(rank, ranks, folder, 60.0)
+        module, _, path = name.partition(":")
+        getattr(importlib.import_module(module), path)(*words)
         dist.barrier()
         dist.destroy_process_group()
+        status = 0
     except BaseException:
         print(f"rank {rank}:\n{traceback.format_exc()}", flush=True)
-        return 1
-    return 0
-
-
-def main() -> int:
-    name, ranks, *words = sys.argv[1:]
-    module, _, path = name.partition(":")
-    function = getattr(importlib.import_module(module), path)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    children = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(int(ranks)):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-                try:
-                    status = _rank(rank, int(ranks), function, words, folder)
-                    sys.stdout.flush()
-                finally:
-                    os._exit(status)  # never what the parent does next
-            children.append(child)
-        worst = 0
-        left = set(children)
-        deadline = None
-        while left:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if child:
-                left.discard(child)
-                worst = worst or os.waitstatus_to_exitcode(status)
-                if worst and deadline is None:
-                    deadline = time.monotonic() + 10
-            elif deadline is not None and time.monotonic() > deadline:
-                print(f"{len(left)} ranks did not end when another had failed", flush=True)
-                for one in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(one, signal.SIGKILL)
-                deadline = float("inf")
-            else:
-                time.sleep(0.01)
-    return 1 if worst else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.flush()
+    os._exit(status)  # never what a program does when it leaves

@@ -7,7 +7,6 @@ from one host to the other, with the same delay and rate. Everything ends with t
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from gapless.bench.peer.launcher import die_with_parent
 
 ROOT = Path(__file__).parent.parent.parent
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
@@ -47,7 +48,7 @@ class Hosts:
                 cwd=ROOT,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
             for name, command in zip(self.names, commands, strict=True)
         ]
@@ -110,7 +111,7 @@ def _relay(names: tuple[str, str], delay: float, rate: float) -> Iterator[None]:
     if not Path("/dev/net/tun").exists():
         pytest.skip("this kernel has no netem, and /dev/net/tun, which would do instead, is not there")
     command = [sys.executable, "-m", "tests.run.link", *names, INTERFACE, str(delay), str(rate)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=_die_with_parent)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=die_with_parent)
     try:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
@@ -160,8 +161,3 @@ def _tool(name: str) -> str:
 
 def _run(*words: str, tool: str = "ip") -> subprocess.CompletedProcess[str]:
     return subprocess.run([_tool(tool), *words], capture_output=True, text=True, check=False)
-
-
-def _die_with_parent() -> None:
-    """So that nothing outlives a test that is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

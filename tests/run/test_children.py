@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,13 +24,6 @@ from tests.run.crew import POLL, Awake, Server
 from tests.run.test_watch import X, Y, pipeline, say
 
 _FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 # -- a child that ends -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from tests.pipelines import (
     schedule_named,
     tokens,
 )
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 SCHEDULES = (*(name for name, recipe in RECIPES.items() if recipe.synchronous), "text", "object")
 REMATS = ("none", "stage", "layer")
@@ -117,13 +117,13 @@ def sampled(first: str, last: str) -> None:
 
 
 @pytest.mark.parametrize(("devices", "first", "last"), [(2, 0, 99), (4, 0, 99), (8, 0, 4)])
-def test_every_schedule_gives_the_bits_of_the_plain_loop(devices: int, first: int, last: int) -> None:
+def test_every_schedule_gives_the_bits_of_the_plain_loop(devices: int, first: int, last: int, launch: Launch) -> None:
     launch(sampled, devices, str(first), str(last))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_schedule_gives_the_bits_of_the_plain_loop_on_eight_ranks() -> None:
+def test_every_schedule_gives_the_bits_of_the_plain_loop_on_eight_ranks(launch: Launch) -> None:
     launch(sampled, 8, "0", "99", timeout=500)
 
 
@@ -180,7 +180,7 @@ def crossing() -> None:
     exact(mesh, mlp(8), [(torch.randn(n, 6), torch.randn(n, 6)) for n in (9, 2, 8, 1)], schedule="zb-h1")
 
 
-def test_shapes_change_and_any_tree_crosses() -> None:
+def test_shapes_change_and_any_tree_crosses(launch: Launch) -> None:
     launch(crossing, 2)
 
 
@@ -223,7 +223,7 @@ def own_way() -> None:
                     assert_same(parameter.grad, names[name].grad, name)
 
 
-def test_tensors_may_go_another_way_than_their_messages() -> None:
+def test_tensors_may_go_another_way_than_their_messages(launch: Launch) -> None:
     launch(own_way, 2)
 
 
@@ -289,7 +289,7 @@ def _summed(mesh: DeviceMesh, data: Any) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_tied_models_give_the_bits_of_the_plain_loop(devices: int) -> None:
+def test_tied_models_give_the_bits_of_the_plain_loop(devices: int, launch: Launch) -> None:
     launch(tied_models, devices)
 
 
@@ -380,7 +380,7 @@ def _without_parameters(mesh: DeviceMesh) -> None:
         pipe.clip_grad_norm_(1.0)
 
 
-def test_each_rank_holds_its_part_of_the_model() -> None:
+def test_each_rank_holds_its_part_of_the_model(launch: Launch) -> None:
     launch(parts_of_a_model, 3)
 
 
@@ -462,7 +462,7 @@ def _plain(
     return done
 
 
-def test_replicas_add_up_to_the_plain_loop() -> None:
+def test_replicas_add_up_to_the_plain_loop(launch: Launch) -> None:
     launch(replicas, 4, "dp-first", "pp-first")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import gapless
 from gapless.errors import ConfigError, TransportError
 from tests.pipelines import SEED, assert_same, mlp, tokens
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.test_distributed import logits_loss, tied_layers
 
 Grads = dict[str, Tensor]
@@ -100,7 +100,7 @@ def exact() -> None:
     check(tied_layers, tokens, logits_loss, tied="summed", steps=2)
 
 
-def test_replicas_add_up_their_own_steps_and_exchange_once() -> None:
+def test_replicas_add_up_their_own_steps_and_exchange_once(launch: Launch) -> None:
     launch(exact, 4)
 
 
@@ -156,7 +156,7 @@ def same(ours: Grads, wanted: Grads) -> None:
         assert_same(grad, wanted[name], name)
 
 
-def test_gradients_left_from_before_count_once() -> None:
+def test_gradients_left_from_before_count_once(launch: Launch) -> None:
     launch(left_from_before, 4)
 
 
@@ -202,7 +202,7 @@ def forgotten() -> None:
         pipe.step(x, y)
 
 
-def test_a_forgotten_exchange_is_noticed() -> None:
+def test_a_forgotten_exchange_is_noticed(launch: Launch) -> None:
     """The optimizer used what each replica had added up alone, and their weights went apart without a word."""
     launch(forgotten, 4)
 
@@ -230,7 +230,7 @@ def disagreeing() -> None:
                     dist.barrier()
 
 
-def test_ranks_that_disagree_about_weight_or_sync_are_refused() -> None:
+def test_ranks_that_disagree_about_weight_or_sync_are_refused(launch: Launch) -> None:
     launch(disagreeing, 4)
 
 
@@ -270,5 +270,5 @@ def sharded() -> None:
                 plain.zero_grad()
 
 
-def test_sharded_stages_reduce_their_gradients_at_the_last_step() -> None:
+def test_sharded_stages_reduce_their_gradients_at_the_last_step(launch: Launch) -> None:
     launch(sharded, 4)

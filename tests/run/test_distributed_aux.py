@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gapless
 from gapless.errors import GaplessError, TransportError
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.test_distributed import line
 from tests.stage.test_stored import Keeps
 from tests.stage.test_stored import sequence as storing
@@ -49,10 +49,10 @@ def read() -> None:
         pipe.step(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
 
 
-def test_auxiliary_losses_of_any_rank_have_the_bits_of_the_plain_loop() -> None:
+def test_auxiliary_losses_of_any_rank_have_the_bits_of_the_plain_loop(launch: Launch) -> None:
     launch(added, 2)
 
 
-def test_a_loss_that_reads_what_another_rank_has_stored_is_refused() -> None:
+def test_a_loss_that_reads_what_another_rank_has_stored_is_refused(launch: Launch) -> None:
     """On its own rank it found the zero from the constructor, and trained without the rest."""
     launch(read, 2)

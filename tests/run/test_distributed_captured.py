@@ -18,7 +18,7 @@ from gapless.errors import ConfigError
 from gapless.model.reference import Reference
 from gapless.plan.plan import Plan
 from tests.pipelines import SEED, assert_same, tokens
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.test_distributed import TiedGpt, line, logits_loss
 
 
@@ -60,11 +60,11 @@ def _captured(mesh: DeviceMesh, model: nn.Module, data: Any, schedule: str | Pla
     return pipe
 
 
-def test_captured_models_give_the_bits_of_the_plain_loop() -> None:
+def test_captured_models_give_the_bits_of_the_plain_loop(launch: Launch) -> None:
     launch(captured_models, 2)
 
 
-def test_ranks_cut_a_traced_model_where_the_plan_says(tmp_path: Path) -> None:
+def test_ranks_cut_a_traced_model_where_the_plan_says(tmp_path: Path, launch: Launch) -> None:
     options: dict[str, Any] = {"schedules": ["1f1b"], "microbatches": 4, "seconds": 0.01}
     plan = gapless.make_plan(TiedGpt(), *tokens(8), devices=["cpu"] * 2, loss=logits_loss, **options)
     plan.write(tmp_path / "plan.json")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gapless
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 SEED = 11
 
@@ -89,5 +89,5 @@ def _close_to(mesh: DeviceMesh, model: Any, plain: Any, schedule: str, share: Ca
         torch.testing.assert_close(pipe.state_dict(), state, atol=0, rtol=0)
 
 
-def test_tensor_parallel_and_sharded_stages_train_as_the_plain_model() -> None:
+def test_tensor_parallel_and_sharded_stages_train_as_the_plain_model(launch: Launch) -> None:
     launch(composed, 4)

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 from gapless.schedule.recipes import RECIPES
 from tests.run.crew import Server
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.on_gpu import (
     chunks,
     many_steps,
@@ -49,27 +48,27 @@ def check_ranks(backend: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "none"), ("interleaved", "layer")])
-def test_four_ranks_have_the_bits_of_the_plain_loop(backend: str, schedule: str, remat: str) -> None:
+def test_four_ranks_have_the_bits_of_the_plain_loop(backend: str, schedule: str, remat: str, launch: Launch) -> None:
     check_ranks(backend, 4)
     launch(steps_on_the_gpu, 4, backend, schedule, remat)
 
 
-def test_one_rank_alone_runs_the_same_path(backend: str) -> None:
+def test_one_rank_alone_runs_the_same_path(backend: str, launch: Launch) -> None:
     launch(steps_on_the_gpu, 1, backend, "1f1b")
 
 
-def test_ranks_measure_their_links_and_have_one_plan(backend: str) -> None:
+def test_ranks_measure_their_links_and_have_one_plan(backend: str, launch: Launch) -> None:
     check_ranks(backend, 2)
     launch(planned_on_the_gpu, 2, backend)
 
 
 @pytest.mark.timeout(300)
-def test_trees_of_tensors_and_changing_shapes_cross_between_ranks(backend: str) -> None:
+def test_trees_of_tensors_and_changing_shapes_cross_between_ranks(backend: str, launch: Launch) -> None:
     check_ranks(backend, 2)
     launch(trees_on_the_gpu, 2, backend)
 
 
-def test_the_first_loss_does_not_wait_for_the_end_of_a_step_that_waits_for_it(backend: str) -> None:
+def test_the_first_loss_does_not_wait_for_the_end_of_a_step_that_waits_for_it(backend: str, launch: Launch) -> None:
     """The first use of an NCCL group is a meeting of its ranks. The last stage met the first one for the loss before it
     sent the gradients that the first one needed to get there: nothing moved ever again.
     """
@@ -78,7 +77,7 @@ def test_the_first_loss_does_not_wait_for_the_end_of_a_step_that_waits_for_it(ba
 
 
 @pytest.mark.timeout(300)
-def test_replicas_over_nccl_have_the_sum_of_their_gradients() -> None:
+def test_replicas_over_nccl_have_the_sum_of_their_gradients(launch: Launch) -> None:
     check_ranks("nccl", 4)
     launch(many_steps, 4, "nccl", "1f1b,zb-v", "5", "2", timeout=200)
 
@@ -88,7 +87,7 @@ def test_replicas_over_nccl_have_the_sum_of_their_gradients() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("schedules", chunks(SYNCHRONOUS, 7))
 def test_two_hundred_steps_of_every_schedule_over_nccl_have_the_bits_of_the_plain_loop(
-    ranks: int, schedules: str
+    ranks: int, schedules: str, launch: Launch
 ) -> None:
     check_ranks("nccl", ranks)
     print(launch(many_steps, ranks, "nccl", schedules, "200", timeout=800))
@@ -97,16 +96,9 @@ def test_two_hundred_steps_of_every_schedule_over_nccl_have_the_bits_of_the_plai
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_two_hundred_steps_of_replicas_over_nccl_have_the_bits_of_the_plain_loop(ranks: int) -> None:
+def test_two_hundred_steps_of_replicas_over_nccl_have_the_bits_of_the_plain_loop(ranks: int, launch: Launch) -> None:
     check_ranks("nccl", ranks)
     print(launch(many_steps, ranks, "nccl", "1f1b,zb-h1,zb-v", "200", "2", timeout=800))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ import gapless
 from gapless.errors import ConfigError, PartitionError
 from tests.model.by_hand import loop, same
 from tests.model.test_edited import EDITS, Net, _layers
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.test_distributed import line
 
 KEPT = ("replace", "append", "freeze", "hook", "parametrize", "new_parameter", "eps", "other_class", "delete")
@@ -124,17 +124,17 @@ def unlike() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sequence", "traced"])
-def test_edits_are_followed_between_ranks(kind: str) -> None:
+def test_edits_are_followed_between_ranks(kind: str, launch: Launch) -> None:
     launch(followed, 2, kind)
 
 
-def test_an_edit_that_brings_parameters_to_another_rank_is_refused() -> None:
+def test_an_edit_that_brings_parameters_to_another_rank_is_refused(launch: Launch) -> None:
     launch(refused, 2)
 
 
-def test_replicas_follow_edits() -> None:
+def test_replicas_follow_edits(launch: Launch) -> None:
     launch(replicas, 2)
 
 
-def test_ranks_that_edit_differently_are_refused() -> None:
+def test_ranks_that_edit_differently_are_refused(launch: Launch) -> None:
     launch(unlike, 2)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, TransportError
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 
 class Fails(torch.autograd.Function):
@@ -93,7 +93,7 @@ def one_raises() -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
-def test_an_exception_is_told_where_it_was_raised_and_ends_the_wait_of_all_others() -> None:
+def test_an_exception_is_told_where_it_was_raised_and_ends_the_wait_of_all_others(launch: Launch) -> None:
     launch(one_raises, 3)
 
 
@@ -113,7 +113,7 @@ def one_is_killed() -> None:
     os._exit(0)  # torch's own group waits for the one that is gone
 
 
-def test_a_rank_that_is_killed_is_named_by_those_that_waited_for_it() -> None:
+def test_a_rank_that_is_killed_is_named_by_those_that_waited_for_it(launch: Launch) -> None:
     said = launch(one_is_killed, 3, fails=True)
     assert "rank 0 noticed" in said
     assert "rank 1 noticed" in said
@@ -192,7 +192,7 @@ def several() -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 
-def test_what_is_refused_or_interrupted_ends_on_every_rank() -> None:
+def test_what_is_refused_or_interrupted_ends_on_every_rank(launch: Launch) -> None:
     launch(several, 2)
 
 
@@ -205,5 +205,5 @@ def left_open() -> None:
     sys.modules["__main__"].__dict__["kept"] = mine
 
 
-def test_a_pipeline_that_nobody_closes_ends_with_the_program() -> None:
+def test_a_pipeline_that_nobody_closes_ends_with_the_program(launch: Launch) -> None:
     launch(left_open, 2)

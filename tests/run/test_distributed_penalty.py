@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, TransportError
-from tests.run.forked import launch
+from tests.run.forked import Launch
 from tests.run.test_distributed import line
 
 
@@ -37,6 +37,6 @@ def penalised() -> None:
             pipe.step(torch.randn(4, 6), torch.randn(4, 6))
 
 
-def test_a_penalty_on_weights_of_another_rank_is_refused_by_their_name() -> None:
+def test_a_penalty_on_weights_of_another_rank_is_refused_by_their_name(launch: Launch) -> None:
     """Their values are not here: what stands in their place is empty, or as old as the first step."""
     launch(penalised, 2)

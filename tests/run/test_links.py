@@ -14,7 +14,7 @@ from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.links import levels
 from gapless.plan.profile.profile import Link
 from gapless.run.ranks.link_speed import Hop
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 NEAR, SLOW, FAR = Hop(1e-5, 1e10, True), Hop(2e-5, 5e9, True), Hop(1e-3, 1e8, False)
 
@@ -35,11 +35,11 @@ def test_hops_make_levels(hops: list[Hop], expected: tuple[Link, ...]) -> None:
     assert levels(hops) == expected
 
 
-def test_every_rank_learns_the_same_links_and_gets_the_same_plan() -> None:
+def test_every_rank_learns_the_same_links_and_gets_the_same_plan(launch: Launch) -> None:
     launch(links_and_plans, 4)
 
 
-def test_a_plan_that_fails_on_the_first_rank_fails_on_all() -> None:
+def test_a_plan_that_fails_on_the_first_rank_fails_on_all(launch: Launch) -> None:
     launch(too_large_for_all, 2)
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from gapless.run.ranks.watch.ring import encoded
 from tests.pipelines import Do
 from tests.run.crew import Server
 from tests.run.test_watch import X, Y, all_threads, pipeline, say
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 class SilentError(Exception):

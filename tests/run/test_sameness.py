@@ -3,7 +3,6 @@ show it.
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from gapless.errors import ConfigError
 from gapless.run.ranks.fingerprints import UNKNOWN, differ, fingerprints
 from tests.run.crew import Server
 from tests.run.test_watch import pipeline, say
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 def layers(count: int = 4, seed: int = 0) -> list[nn.Module]:

@@ -14,7 +14,6 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ from tests.run.crew import Server
 from tests.run.test_failures import BoomError, Fragile, model_of
 
 X, Y = torch.ones(16, 6), torch.zeros(16, 6)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 def line() -> DeviceMesh:

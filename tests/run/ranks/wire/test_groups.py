@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gapless.run.ranks.wire.groups import connected, network_device
-from tests.run.forked import launch
+from tests.run.forked import Launch
 
 
 def forgotten() -> None:
@@ -26,6 +26,6 @@ def forgotten() -> None:
         assert time.monotonic() - began < 20
 
 
-def test_nobody_waits_for_what_gloo_has_forgotten_in_a_broken_group() -> None:
+def test_nobody_waits_for_what_gloo_has_forgotten_in_a_broken_group(launch: Launch) -> None:
     """A collective that was under way when the connections closed sometimes never ended, and its rank was killed."""
     launch(forgotten, 2)
