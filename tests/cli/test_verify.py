@@ -14,7 +14,8 @@ def test_a_correct_file(gapless: Command, tmp_path: Path) -> None:
     assert out == (
         "mine: correct (4 devices, 8 stages, 8 microbatches, 192 actions)\n"
         "it can't hang: 12 channels, at most 1 receive buffer each\n"
-        "every stage takes its backwards in microbatch order: gradients have the bits of the plain loop\n"
+        "messages that wait for a free buffer: at most 6 per channel\n"
+        "every stage runs its backwards in microbatch order: gradients are bit-identical to the plain loop\n"
     )
 
 
@@ -56,8 +57,8 @@ def test_json_for_programs(gapless: Command, tmp_path: Path) -> None:
         "violations": [],
         "warnings": [],
         "buffers": [
-            {"source": 0, "target": 1, "kind": "activation", "buffers": 1},
-            {"source": 1, "target": 0, "kind": "gradient", "buffers": 1},
+            {"source": 0, "target": 1, "kind": "activation", "buffers": 1, "unsent": 0},
+            {"source": 1, "target": 0, "kind": "gradient", "buffers": 1, "unsent": 0},
         ],
     }
     file.write_text("0: 0F0\n1: 1F0 1B0\n")

@@ -11,8 +11,9 @@ from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import completes
 from gapless.schedule.recipes import RECIPES, make_schedule
+from gapless.schedule.routes import messages
 from gapless.schedule.simulate import simulate
-from gapless.schedule.verify import messages, verify
+from gapless.schedule.verify import verify
 from tests.schedule.strategies import times
 
 NAMED = sorted(name for name in RECIPES if name not in ("auto", "optimal"))

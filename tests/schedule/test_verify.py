@@ -12,7 +12,8 @@ from gapless.schedule import lower
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.recipes import RECIPES, make_schedule
-from gapless.schedule.verify import Channel, messages, verify
+from gapless.schedule.routes import Channel, Routes, messages
+from gapless.schedule.verify import verify
 from gapless.schedule.violation import Violation, excerpt
 
 NAMED = sorted(name for name in RECIPES if name not in ("auto", "optimal"))
@@ -233,6 +234,70 @@ def test_the_proof_holds_for_forwards_consumed_in_any_order(order: list[int], se
 @pytest.mark.parametrize("name", NAMED)
 def test_every_recipe_consumes_in_order_and_needs_one_buffer_per_channel(name: str) -> None:
     assert set(verify(make_schedule(name, devices=4, microbatches=8)).buffers.values()) == {1}
+
+
+# -- what waits for a receive -----------------------------------------------------------------------------------------
+
+
+def unsent_in_any_run(schedule: Schedule, pools: dict[Channel, int]) -> dict[Channel, int]:
+    """The most messages without a receive, over every state that the devices can reach: by walking through them all."""
+    produced, consumed = messages(schedule)
+    routes = Routes(schedule.placement)
+    most = dict.fromkeys(pools, 0)
+    first = (0,) * schedule.num_devices
+    waiting, seen = [first], {first}
+    while waiting:
+        state = waiting.pop()
+        ran = {action for row, count in zip(schedule.rows, state, strict=True) for action in row[:count]}
+        there = {gift for action in ran for gift in completes(action)}
+        for channel, pool in pools.items():
+            made = sum((r := routes.leaving(action)) is not None and r.channel == channel for action in ran)
+            taken = {produced[channel][message] for message, action in consumed[channel] if action in ran}
+            posted = pool + next(n for n in range(len(taken) + 1) if n not in taken)
+            most[channel] = max(most[channel], made - posted)
+        for device, row in enumerate(schedule.rows):
+            if state[device] < len(row) and there.issuperset(dependencies(row[state[device]], schedule)):
+                after = (*state[:device], state[device] + 1, *state[device + 1 :])
+                if after not in seen:
+                    seen.add(after)
+                    waiting.append(after)
+    return most
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["training", "forward only"])
+@pytest.mark.parametrize(("K", "M"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("name", NAMED)
+def test_no_run_has_more_messages_unsent_than_reported_and_one_has_as_many(
+    name: str, K: int, M: int, inference: bool
+) -> None:
+    schedule = make_schedule(
+        name, devices=K, microbatches=max(M, K) if name == "2bw" else M, minibatches=1 if name == "2bw" else 8
+    )
+    report = verify(lower.forward_only(schedule) if inference else schedule)
+    assert report.unsent == unsent_in_any_run(report.schedule, report.buffers)
+
+
+@given(order=st.permutations(range(5)), second=st.permutations(range(5)))
+def test_what_is_unsent_is_right_for_forwards_consumed_in_any_order(order: list[int], second: list[int]) -> None:
+    rows = [[f"0F{m}" for m in order], [f"1F{m}" for m in second]]
+    report = verify(Schedule.parse("\n".join(f"{device}: {' '.join(row)}" for device, row in enumerate(rows))))
+    assert report.unsent == unsent_in_any_run(report.schedule, report.buffers)
+
+
+def test_between_stages_of_one_device_there_is_no_channel() -> None:
+    report = verify(make_schedule("zb-v", devices=2, microbatches=4))
+    assert (
+        set(report.buffers)
+        == set(report.unsent)
+        == {(0, 1, "activation"), (1, 0, "activation"), (0, 1, "gradient"), (1, 0, "gradient")}
+    )
+    assert verify(make_schedule("zb-v", devices=1, microbatches=4)).unsent == {}
+
+
+def test_gpipe_may_have_all_but_one_message_unsent_and_1f1b_only_as_many_as_there_are_devices_behind() -> None:
+    gpipe, ahead = (verify(make_schedule(name, devices=4, microbatches=16)).unsent for name in ("gpipe", "1f1b"))
+    assert gpipe[0, 1, "activation"] == 15
+    assert ahead[0, 1, "activation"] == 3
 
 
 def test_ten_thousand_violations_are_all_there() -> None:

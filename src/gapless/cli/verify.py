@@ -47,8 +47,11 @@ def _print(report: Report) -> None:
         most = max(report.buffers.values())
         channels = f"{len(report.buffers)} channel{'s' if len(report.buffers) != 1 else ''}"
         terminal.say(f"it can't hang: {channels}, at most {most} receive buffer{'s' if most != 1 else ''} each")
+        terminal.say(f"messages that wait for a free buffer: at most {max(report.unsent.values())} per channel")
     if report.in_order:
-        terminal.say("every stage takes its backwards in microbatch order: gradients have the bits of the plain loop")
+        terminal.say(
+            "every stage runs its backwards in microbatch order: gradients are bit-identical to the plain loop"
+        )
     else:
         count = len(report.warnings)
         terminal.say(f"{count:,} backwards are out of microbatch order: their gradients wait for their turn, in memory")
@@ -65,7 +68,8 @@ def _as_json(report: Report) -> dict[str, Any]:
         "violations": listed(report.violations),
         "warnings": listed(report.warnings),
         "buffers": [
-            {"source": source, "target": target, "kind": kind, "buffers": count}
-            for (source, target, kind), count in report.buffers.items()
+            {"source": source, "target": target, "kind": kind, "buffers": count, "unsent": report.unsent[channel]}
+            for channel, count in report.buffers.items()
+            for source, target, kind in [channel]
         ],
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gapless.schedule.action import Schedule
-from gapless.schedule.verify import Channel, messages
+from gapless.schedule.routes import Channel, messages
 
 _STOP = object()
 

@@ -17,6 +17,7 @@ from gapless.run.channels import Transport
 from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
+from gapless.schedule.routes import Routes
 from gapless.schedule.updates import WEIGHT_GRADIENTS
 from gapless.schedule.verify import is_in_order
 from gapless.stage.cell import check_scalar
@@ -62,6 +63,7 @@ class Program:
         self.stages, self.lanes, self.loss = stages, lanes, loss
         self.batch = Batch()
         self.channels, self.here = channels, here
+        self._routes = Routes(schedule.placement)
         self.inference = schedule.kinds == {Kind.FORWARD}
         self.marks: list[list[Any]] = [[] for _ in schedule.rows]
         self.recorded = recorded
@@ -101,10 +103,10 @@ class Program:
         stage, kind, microbatch = action
         work = self.stages[stage]
         if kind is Kind.FORWARD:
-            take, put = self._taker(device, action, -1), self._putter(device, action, 1)
+            take, put = self._taker(device, action), self._putter(device, action)
             compute = self._forward(stage, microbatch, put)
         elif kind in BACKWARDS:
-            take, put = self._taker(device, action, 1), self._putter(device, action, -1)
+            take, put = self._taker(device, action), self._putter(device, action)
             half = work.backward if kind is Kind.BACKWARD else work.backward_input
             if (turns := self._turns.get(stage)) is not None:
                 half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
@@ -171,34 +173,28 @@ class Program:
 
         return infer
 
-    def _taker(self, device: int, action: Action, step: int) -> Callable[[], Any] | None:
-        """What brings an action its input: from the stage `step` away, or the batch for the first forward."""
-        stage, kind, microbatch = action
-        lane, batch = self.lanes[device], self.batch
-        other = stage + step
-        if other < 0:
+    def _taker(self, device: int, action: Action) -> Callable[[], Any] | None:
+        """What brings an action its input: from another stage, or from the batch for the first forward."""
+        microbatch, lane, batch = action.microbatch, self.lanes[device], self.batch
+        route = self._routes.arriving(action)
+        if route is None and action.kind is Kind.FORWARD:
             return lambda: lane.unpack(Parcel(batch.inputs[microbatch], borrowed=True))
-        if other == self.schedule.num_stages:
+        if route is None:
             return None
-        source = self.schedule.placement.device(other, microbatch)
-        name = "activation" if kind is Kind.FORWARD else "gradient"
-        if source == device:
-            local, key = self._local, (name, other, microbatch)
+        if not route.crosses:
+            local, key = self._local, (route.channel[2], route.source, microbatch)
             return lambda: local.pop(key)
-        receive, unpack = self.channels.receiver((source, device, name)), lane.unpack
+        receive, unpack = self.channels.receiver(route.channel), lane.unpack
         return receive if self._one_memory else lambda: unpack(receive())
 
-    def _putter(self, device: int, action: Action, step: int) -> Callable[[Any], None] | None:
-        stage, kind, microbatch = action
-        other = stage + step
-        if not 0 <= other < self.schedule.num_stages:
+    def _putter(self, device: int, action: Action) -> Callable[[Any], None] | None:
+        route = self._routes.leaving(action)
+        if route is None:
             return None
-        target = self.schedule.placement.device(other, microbatch)
-        name = "activation" if kind is Kind.FORWARD else "gradient"
-        if target == device:
-            local, key = self._local, (name, stage, microbatch)
+        if not route.crosses:
+            local, key = self._local, (route.channel[2], route.source, action.microbatch)
             return lambda result: local.__setitem__(key, result)
-        send = self.channels.sender((device, target, name), idle=self._waits_after(device, action))
+        send = self.channels.sender(route.channel, idle=self._waits_after(device, action))
         pack = self.lanes[device].pack
         return send if self._one_memory else lambda result: send(pack(result))
 
@@ -207,11 +203,8 @@ class Program:
         following = self._following[device].get(action)
         if following is None:
             return True
-        stage, kind, microbatch = following
-        other = stage - 1 if kind is Kind.FORWARD else stage + 1 if kind in BACKWARDS else -1
-        if not 0 <= other < self.schedule.num_stages:
-            return False
-        return self.schedule.placement.device(other, microbatch) != device
+        route = self._routes.arriving(following)
+        return route is not None and route.crosses
 
     def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         now, marks = self.lanes[device].now, self.marks[device]

@@ -6,9 +6,10 @@ one message at a time. Where transfers are written out, a message leaves once it
 (where a bandwidth is given, receives count as posted in time).
 """
 
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import Milestones, replay
+from gapless.schedule.routes import MAKERS, SENDS, Routes
 from gapless.schedule.timeline import Timeline
 
 
@@ -21,7 +22,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
     receives = milestones.first_receive if schedule.has_transfers else milestones.size
     there: list[Number] = [0] * milestones.size  # when each milestone is there on its own device ...
     home = [-1] * milestones.size  # ... which is this one; -1: what the schedule does without
-    links = Links(schedule, costs) if costs.bandwidth is not None else None
+    wires = Wires(schedule, costs) if costs.bandwidth is not None else None
     arrivals: dict[int, Number] = {}  # of what went through a link, by milestone
     free: list[Number] = [0] * schedule.num_devices
     starts: list[list[Number]] = [[] for _ in schedule.rows]
@@ -34,7 +35,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
             when = there[number]
             source = home[number]
             if source >= 0 and (source != device or number >= receives):
-                when = arrivals.get(number, when) if links else when + latency
+                when = arrivals.get(number, when) if wires else when + latency
             if when > start:
                 start = when
         end = start + durations[action.kind][action.stage]
@@ -44,34 +45,29 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
         for base in gives:
             there[base + microbatch] = end
             home[base + microbatch] = device
-        if links and (arrival := links.arrival(action, device, end)) is not None:
+        if wires and (arrival := wires.arrival(action, end)) is not None:
             arrivals[gives[0] + microbatch] = arrival
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), costs, name or schedule.name)
 
 
-class Links:
+class Wires:
     """One wire per pair of devices and direction; a device's messages leave in the order it made them."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._placement = schedule.placement
+        self._routes = Routes(schedule.placement)
         self._latency = costs.latency
         self._transits = costs.transits(schedule.placement)
         self._free: dict[tuple[int, int], Number] = {}
-        if schedule.has_transfers:
-            self._direction = {Kind.SEND_ACTIVATION: 1, Kind.SEND_GRADIENT: -1}
-        else:
-            self._direction = {Kind.FORWARD: 1, Kind.INPUT_GRAD: -1, Kind.BACKWARD: -1}
+        self._leaves = SENDS if schedule.has_transfers else MAKERS
 
-    def arrival(self, action: Action, device: int, end: Number) -> Number | None:
+    def arrival(self, action: Action, end: Number) -> Number | None:
         """When what `action` made is on the device of the stage that waits for it; None where nothing leaves. To be
         asked in the order of each device's row.
         """
-        other = action.stage + self._direction.get(action.kind, 0)
-        if other == action.stage or not 0 <= other < self._placement.num_stages:
+        route = self._routes.leaving(action) if action.kind in self._leaves else None
+        if route is None or not route.crosses:
             return None
-        target = self._placement.device(other, action.microbatch)
-        if target == device:
-            return None
-        leaves = max(end, self._free.get((device, target), 0)) + self._transits[max(action.stage, other)]
-        self._free[device, target] = leaves
+        wire = route.channel[:2]
+        leaves = max(end, self._free.get(wire, 0)) + self._transits[max(route.source, route.target)]
+        self._free[wire] = leaves
         return leaves + self._latency

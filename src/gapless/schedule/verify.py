@@ -1,26 +1,19 @@
 """Is this a schedule that can be run? Every violation at once, each with its place; and the proof that nothing can
-hang.
-
-The proof: a channel is (source device, target device, activation or gradient) and delivers in the producer's order.
-A receive is posted once a buffer of the channel's pool is free again, so with p buffers message n waits until
-message n-p was consumed. Sends never hold a device up. So a schedule that runs to its end with endless buffers also
-does so with p, unless a device consumes some message j < n only after message n, with n - j >= p: that receive would
-wait for itself. The least p that is safe is therefore one more than the largest such n - j, per channel, or 1 where
-messages are consumed in order.
+hang: it runs to its end with endless buffers, and so with those of `pools`.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
+from gapless.schedule.pools import most_unsent, receive_buffers
+from gapless.schedule.routes import Channel, messages, transfer
 from gapless.schedule.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.violation import Violation, excerpt
-
-Channel = tuple[int, int, str]  # source device, target device, "activation" or "gradient"
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,11 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.violations
+
+    @cached_property
+    def unsent(self) -> dict[Channel, int]:
+        """The most messages of each channel that wait for a receive, in any run with these buffers."""
+        return most_unsent(self.schedule) if self.ok else {}
 
     @property
     def in_order(self) -> bool:
@@ -142,26 +140,22 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
     if not schedule.has_transfers:
         return []
     found = []
-    for (source, target, name), numbers in messages(schedule)[0].items():
-        send, receive, step = (
-            (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, 1)
-            if name == "activation"
-            else (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, -1)
-        )
+    for channel, numbers in messages(schedule)[0].items():
+        source, target, name = channel
         pairs = []
-        for stage, microbatch in numbers:
-            pair = (Action(stage, send, microbatch), Action(stage + step, receive, microbatch))
+        for message in numbers:
+            pair = transfer(channel, message)
             for device, action in zip((source, target), pair, strict=True):
                 if action not in places:
-                    message = f"{action} is missing: the {name} crosses from device {source} to device {target}"
-                    found.append(Violation("complete", device, len(schedule.rows[device]), message))
+                    reason = f"{action} is missing: the {name} crosses from device {source} to device {target}"
+                    found.append(Violation("complete", device, len(schedule.rows[device]), reason))
             if places.keys() >= set(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: places[pair[0]])
         for (_, first), (_, second) in pairwise(pairs):
             if places[second] < places[first]:
-                message = f"{second} comes before {first}, which device {source} sends first"
-                found.append(Violation("order", *places[second], message))
+                reason = f"{second} comes before {first}, which device {source} sends first"
+                found.append(Violation("order", *places[second], reason))
     return found
 
 
@@ -247,58 +241,3 @@ def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
                         )
                         yield Violation("microbatch order", device, position, message)
                     last[action.stage] = max(before, action.microbatch)
-
-
-Message = tuple[int, int]  # the stage that made it, and the microbatch
-
-
-def messages(
-    schedule: Schedule,
-) -> tuple[dict[Channel, dict[Message, int]], dict[Channel, list[tuple[Message, Action]]]]:
-    """What crosses between devices: per channel the number of each message as produced, and the consumers in their
-    order.
-    """
-    placement, single = schedule.placement, schedule.placement.single
-    last_stage = placement.num_stages - 1
-    produced: dict[Channel, dict[Message, int]] = defaultdict(dict)
-    consumed: dict[Channel, list[tuple[Message, Action]]] = defaultdict(list)
-    inference = schedule.kinds.isdisjoint(BACKWARDS)
-
-    def home(stage: int, microbatch: int) -> int:
-        return single[stage] if single is not None else placement.device(stage, microbatch)
-
-    for device, row in enumerate(schedule.rows):
-        for action in row:
-            stage, kind, microbatch = action
-            if kind is Kind.FORWARD:
-                before, after, name = stage - 1, stage + 1, "activation"
-            elif kind in BACKWARDS and not inference:
-                before, after, name = stage + 1, stage - 1, "gradient"
-            else:
-                continue
-            if 0 <= before <= last_stage and (source := home(before, microbatch)) != device:
-                consumed[source, device, name].append(((before, microbatch), action))
-            if 0 <= after <= last_stage and (target := home(after, microbatch)) != device:
-                numbers = produced[device, target, name]
-                numbers[stage, microbatch] = len(numbers)
-    return produced, consumed
-
-
-def receive_buffers(schedule: Schedule) -> dict[Channel, int]:
-    """The least pool of receive buffers per channel with which no receive waits for itself."""
-    produced, consumed = messages(schedule)
-    return {
-        channel: _least_pool([produced[channel][message] for message, _ in consumers])
-        for channel, consumers in sorted(consumed.items())
-    }
-
-
-def _least_pool(numbers: list[int]) -> int:
-    """`numbers`: the messages as they are consumed. One more than the largest n - j with j < n consumed after n."""
-    pool = 1
-    lowest = len(numbers)
-    for number in reversed(numbers):
-        if number > lowest:
-            pool = max(pool, number - lowest + 1)
-        lowest = min(lowest, number)
-    return pool

@@ -11,7 +11,7 @@ from typing import Any
 from gapless.pipeline.pipeline import Pipeline
 from gapless.run.channels import Transport
 from gapless.schedule.action import Schedule
-from gapless.schedule.verify import Channel
+from gapless.schedule.routes import Channel
 from gapless.zoo.emulated import wait_until
 
 

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 
-from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
-from gapless.schedule.verify import Channel, messages, receive_buffers
+from gapless.schedule.action import Action, Schedule
+from gapless.schedule.pools import receive_buffers
+from gapless.schedule.routes import Routes, messages, transfer
 
 
 def add_transfers(schedule: Schedule, spare_buffers: int = 1) -> Schedule:
@@ -17,44 +18,30 @@ def add_transfers(schedule: Schedule, spare_buffers: int = 1) -> Schedule:
         return schedule
     produced, consumed = messages(schedule)
     pools = receive_buffers(schedule)
+    routes = Routes(schedule.placement)
     before: dict[int, list[Action]] = defaultdict(list)  # device -> receives posted at its start
     after: dict[Action, list[Action]] = defaultdict(list)  # by a consumer: the receive that takes over its buffer
-    sends: set[tuple[int, int, str]] = set()
-    for channel, numbers in produced.items():
-        sends.update((stage, microbatch, channel[2]) for stage, microbatch in numbers)
-        _post_receives(channel, numbers, consumed[channel], pools[channel] + spare_buffers, before, after)
+    for channel, consumers in consumed.items():
+        pool = pools[channel] + spare_buffers
+        turn = {message: i for i, (message, _) in enumerate(consumers)}
+        last = 0  # the turn by which every message that must be gone has been consumed
+        # In the producer's order, whatever the order of the consumers: a channel has no other.
+        in_order = list(produced[channel])
+        for number, message in enumerate(in_order):
+            _, receive = transfer(channel, message)
+            if number < pool:
+                before[channel[1]].append(receive)
+            else:
+                last = max(last, turn[in_order[number - pool]])
+                after[consumers[last][1]].append(receive)
     rows = []
     for device, row in enumerate(schedule.rows):
         made = list(before[device])
         for action in row:
             made.append(action)
-            stage, kind, microbatch = action
-            if kind is Kind.FORWARD and (stage, microbatch, "activation") in sends:
-                made.append(Action(stage, Kind.SEND_ACTIVATION, microbatch))
-            elif kind in BACKWARDS and (stage, microbatch, "gradient") in sends:
-                made.append(Action(stage, Kind.SEND_GRADIENT, microbatch))
+            route = routes.leaving(action)
+            if route is not None and route.crosses:
+                made.append(transfer(route.channel, (route.source, action.microbatch))[0])
             made += after.get(action, [])
         rows.append(made)
     return schedule.with_rows(rows)
-
-
-def _post_receives(
-    channel: Channel,
-    produced: dict[tuple[int, int], int],
-    consumers: list[tuple[tuple[int, int], Action]],
-    pool: int,
-    before: dict[int, list[Action]],
-    after: dict[Action, list[Action]],
-) -> None:
-    """In the producer's order, whatever the order of the consumers: a channel has no other."""
-    kind, step = (Kind.RECEIVE_ACTIVATION, 1) if channel[2] == "activation" else (Kind.RECEIVE_GRADIENT, -1)
-    in_order = sorted(produced, key=produced.__getitem__)
-    turn = {message: i for i, (message, _) in enumerate(consumers)}
-    last = 0  # the turn by which every message that must be gone has been consumed
-    for number, (stage, microbatch) in enumerate(in_order):
-        receive = Action(stage + step, kind, microbatch)
-        if number < pool:
-            before[channel[1]].append(receive)
-        else:
-            last = max(last, turn[in_order[number - pool]])
-            after[consumers[last][1]].append(receive)

@@ -12,7 +12,7 @@ from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import dependencies, replay
 from gapless.schedule.placement import vee
-from gapless.schedule.simulate import Links, simulate
+from gapless.schedule.simulate import Wires, simulate
 
 _PERIOD = 6
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
@@ -108,7 +108,7 @@ def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Sc
         step: [(arrivals if home[need[0]] != home[step[0]] else ends)[need] for need in found]
         for step, found in needs.items()
     }
-    links = Links(order, costs)
+    wires = Wires(order, costs)
     free: list[Number] = [0] * order.num_devices
     held = [0] * order.num_devices
     waiting: list[deque[Action]] = [deque() for _ in order.rows]
@@ -129,7 +129,7 @@ def _fill_with_weight_gradients(order: Schedule, limit: int, costs: Costs) -> Sc
             held[device] -= 1
         free[device] = end = max(start, free[device]) + durations[kind][stage]
         ends[stage, kind].append(end)
-        arrival = links.arrival(action, device, end)
+        arrival = wires.arrival(action, end)
         arrivals[stage, kind].append(end if arrival is None else arrival)
         rows[device].append(action)
         if kind is _F:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from gapless.run.program import Program
 from gapless.run.ranks.wire.links import Links
 from gapless.schedule.action import Action
-from gapless.schedule.verify import messages
+from gapless.schedule.routes import messages
 
 
 class Whereabouts:

@@ -25,7 +25,7 @@ from gapless.run.ranks.wire.host_memory import HostMemory, Memory
 from gapless.run.ranks.wire.nccl import DIRECT, Communicators, NcclIncoming, NcclOutgoing
 from gapless.run.ranks.wire.pipes import Inbox, Outbox, PipeIncoming, PipeOutgoing
 from gapless.schedule.action import Schedule
-from gapless.schedule.verify import Channel, messages
+from gapless.schedule.routes import Channel, messages
 
 _A_MOMENT = 0.005  # seconds
 Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.host_memory import DirectMemory
-from gapless.schedule.verify import Channel
+from gapless.schedule.routes import Channel
 
 if TYPE_CHECKING:
     from gapless.run.ranks.wire.links import Links
