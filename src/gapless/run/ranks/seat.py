@@ -125,6 +125,9 @@ class Groups:
 
     def close(self) -> None:
         """Ends threads and connections; what is still under way is lost."""
+        for group in (self.pp, self.dp):
+            if group is not None:
+                group.close()
         self.pp = self.dp = self.network = None
 
 

@@ -23,6 +23,8 @@ def forgotten() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError):
             waiting.wait()
+        group.close()
+        del group, waiting  # would wait for its thread
         assert time.monotonic() - began < 20
 
 

@@ -5,6 +5,7 @@ rank is gone.
 import contextlib
 import ctypes
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ NEVER = 365 * 24 * 3600.0  # seconds
 _NEVER_SENT = 1
 _SOON = timedelta(milliseconds=1)
 _PATIENCE = timedelta(milliseconds=250)
+_A_MOMENT, _A_WHILE = 0.005, 1.0  # seconds
 
 
 class Group:
@@ -26,22 +28,24 @@ class Group:
         self._gloo = gloo
         self.size, self.rank, self.send, self.recv = gloo.size, gloo.rank, gloo.send, gloo.recv
         self.is_broken = False
+        self._under_way: list[Any] = []
 
     def allgather(self, *words: Any) -> "Together":
-        return Together(self, self._gloo.allgather(*words))
+        return self._begun(self._gloo.allgather(*words))
 
     def allreduce(self, *words: Any) -> "Together":
-        return Together(self, self._gloo.allreduce(*words))
+        return self._begun(self._gloo.allreduce(*words))
 
     def broadcast(self, *words: Any) -> "Together":
-        return Together(self, self._gloo.broadcast(*words))
+        return self._begun(self._gloo.broadcast(*words))
 
     def barrier(self) -> "Together":
-        return Together(self, self._gloo.barrier())
+        return self._begun(self._gloo.barrier())
 
-    def leave_behind(self) -> None:
-        """One of its threads waits for ever, and whoever lets go of the group would wait for that thread."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+    def _begun(self, work: Any) -> "Together":
+        self._under_way = [each for each in self._under_way if not each.is_completed()]
+        self._under_way.append(work)
+        return Together(self, work)
 
     def break_off(self) -> None:
         """Whoever waits in the group raises, here and at the peers: a receive that runs out of time closes all
@@ -52,6 +56,17 @@ class Group:
             if peer != self.rank():
                 with contextlib.suppress(RuntimeError):
                     self.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(_SOON)
+
+    def close(self) -> None:
+        """To be called before it is let go of, which waits for what is under way. In a broken group that may last for
+        ever, so a thread of it is left to the end of the process then.
+        """
+        deadline = time.monotonic() + _A_WHILE
+        while self.is_broken and not all(each.is_completed() for each in self._under_way):
+            if time.monotonic() > deadline:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+                break
+            time.sleep(_A_MOMENT)
 
 
 class Together:
@@ -69,7 +84,6 @@ class Together:
                 self._work.wait(_PATIENCE)
             except RuntimeError:
                 if given_up and not self._work.is_completed():
-                    self._group.leave_behind()
                     raise
             given_up = self._group.is_broken
         self._work.wait()
