@@ -1,5 +1,6 @@
 """Every benchmark runs to its end in a small size. No test asserts a speed."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_stopping_in_the_middle_of_a_round_leaves_nothing_behind() -> None:
 
     sizes: dict[str, Any] = {"devices": 2, "microbatches": 2, "milliseconds": 1.0, "rounds": 1, "size": 1}
     with pytest.raises(KeyboardInterrupt):
-        emulated.run(schedules=["1f1b"], **sizes, peer=True, progress=stop)
+        emulated.run(schedules=("1f1b",), **sizes, peer=True, progress=stop)
 
 
 def test_overhead_checks_the_bits_before_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,27 +114,19 @@ def test_scale_takes_four_times_as_many_microbatches_but_at_most_1024() -> None:
     assert sizes(64, 1024) == [(64, 256), (128, 512), (256, 1024), (512, 1024), (1024, 1024)]
 
 
-@pytest.mark.parametrize("model", ["emulated", "gpt"])
-def test_prediction_lays_both_timelines_side_by_side(
-    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_timeline_runs_with_and_without_recording_and_lays_prediction_and_record_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "both.html"
-    words = f"prediction --model {model} -K 2 -M 2 --milliseconds 1 --rounds 1 --schedules 1f1b,zb-v".split()
+    words = ["timeline", "--schedule", "zb-v", "-K", "2", "-M", "2", "--steps", "1", "--rounds", "1"]
     found, report = bench(capsys, *words, "--html", str(page))
-    assert [row["schedule"] for row in found["rows"]] == ["1f1b", "zb-v"]
-    for row in found["rows"]:
-        assert row["predicted"] > 0
-        assert row["measured"] > 0
-    html = page.read_text("utf-8")
-    assert "1f1b, predicted" in html
-    assert "zb-v, measured" in html
-    assert str(page) in report
-
-
-def test_timeline_runs_with_and_without_recording(capsys: pytest.CaptureFixture[str]) -> None:
-    found, report = bench(capsys, "timeline", "-K", "2", "-M", "2", "--steps", "1", "--rounds", "1")
-    assert found["rounds"].keys() == {"recorded", "not recorded"}
+    assert found["rounds"].keys() == {"gapless", "recorded"}
+    assert found["difference"] == pytest.approx(found["predicted"] / found["measured"] - 1)
     assert "per step" in report
+    assert str(page) in report
+    html = page.read_text("utf-8")
+    assert '"predicted"' in html
+    assert '"measured"' in html
 
 
 def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,12 +142,22 @@ def test_the_help_lists_every_benchmark_and_loads_no_torch() -> None:
     program = (
         "import sys; from gapless.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     )
-    for words in (["bench", "--help"], ["bench"], ["bench", "emulated", "--help"]):
+    for words in (["bench", "--help"], ["bench"]):
         run = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         assert "example: gapless bench emulated" in run.stdout
-        if words[-1] != "--help" or len(words) == 2:
-            assert all(f"\n    {name}" in run.stdout for name in BENCHMARKS)
+        assert all(f"\n  {name} " in run.stdout for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for parameter in inspect.signature(import_module(f"gapless.bench.{name}").run).parameters.values():
+        option = f"--no-{parameter.name}" if parameter.default is True else f"--{parameter.name}"
+        assert option in shown or parameter.name == "progress"
 
 
 @pytest.mark.parametrize(
@@ -162,10 +165,11 @@ def test_the_help_lists_every_benchmark_and_loads_no_torch() -> None:
     [
         ("emulated --schedules 2f2b", "there is no schedule named '2f2b'"),
         ("emulated --devices 0", "'0' is not a whole number from 1 to 1,000,000"),
-        ("emulated --milliseconds nan", "'nan' is not a time between 0 and 60,000 ms"),
+        ("emulated --milliseconds nan", "'nan' is not a number from 0.001 to 60,000"),
         ("emulated --schedules pipedream --no-peer -K 2", "updates weights on its way"),
         ("scale --largest 2", "--smallest 16 is above --largest 2"),
         ("nothing", "invalid choice: 'nothing'"),
+        ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),
     ],
 )
 def test_bad_input_is_one_sentence(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

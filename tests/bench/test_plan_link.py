@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gapless.bench.planner.link import delay
+from gapless.bench.planner.late_link import delay
 from gapless.pipeline.pipeline import Pipeline
 
 

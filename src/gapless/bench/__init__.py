@@ -1,5 +1,22 @@
-"""The benchmarks behind `gapless bench`. Each has a file with `run`, which measures and returns plain JSON values, and
-`report`, which makes text of them.
+"""The benchmarks behind `gapless bench`, in reading order:
+
+parameters   the options that benchmarks share; the command line is made from the parameters of each `run`
+rounds       contestants take turns, and medians of ratios count
+report       the text that benchmarks print: a title, a table or a duel, a verdict
+duel         two contestants, one ratio
+peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
+emulated     schedules on emulated devices, against their bound and against torch
+overhead     one device against the plain loop
+tiny         tiny layers, where all is overhead, against torch
+split        what it costs the host to split a backward
+timeline     what recording costs, and whether a simulation agrees with the record
+compile      compiled layers against eager ones
+scale        generate, verify and simulate ever larger schedules
+planner/     what `plan` measures
+plan         is the planner right?
+
+A benchmark has a file with `run`, which measures and returns JSON values, and `report`, which makes text of them. It is
+a line in BENCHMARKS, and nothing else needs to know of it.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.
@@ -11,8 +28,7 @@ BENCHMARKS = {
     "tiny": "the step of tiny layers, where all is overhead, against torch's 1F1B",
     "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
     "scale": "generate, verify and simulate ever larger schedules",
-    "prediction": "a simulated makespan against the measured one",
-    "timeline": "what it costs to record a timeline",
+    "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "plan": "a plan's step, memory, cuts and choice against what is measured",
     "compile": "a GPT with compiled layers against the eager one",
 }

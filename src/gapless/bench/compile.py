@@ -1,11 +1,13 @@
 """What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline."""
 
 import contextlib
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from gapless.bench.rounds import Progress, median, ratio, silent, take_turns, timed
+from gapless.bench.duel import fight, told
+from gapless.bench.parameters import Between, Devices, Microbatches, Rounds, Steps
+from gapless.bench.rounds import Progress, silent, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.zoo.gpt import gpt, next_token_loss
 
@@ -14,30 +16,27 @@ TARGET = 1.0
 
 def run(
     *,
-    devices: int,
-    microbatches: int,
-    depth: int,
-    width: int,
-    vocab: int,
-    samples: int,
-    length: int,
-    dropout: float,
-    bf16: bool,
-    backend: str,
-    steps: int,
-    rounds: int,
+    devices: Devices = 2,
+    microbatches: Microbatches = 4,
+    depth: Annotated[int, "blocks of the GPT"] = 8,
+    width: Annotated[int, "its width, a multiple of 4, and of 128 from 512 on"] = 256,
+    vocab: Annotated[int, "its vocabulary"] = 256,
+    samples: Annotated[int, "sequences in a microbatch"] = 4,
+    length: Annotated[int, "tokens in a sequence"] = 128,
+    dropout: Annotated[float, "dropout of the blocks", Between(0, 0.99)] = 0.0,
+    bf16: Annotated[bool, "train under autocast to bfloat16"] = False,
+    backend: Annotated[str, "backend of torch.compile"] = "inductor",
+    steps: Steps = 2,
+    rounds: Rounds = 5,
     progress: Progress = silent,
 ) -> dict[str, Any]:
+    """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = gpt(vocab=vocab, width=width, depth=depth, heads=max(4, width // 128), context=length, dropout=dropout)
     ids = torch.randint(vocab, (microbatches * samples, length + 1), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
     inputs, target = ids[:, :-1], ids[:, 1:]
-    common: dict[str, Any] = {
-        "devices": [device] * devices,
-        "microbatches": microbatches,
-        "loss": next_token_loss,
-    }
+    common: dict[str, Any] = {"devices": [device] * devices, "microbatches": microbatches, "loss": next_token_loss}
 
     def step(pipe: Pipeline) -> None:
         model.zero_grad()
@@ -47,39 +46,20 @@ def run(
             torch.cuda.synchronize()
 
     with Pipeline(model, **common) as eager, Pipeline(model, compile={"backend": backend}, **common) as compiled:
-        contestants = {
-            "eager": timed(lambda: step(eager), steps),
-            "compiled": timed(lambda: step(compiled), steps),
-        }
-        seconds = take_turns(contestants, rounds, progress, warmup=2)
+        ours, theirs = (timed(lambda pipe=pipe: step(pipe), steps) for pipe in (compiled, eager))  # type: ignore[misc]
+        found = fight(ours, "eager", theirs, rounds, progress, warmup=2)
         cold = compiled.compile_seconds
-    return {
-        "benchmark": "compile",
-        "model": f"gpt of {depth} layers, width {width}, dropout {dropout:g}",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "devices": devices,
-        "microbatches": microbatches,
-        "samples": samples,
-        "length": length,
-        "precision": "bfloat16 by autocast" if bf16 else "float32",
-        "seconds": median(seconds["compiled"]),
-        "eager_seconds": median(seconds["eager"]),
-        "ratio": ratio(seconds["eager"], seconds["compiled"]),
-        "target": TARGET,
-        "compile_seconds": cold,
-        "rounds": seconds,
-    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return found | {"device": name, "target": TARGET, "compile_seconds": cold}
 
 
 def report(found: dict[str, Any]) -> str:
-    tokens = f"{found['samples']} x {found['length']} tokens"
-    return "\n".join(
-        [
-            f"{found['model']}, {found['precision']}, {found['device']}",
-            f"{found['devices']} devices, {found['microbatches']} microbatches of {tokens}",
-            "",
-            f"eager     {1000 * found['eager_seconds']:8.1f} ms a step",
-            f"compiled  {1000 * found['seconds']:8.1f} ms, after {found['compile_seconds']:.1f} s of compiling",
-            f"faster by {found['ratio']:8.2f}  median of the rounds; meant: at least {found['target']:g} on a GPU",
-        ]
+    """Both times, the gain, and what had to be spent on compiling before."""
+    precision = "bfloat16 by autocast" if found["bf16"] else "float32"
+    return told(
+        f"gpt of {found['depth']} layers, width {found['width']}, dropout {found['dropout']:g}, {precision}, "
+        f"{found['device']}\n{found['devices']} devices, {found['microbatches']} microbatches of "
+        f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
+        {"eager": found["eager_seconds"], "compiled": found["seconds"]},
+        ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']:g} on a GPU"),
     )

@@ -12,13 +12,17 @@ Our devices are threads of this process, or processes as the peer's are (`torchr
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import Tensor, nn
 
 from gapless.bench.one_core import on_one_core
+from gapless.bench.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
 from gapless.bench.peer.contest import Contest, loss
 from gapless.bench.peer.peer import Peer
+from gapless.bench.report import milliseconds as in_ms
+from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind, Schedule
@@ -35,45 +39,42 @@ PEERS = ("1f1b", "interleaved", "zb-v")  # what torch has of these
 
 def run(
     *,
-    schedules: Sequence[str],
-    devices: int,
-    microbatches: int,
-    milliseconds: float,
-    rounds: int,
-    size: int,
-    peer: bool,
-    torchrun: bool = False,
+    schedules: Schedules = ("1f1b", "zb-h1", "interleaved", "zb-v"),
+    devices: Devices = 8,
+    microbatches: Microbatches = 16,
+    milliseconds: Milliseconds = 5,
+    rounds: Rounds = 5,
+    size: Annotated[int, "floats that a sample carries from stage to stage"] = 1,
+    torchrun: Annotated[bool, "run each device in its own process, over Gloo, as torchrun does"] = False,
+    peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
+    """Ours and torch's take turns; a row for each says what was run, its bound and its median step."""
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000, size=size)
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         ran: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
+
+        def on_ranks(by: Literal["gapless", "torch"], names: Sequence[str]) -> None:
+            progress(f"starting {by} on ranks")
+            ranks = stack.enter_context(Peer(contest, names, by))
+            for name, schedule in ranks.schedules.items():
+                ran[f"{by} {name}"] = schedule
+                contestants[f"{by} {name}"] = partial(ranks.step, name)
+            refused.update(ranks.refused)
+
         if torchrun:
-            progress("starting gapless on ranks")
-            ours = stack.enter_context(Peer(contest, schedules, "gapless"))
-            ran |= {f"gapless {name}": schedule for name, schedule in ours.schedules.items()}
-            contestants |= {f"gapless {name}": _their_step(ours, name) for name in ours.schedules}
+            on_ranks("gapless", schedules)
         else:
             for name in schedules:
                 pipe = stack.enter_context(pipeline(contest, name))
                 ran[f"gapless {name}"] = pipe.schedule
                 contestants[f"gapless {name}"] = step(contest, pipe)
         if peer:
-            progress("starting torch.distributed.pipelining")
-            torch_ = stack.enter_context(Peer(contest, PEERS))
-            ran |= {f"torch {name}": schedule for name, schedule in torch_.schedules.items()}
-            contestants |= {f"torch {name}": _their_step(torch_, name) for name in torch_.schedules}
-            refused = torch_.refused
+            on_ranks("torch", PEERS)
         seconds = take_turns(contestants, rounds, progress)
     return {
-        "benchmark": "emulated",
-        "devices": devices,
-        "microbatches": microbatches,
-        "milliseconds": milliseconds,
-        "size": size,
-        "torchrun": torchrun,
         "rows": [_row(name, contest, ran[name], seconds[name]) for name in contestants],
         "refused": refused,
         **_best(seconds),
@@ -107,18 +108,16 @@ def pipeline(
 
 
 def batch(contest: Contest) -> tuple[Tensor, Tensor]:
+    """Inputs and target; the inputs require a gradient where that takes time too."""
     return contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
 
 
 def step(contest: Contest, pipe: Pipeline, times: int = 1) -> Contestant:
+    """A contestant that runs so many steps in a row, all on the same batch."""
     inputs, target = batch(contest)
     with on_one_core():  # the threads start with the first step
         pipe.step(inputs, target)
     return timed(lambda: pipe.step(inputs, target), times)
-
-
-def _their_step(peer: Peer, name: str) -> Contestant:
-    return lambda: peer.step(name)
 
 
 def _row(name: str, contest: Contest, schedule: Schedule, seconds: list[float]) -> dict[str, Any]:
@@ -156,47 +155,31 @@ def _best(seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    headings = ("schedule", "by", "stages", "step", "bound", "efficiency", "useful", "")
+    """A row for each schedule and side, what torch refuses, and which side has the fastest."""
     rows = [
         (
             row["schedule"],
             row["by"],
             str(row["stages"]),
-            _milliseconds(row["seconds"]),
-            _milliseconds(row["bound"]),
-            text.percent(row["efficiency"]),
-            text.percent(row["useful"]),
-            _note(row),
+            *(in_ms(row[key]) for key in ("seconds", "bound")),
+            *(text.percent(row[key]) for key in ("efficiency", "useful")),
+            ", ".join(
+                f"{row[word]} of {row['backwards']} backwards {word}" for word in ("fused", "split") if row[word]
+            ),
         )
         for row in found["rows"]
     ]
-    rounds = len(found["rows"][0]["rounds"])
-    lines = [
-        (
-            f"{found['devices']} emulated devices{', a process each' if found['torchrun'] else ''}, "
-            f"{found['microbatches']} microbatches{_size(found['size'])}, "
-            f"{found['milliseconds']:g} ms for each F, I and W of a device; medians of {rounds}"
-        ),
-        "",
-        text.table(headings, rows, left=2),
-    ]
-    lines += [f"torch refuses {name}: {why}" for name, why in found["refused"].items()]
+    verdict = [f"torch refuses {name}: {why}" for name, why in found["refused"].items()]
     if found["faster"] is not None:
-        lines += [
-            "",
-            f"{found['best']} is faster than torch's best ({found['best_of_torch']}) by {found['faster']:.2f}x",
-        ]
-    return "\n".join(lines)
-
-
-def _size(floats: int) -> str:
-    return f" of {4 * floats / 1e6:.2g} MB" if floats >= 1000 else ""
-
-
-def _note(row: dict[str, Any]) -> str:
-    parts = [f"{row[word]} of {row['backwards']} backwards {word}" for word in ("fused", "split") if row[word]]
-    return ", ".join(parts)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
+        best, theirs = found["best"], found["best_of_torch"]
+        verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
+    size = f" of {4 * found['size'] / 1e6:.2g} MB" if found["size"] >= 1000 else ""
+    return tabular(
+        f"{found['devices']} emulated devices{', a process each' if found['torchrun'] else ''}, "
+        f"{found['microbatches']} microbatches{size}, {found['milliseconds']:g} ms for each F, I and W of a device; "
+        f"medians of {len(found['rows'][0]['rounds'])}",
+        ("schedule", "by", "stages", "step", "bound", "efficiency", "useful", ""),
+        rows,
+        *verdict,
+        left=2,
+    )

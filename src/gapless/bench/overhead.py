@@ -1,10 +1,12 @@
 """What the machinery costs where there is nothing to gain: one device, against the plain loop over microbatches."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from gapless.bench.rounds import Progress, median, ratio, silent, take_turns, timed
+from gapless.bench.duel import fight, told
+from gapless.bench.parameters import Microbatches, Rounds
+from gapless.bench.rounds import Progress, ratio, silent, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.plain import plain_step
@@ -15,60 +17,43 @@ TARGET = 1.03
 
 def run(
     *,
-    depth: int,
-    width: int,
-    batch: int,
-    length: int,
-    microbatches: int,
-    threads: int,
-    rounds: int,
+    depth: Annotated[int, "blocks of the GPT"] = 8,
+    width: Annotated[int, "its width, a multiple of 4"] = 256,
+    batch: Annotated[int, "sequences in a minibatch"] = 4,
+    length: Annotated[int, "tokens in a sequence"] = 64,
+    microbatches: Microbatches = 4,
+    threads: Annotated[int, "intra-op threads of both"] = 1,
+    rounds: Rounds = 11,
     progress: Progress = silent,
 ) -> dict[str, Any]:
+    """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
     with intra_op_threads(threads):
         model = gpt(width=width, depth=depth, context=length)
         ids = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(0))
         inputs, target = ids[:, :-1], ids[:, 1:]
         layers = list(model)
+
+        def plain() -> torch.Tensor:
+            return plain_step(layers, inputs, target, loss=next_token_loss, microbatches=microbatches).loss
+
         with Pipeline(
             model, devices=["cpu"], microbatches=microbatches, loss=next_token_loss, intra_op_threads=threads
         ) as pipe:
             mine = pipe.step(inputs, target).loss
-            plain = plain_step(layers, inputs, target, loss=next_token_loss, microbatches=microbatches).loss
             assert mine is not None
-            contestants = {
-                "gapless": timed(lambda: pipe.step(inputs, target)),
-                "plain loop": timed(
-                    lambda: plain_step(layers, inputs, target, loss=next_token_loss, microbatches=microbatches)
-                ),
-            }
-            seconds = take_turns(contestants, rounds, progress)
-    return {
-        "benchmark": "overhead",
-        "model": f"gpt of {depth} layers, width {width}",
-        "batch": batch,
-        "length": length,
-        "microbatches": microbatches,
-        "threads": threads,
-        "seconds": median(seconds["gapless"]),
-        "plain_seconds": median(seconds["plain loop"]),
-        "ratio": ratio(seconds["gapless"], seconds["plain loop"]),
-        "target": TARGET,
-        "same_bits": torch.equal(mine, plain),
-        "rounds": seconds,
-    }
+            same = torch.equal(mine, plain())
+            found = fight(timed(lambda: pipe.step(inputs, target)), "plain", timed(plain), rounds, progress)
+    found["ratio"] = ratio(found["rounds"]["gapless"], found["rounds"]["plain"])  # a cost, and no gain
+    return found | {"same_bits": same, "target": TARGET}
 
 
 def report(found: dict[str, Any]) -> str:
+    """Both times and their ratio, under whether the losses were bit-identical."""
     bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
-    return "\n".join(
-        [
-            (
-                f"{found['model']}, {found['batch']} x {found['length']} tokens, {found['microbatches']} microbatches, "
-                f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}, {bits}"
-            ),
-            "",
-            f"pipeline of one device  {1000 * found['seconds']:8.1f} ms",
-            f"plain loop              {1000 * found['plain_seconds']:8.1f} ms",
-            f"ratio                   {found['ratio']:8.3f}  median of the rounds; meant: at most {found['target']}",
-        ]
+    threads = f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}"
+    return told(
+        f"gpt of {found['depth']} layers, width {found['width']}, {found['batch']} x {found['length']} tokens, "
+        f"{found['microbatches']} microbatches, {threads}, {bits}",
+        {"pipeline of one device": found["seconds"], "plain loop": found["plain_seconds"]},
+        ("ratio", f"{found['ratio']:.3f}", f"at most {found['target']}"),
     )

@@ -6,40 +6,36 @@ choice       the planned schedule against every other one that fits
 fit          limits around what is predicted, on a GPU
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from gapless.bench.planner import choice as plan_choice
-from gapless.bench.planner import cuts as plan_cuts
-from gapless.bench.planner import fit as plan_fit
-from gapless.bench.planner import prediction as plan_prediction
+from gapless.bench.parameters import Between, Rounds
+from gapless.bench.planner import choice, cuts, prediction
+from gapless.bench.planner import fit as fit_
 from gapless.bench.rounds import Progress, silent
 from gapless.errors import ConfigError
 
-PARTS = ("prediction", "cuts", "choice")
-_MODULES = {"prediction": plan_prediction, "cuts": plan_cuts, "choice": plan_choice, "fit": plan_fit}
+PARTS = {"prediction": prediction, "cuts": cuts, "choice": choice}
 
 
 def run(
     *,
-    parts: Sequence[str],
-    rounds: int,
-    seconds: float,
-    fit: bool = False,
-    quick: bool = False,
+    parts: Annotated[tuple[str, ...], "which parts of the planner to check"] = tuple(PARTS),
+    rounds: Rounds = 7,
+    seconds: Annotated[float, "seconds to measure a model", Between(0.001, 600)] = 4.0,
+    fit: Annotated[bool, "check only what fits on an NVIDIA GPU, predicted and measured"] = False,
+    quick: Annotated[bool, "measure one small model for each part, to see that it runs"] = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """`fit` is that part alone, since nothing else needs a GPU."""
     wrong = [part for part in parts if part not in PARTS]
     if wrong:
         raise ConfigError(f"there is no part {wrong[0][:40]!r}: it is {', '.join(PARTS)}")
-    found: dict[str, Any] = {"benchmark": "plan", "rounds": rounds}
     if fit:
-        return found | {"fit": plan_fit.run(seconds=seconds, progress=progress)}
-    for part in parts:
-        found[part] = _MODULES[part].run(rounds=rounds, seconds=seconds, quick=quick, progress=progress)
-    return found
+        return {"fit": fit_.run(seconds=seconds, progress=progress)}
+    return {part: PARTS[part].run(rounds=rounds, seconds=seconds, quick=quick, progress=progress) for part in parts}
 
 
 def report(found: dict[str, Any]) -> str:
-    return "\n\n".join(f"{part}\n{module.report(found[part])}" for part, module in _MODULES.items() if part in found)
+    """The parts that were asked for, one after another."""
+    modules = {**PARTS, "fit": fit_}
+    return "\n\n".join(f"{part}\n{modules[part].report(found[part])}" for part in modules if found.get(part))

@@ -1,7 +1,6 @@
 """Contestants take turns: every round runs each of them once, in the opposite order of the round before."""
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,13 +10,6 @@ Progress = Callable[[str], None]
 
 def silent(_: str) -> None:
     """No progress at all."""
-
-
-def on_terminal(line: str) -> None:
-    """One line on standard error that is written over by the next; an empty one wipes it away."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line[:78]}")
-        sys.stderr.flush()
 
 
 def take_turns(
@@ -48,7 +40,22 @@ def timed(work: Callable[[], object], times: int = 1) -> Contestant:
     return run
 
 
+def finals(
+    contestants: Mapping[str, Contestant],
+    seeded: Sequence[str],
+    finalists: int,
+    rounds: int,
+    progress: Progress = silent,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The seconds of all, which run twice; then those of the seeded ones and the quickest few, which run for longer."""
+    first = take_turns(contestants, 2, progress)
+    quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
+    last = {name: contestants[name] for name in dict.fromkeys([*seeded, *quickest])}
+    return first, take_turns(last, rounds, progress, warmup=0)
+
+
 def median(values: Sequence[float]) -> float:
+    """What counts of several rounds."""
     return statistics.median(values)
 
 

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from gapless.bench.parameters import Schedule
+from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, silent
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import verify
-from gapless.view import text
 
 MOST_MICROBATCHES = 1024
 
@@ -32,7 +33,16 @@ def sizes(smallest: int, largest: int) -> list[tuple[int, int]]:
     return found
 
 
-def run(*, schedule: str, smallest: int, largest: int, progress: Progress = silent) -> dict[str, Any]:
+def run(
+    *,
+    schedule: Schedule = "zb-h1",
+    smallest: Annotated[int, "devices to begin with; they double"] = 16,
+    largest: Annotated[int, "devices to end with; microbatches are 4 times as many, at most 1024"] = 1024,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """A row for each size, measured in a process of its own."""
+    if smallest > largest:
+        raise ConfigError(f"--smallest {smallest} is above --largest {largest}")
     rows = []
     for devices, microbatches in sizes(smallest, largest):
         progress(f"{devices} devices, {microbatches} microbatches")
@@ -44,7 +54,7 @@ def run(*, schedule: str, smallest: int, largest: int, progress: Progress = sile
             raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {last}")
         rows.append(json.loads(done.stdout))
     progress("")
-    return {"benchmark": "scale", "schedule": schedule, "rows": rows}
+    return {"rows": rows}
 
 
 def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def peak_bytes() -> int:
 
 
 def report(found: dict[str, Any]) -> str:
-    headings = ("K", "M", "actions", "generate", "verify", "simulate", "total", "us per action", "peak memory")
+    """A row for each size, and how far the time per action is from staying the same."""
     rows = [
         (
             str(row["devices"]),
@@ -100,10 +110,16 @@ def report(found: dict[str, Any]) -> str:
     first, last = found["rows"][0], found["rows"][-1]
     growth = last["microseconds_per_action"] / first["microseconds_per_action"]
     more = last["actions"] / first["actions"]
-    lines = [f"{found['schedule']}, K devices, M microbatches", "", text.table(headings, rows, left=0)]
-    if len(rows) > 1:
-        lines += ["", f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
-    return "\n".join(lines)
+    return tabular(
+        f"{found['schedule']}, K devices, M microbatches",
+        ("K", "M", "actions", "generate", "verify", "simulate", "total", "us per action", "peak memory"),
+        rows,
+        *(
+            ["", f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
+            * (len(rows) > 1)
+        ),
+        left=0,
+    )
 
 
 if __name__ == "__main__":

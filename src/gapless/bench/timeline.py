@@ -1,59 +1,70 @@
-"""What it costs to record a timeline: the same step with and without."""
+"""What it costs to record a timeline, and whether it can be predicted: the schedule is simulated with the median times
+of the recorded actions, and the makespan compared with the recorded one.
+"""
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
-from gapless.bench.emulated import pipeline, step
+from gapless.bench.duel import fight, told
+from gapless.bench.emulated import batch, pipeline, step
+from gapless.bench.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
 from gapless.bench.peer.contest import Contest
-from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
-from gapless.view import text
+from gapless.bench.report import signed
+from gapless.bench.rounds import Progress, silent
+from gapless.schedule.calibration import costs_of
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.view import page, text
 
-TARGET = 0.01
+COST, DIFFERENCE = 0.01, 0.05
 
 
 def run(
     *,
-    schedule: str,
-    devices: int,
-    microbatches: int,
-    milliseconds: float,
-    steps: int,
-    rounds: int,
+    schedule: Schedule = "zb-h1",
+    devices: Devices = 4,
+    microbatches: Microbatches = 16,
+    milliseconds: Milliseconds = 1,
+    steps: Steps = 5,
+    rounds: Rounds = 15,
+    html: Annotated[Path | None, "write a page with the predicted and the measured timeline"] = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
+    """The same steps with and without recording, then some more whose timelines are looked at."""
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
     with pipeline(contest, schedule) as bare, pipeline(contest, schedule, timeline=True) as recorded:
-        contestants = {"recorded": step(contest, recorded, steps), "not recorded": step(contest, bare, steps)}
-        seconds = take_turns(contestants, rounds, progress)
-        actions = max(map(len, bare.schedule.rows))
-    return {
-        "benchmark": "timeline",
-        "schedule": schedule,
-        "devices": devices,
-        "microbatches": microbatches,
-        "milliseconds": milliseconds,
-        "steps": steps,
-        "recorded_seconds": median(seconds["recorded"]),
-        "seconds": median(seconds["not recorded"]),
-        "cost": ratio(seconds["recorded"], seconds["not recorded"]) - 1,
-        "actions_per_device": actions,
-        "target": TARGET,
-        "rounds": seconds,
+        found = fight(step(contest, bare, steps), "recorded", step(contest, recorded, steps), rounds, progress)
+        inputs, target = batch(contest)
+        timelines = [recorded.step(inputs, target).timeline for _ in range(rounds)]
+    predicted, measured = _pair([timeline for timeline in timelines if timeline is not None])
+    if html:
+        page.write(html, [predicted, measured], title="Predicted and measured")
+    return found | {
+        "cost": found["ratio"] - 1,
+        "predicted": float(predicted.makespan),
+        "measured": float(measured.makespan),
+        "difference": float(predicted.makespan) / float(measured.makespan) - 1,
+        "actions_per_device": max(map(len, bare.schedule.rows)),
+        "cost_target": COST,
+        "difference_target": DIFFERENCE,
     }
 
 
+def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
+    """As simulated, and the one with the median makespan."""
+    costs = costs_of(timelines)
+    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    return simulate(middle.schedule, costs, "predicted"), replace(middle, costs=costs, name="measured")
+
+
 def report(found: dict[str, Any]) -> str:
-    return "\n".join(
-        [
-            (
-                f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
-                f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each"
-            ),
-            "",
-            f"recorded      {1000 * found['recorded_seconds']:8.2f} ms per step",
-            f"not recorded  {1000 * found['seconds']:8.2f} ms per step",
-            (
-                f"cost          {text.percent(found['cost']):>8}      median of the rounds; "
-                f"meant: below {text.percent(found['target'])}"
-            ),
-        ]
+    """Both times, what the recording costs, and how far the simulation is off."""
+    told_ = told(
+        f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
+        f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each",
+        {"recorded": found["recorded_seconds"], "not recorded": found["seconds"]},
+        ("cost", text.percent(found["cost"]), f"below {text.percent(found['cost_target'])}"),
+        ("prediction", signed(found["difference"]), f"within {text.percent(found['difference_target'])}"),
     )
+    return f"{told_}\n\nboth timelines: {found['html']}" if found["html"] else told_

@@ -1,11 +1,13 @@
 """Layers so small that a step is all overhead: our 1f1b against torch's, on the same layers."""
 
-from typing import Any
+from typing import Annotated, Any
 
+from gapless.bench.duel import fight, told
 from gapless.bench.emulated import pipeline, step
+from gapless.bench.parameters import Devices, Microbatches, Rounds, Steps
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
-from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
+from gapless.bench.rounds import Progress, silent
 from gapless.stage.intra_op import intra_op_threads
 
 TARGET = 1.2
@@ -13,47 +15,29 @@ TARGET = 1.2
 
 def run(
     *,
-    devices: int,
-    microbatches: int,
-    width: int,
-    layers: int,
-    samples: int,
-    steps: int,
-    rounds: int,
+    devices: Devices = 2,
+    microbatches: Microbatches = 32,
+    width: Annotated[int, "width of the linear layers"] = 32,
+    layers: Annotated[int, "linear layers in a stage"] = 2,
+    samples: Annotated[int, "samples in a microbatch"] = 4,
+    steps: Steps = 20,
+    rounds: Rounds = 9,
     progress: Progress = silent,
 ) -> dict[str, Any]:
+    """Our devices are threads of this process, torch's are processes; each has one intra-op thread."""
     contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
-    with intra_op_threads(1):  # as the ranks have
+    with intra_op_threads(1):
         progress("starting torch.distributed.pipelining")
         with pipeline(contest, "1f1b") as pipe, Peer(contest, ["1f1b"]) as peer:
-            contestants = {"gapless": step(contest, pipe, steps), "torch": lambda: peer.step("1f1b", steps)}
-            seconds = take_turns(contestants, rounds, progress)
-    return {
-        "benchmark": "tiny",
-        "devices": devices,
-        "microbatches": microbatches,
-        "width": width,
-        "layers": layers,
-        "samples": samples,
-        "steps": steps,
-        "seconds": median(seconds["gapless"]),
-        "torch_seconds": median(seconds["torch"]),
-        "ratio": ratio(seconds["torch"], seconds["gapless"]),
-        "target": TARGET,
-        "rounds": seconds,
-    }
+            found = fight(step(contest, pipe, steps), "torch", lambda: peer.step("1f1b", steps), rounds, progress)
+    return found | {"target": TARGET}
 
 
 def report(found: dict[str, Any]) -> str:
-    return "\n".join(
-        [
-            (
-                f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']}, "
-                f"{found['layers']} linear layers of width {found['width']} per stage"
-            ),
-            "",
-            f"gapless        {1000 * found['seconds']:8.2f} ms per step",
-            f"torch          {1000 * found['torch_seconds']:8.2f} ms per step",
-            f"faster by      {found['ratio']:8.2f}x   median of the rounds; meant: at least {found['target']}",
-        ]
+    """Both times, and by how much ours is the shorter one."""
+    return told(
+        f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']}, "
+        f"{found['layers']} linear layers of width {found['width']} per stage",
+        {"gapless": found["seconds"], "torch": found["torch_seconds"]},
+        ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']}"),
     )

@@ -6,16 +6,15 @@ What goes wrong is one sentence on standard error and exit code 2 (1 where train
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
 
 from gapless._version import __version__
+from gapless.cli.parser import Parser, parse
 from gapless.cli.terminal import complain, flush
-from gapless.errors import GaplessError, printable
+from gapless.errors import GaplessError
 
 COMMANDS = {
     "schedules": "the table of all schedules",
@@ -27,14 +26,6 @@ COMMANDS = {
     "train": "train what a config describes: a model, its data, its optimizer",
     "bench": "measure: schedules against their bound, and gapless against its peers",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-sentence errors."""
-
-    def error(self, message: str) -> NoReturn:
-        complain(f"{printable(message)}; `{self.prog} --help` shows how")
-        raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +64,10 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"gapless {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     name = next((word for word in argv if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
+        return _complain(f"there is no command {name[:60]!r}; {hint}")
     run: Callable[[argparse.Namespace], int] | None = None
     for command, purpose in COMMANDS.items():
         # Only the command that was asked for is loaded, so that each starts at once.
@@ -80,16 +75,7 @@ def _run(argv: list[str]) -> int:
             run = import_module(f"gapless.cli.{command}").add(commands, purpose)
         else:
             commands.add_parser(command, help=purpose, add_help=False)
-    if name is not None and name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
-        return _complain(f"there is no command {name[:60]!r}; {hint}")
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        options = re.findall(r"--[a-z-]+", commands.choices[name].format_help()) if name else []
-        near = get_close_matches(unknown[0].split("=")[0], options, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"`{'gapless ' + name if name else 'gapless'} --help` shows how"
-        return _complain(f"{unknown[0][:60]!r} is not understood; {hint}")
+    arguments = parse(parser, argv, commands.choices[name] if name else parser)
     if run is None:
         parser.print_help()
         return 0

@@ -25,6 +25,7 @@ def draw(drawing: str) -> None:
 
 
 def print_json(data: Any) -> None:
+    """One object on one line, for programs."""
     print(json.dumps(data))
 
 
@@ -35,12 +36,15 @@ def show_progress(line: str) -> None:
 
 
 def flush() -> None:
+    """Raises BrokenPipeError here, and not at exit, where the reader has gone."""
     print(end="", flush=True)
 
 
 def on_terminal() -> bool:
+    """Whether colours are seen, and wanted: https://no-color.org."""
     return sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def width() -> int:
+    """Columns of the terminal; 100 where there is none."""
     return shutil.get_terminal_size((100, 24)).columns

@@ -23,6 +23,7 @@ _LIVE = 0.2  # and between two looks at the line that is written over
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Options stand in place of what the config says."""
     parser = options.parser(commands, "train", purpose, "gapless train examples/gpt.toml --plan auto")
     parser.add_argument(
         "config", metavar="CONFIG", help="a TOML file with a model, its data and its optimizer (docs/training.md)"
@@ -46,6 +47,7 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Trains to the last step; 130 after Ctrl-C, 1 where the loss was not finite."""
     _check(arguments)
     options.refuse_ranks("gapless train")
     from gapless.train import user_code as own  # torch is loaded here, and not before

@@ -58,6 +58,7 @@ class Contest:
 
 
 def from_json(text: str) -> tuple[Contest, list[str]]:
+    """What `to_json` wrote: how a contest gets to the ranks, which are other processes."""
     found = json.loads(text)
     return Contest(**found["contest"]), found["schedules"]
 

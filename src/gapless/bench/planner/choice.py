@@ -4,18 +4,20 @@ compared with the quickest.
 First every schedule runs twice; then the pick and the quickest of the first part take turns for longer.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from gapless.bench.planner.link import delay
-from gapless.bench.planner.settings import Subject, emulated
-from gapless.bench.rounds import Contestant, Progress, median, ratio, take_turns, timed
+from gapless.bench.planner.late_link import delay
+from gapless.bench.planner.subjects import Subject, emulated
+from gapless.bench.report import milliseconds, signed, tabular
+from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
 from gapless.plan.plan import Plan
 from gapless.plan.profile.measure import hop
-from gapless.plan.profile.profile import Layer, Link, Profile
+from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.search import search
-from gapless.view import text
 
 NEAR = 0.03
 _MIB = 2**20
@@ -64,12 +66,11 @@ GRID = (
 )
 
 
-def run(
-    *, rounds: int, seconds: float, quick: bool, progress: Progress, grid: Sequence[Place] = GRID
-) -> dict[str, Any]:
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
+    """A row for each place of the grid; `quick` is one small place."""
     profiles: dict[tuple[str, int], Profile] = {}
     rows = []
-    for place in (Place("even", 2, 2, latency=1),) if quick else grid:
+    for place in (Place("even", 2, 2, latency=1),) if quick else GRID:
         subject = emulated(place.costs, COSTS[place.costs](_LAYERS * place.K))
         if (place.costs, place.K) not in profiles:
             progress(f"measuring {place.costs}")
@@ -80,21 +81,9 @@ def run(
 
 def _sized(profile: Profile) -> Profile:
     """With sizes of real layers: an emulated one holds next to nothing."""
-
-    def real(layer: Layer) -> Layer:
-        return replace(
-            layer,
-            parameters=0,
-            gradients=0,
-            optimizer_state=0,
-            activation=_MIB,
-            kept_for_weight_grad=_MIB,
-            boundary=0,
-            overlap=0,
-            workspace=0,
-        )
-
-    return replace(profile, layers=tuple(map(real, profile.layers)), input=0)
+    none = dict.fromkeys(("parameters", "gradients", "optimizer_state", "boundary", "overlap", "workspace"), 0)
+    real: dict[str, Any] = {**none, "activation": _MIB, "kept_for_weight_grad": _MIB}
+    return replace(profile, layers=tuple(replace(layer, **real) for layer in profile.layers), input=0)
 
 
 def _plans(place: Place, profile: Profile) -> list[Plan]:
@@ -117,21 +106,15 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
 
 def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:
     inputs, target = subject.batch(place.M)
-    pipes = {plan.recipe: subject.pipeline(plan, ["cpu"] * place.K) for plan in plans}
     picked = plans[0].recipe
-    try:
+    with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
-        for recipe, pipe in pipes.items():
+        for plan in plans:
+            pipe = stack.enter_context(subject.pipeline(plan, ["cpu"] * place.K))
             if place.latency:
                 delay(pipe, place.latency / 1e3)
-            contestants[recipe] = timed(lambda pipe=pipe: pipe.step(inputs, target))  # type: ignore[misc]
-        first = take_turns(contestants, 2, progress)
-        names = sorted(first, key=lambda recipe: min(first[recipe]))[:_FINALISTS]
-        final = {recipe: contestants[recipe] for recipe in dict.fromkeys([picked, *names])}
-        seconds = take_turns(final, rounds, progress, warmup=0)
-    finally:
-        for pipe in pipes.values():
-            pipe.close()
+            contestants[plan.recipe] = timed(partial(pipe.step, inputs, target))
+        first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
     quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))
     return {
         "costs": place.costs,
@@ -149,7 +132,7 @@ def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, pro
 
 
 def report(found: dict[str, Any]) -> str:
-    headings = ("costs", "latency", "K", "M", "limit", "schedules", "picked", "step", "quickest", "step", "")
+    """The pick and the quickest of each place, and how often they are as good as the same."""
     rows = [
         (
             row["costs"],
@@ -158,21 +141,16 @@ def report(found: dict[str, Any]) -> str:
             str(row["microbatches"]),
             "-" if row["limit"] is None else f"{row['limit']} MiB",
             str(len(row["seconds"])),
-            row["picked"],
-            f"{1000 * row['seconds'][row['picked']]:.1f} ms",
-            row["quickest"],
-            f"{1000 * row['seconds'][row['quickest']]:.1f} ms",
-            f"{100 * row['slower']:+.1f}%",
+            *(cell for who in ("picked", "quickest") for cell in (row[who], milliseconds(row["seconds"][row[who]]))),
+            signed(row["slower"]),
         )
         for row in found["rows"]
     ]
     right = sum(row["slower"] <= found["near"] for row in found["rows"])
-    return "\n".join(
-        [
-            f"meant: the pick within {found['near']:.0%} of the quickest of all schedules that fit",
-            "",
-            text.table(headings, rows, left=1),
-            "",
-            f"within {found['near']:.0%}: {right} of {len(rows)}",
-        ]
+    return tabular(
+        f"meant: the pick within {found['near']:.0%} of the quickest of all schedules that fit",
+        ("costs", "latency", "K", "M", "limit", "schedules", "picked", "step", "quickest", "step", ""),
+        rows,
+        "",
+        f"within {found['near']:.0%}: {right} of {len(rows)}",
     )

@@ -4,11 +4,12 @@ First every cut runs a few times; then the planned one, the one that counts laye
 take turns for longer.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from gapless.bench.planner.settings import (
+from gapless.bench.planner.subjects import (
     Subject,
     planned,
     random_layers,
@@ -18,30 +19,30 @@ from gapless.bench.planner.settings import (
     small_unet,
     threads_hop,
 )
-from gapless.bench.rounds import Contestant, Progress, median, ratio, take_turns, timed
+from gapless.bench.report import milliseconds, signed, tabular
+from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import search
-from gapless.view import text
 
 NEAR = 0.03  # how much slower than the best of all cuts the planned one may be
 _DEVICES, _MICROBATCHES = 2, 4
 _FINALISTS = 3
 
-SUBJECTS: Mapping[str, Callable[[], Subject]] = {
-    "gpt": lambda: small_gpt(width=64, depth=5, vocab=6000, length=32),
-    "resnet": lambda: small_resnet(101, side=128, samples=2),
-    "unet": small_unet,
-    "transformer": small_transformer,
-    "random": random_layers,
-}
+SUBJECTS: Sequence[Callable[[], Subject]] = (
+    lambda: small_gpt(width=64, depth=5, vocab=6000, length=32),
+    lambda: small_resnet(101, side=128, samples=2),
+    small_unet,
+    small_transformer,
+    random_layers,
+)
 
 
-def run(
-    *, rounds: int, seconds: float, quick: bool, progress: Progress, names: Sequence[str] = tuple(SUBJECTS)
-) -> dict[str, Any]:
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
+    """A row for each model; `quick` is one small model."""
     rows = []
-    for subject in [random_layers(4, samples=4)] if quick else [SUBJECTS[name]() for name in names]:
+    for make in [lambda: random_layers(4, samples=4)] if quick else SUBJECTS:
+        subject = make()
         progress(f"measuring {subject.name}")
         profile = threads_hop(subject.profile("cpu", _DEVICES, seconds))
         rows.append(_row(subject, profile, rounds, progress))
@@ -52,22 +53,25 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
     count = len(subject.layers)
     chosen = _chosen(profile)
     equal = equal_counts(count, _DEVICES)
-    every = [(first, count - first) for first in range(1, count)]
-    with _Pipelines(subject, profile) as pipelines:
-        first = take_turns({str(cut): pipelines.step(cut) for cut in every}, 2, progress)
-        quickest = sorted(every, key=lambda cut: min(first[str(cut)]))[:_FINALISTS]
-        final = list(dict.fromkeys([chosen, equal, *quickest]))
-        seconds = take_turns({str(cut): pipelines.step(cut) for cut in final}, rounds, progress, warmup=0)
-    best = min(final, key=lambda cut: median(seconds[str(cut)]))
+    inputs, target = subject.batch(_MICROBATCHES * subject.samples)
+    with contextlib.ExitStack() as stack:
+        contestants: dict[str, Contestant] = {}
+        for first in range(1, count):
+            cut = (first, count - first)
+            plan = planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
+            pipe = stack.enter_context(subject.pipeline(plan, ["cpu"] * _DEVICES, copied=True))
+            contestants[_shown(cut)] = timed(partial(pipe.step, inputs, target))
+        _, seconds = finals(contestants, [_shown(chosen), _shown(equal)], _FINALISTS, rounds, progress)
+    best = min(seconds, key=lambda cut: median(seconds[cut]))
     return {
         "model": subject.name,
         "layers": count,
-        "planned": list(chosen),
-        "equal": list(equal),
-        "best": list(best),
-        "seconds": {str(cut): median(seconds[str(cut)]) for cut in final},
-        "faster_than_equal": ratio(seconds[str(equal)], seconds[str(chosen)]),
-        "slower_than_best": ratio(seconds[str(chosen)], seconds[str(best)]) - 1,
+        "planned": _shown(chosen),
+        "equal": _shown(equal),
+        "best": best,
+        "seconds": {cut: median(values) for cut, values in seconds.items()},
+        "faster_than_equal": ratio(seconds[_shown(equal)], seconds[_shown(chosen)]),
+        "slower_than_best": ratio(seconds[_shown(chosen)], seconds[best]) - 1,
         "rounds": seconds,
     }
 
@@ -79,56 +83,25 @@ def _chosen(profile: Profile) -> tuple[int, ...]:
     return found.best.partition
 
 
-class _Pipelines:
-    """One for each cut, made when it is needed."""
-
-    def __init__(self, subject: Subject, profile: Profile) -> None:
-        self._subject, self._profile = subject, profile
-        self._made: dict[tuple[int, ...], Any] = {}
-
-    def __enter__(self) -> "_Pipelines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._made.values():
-            pipe.close()
-
-    def step(self, cut: tuple[int, ...]) -> Contestant:
-        if cut not in self._made:
-            plan = planned(self._profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
-            layers = copy.deepcopy(list(self._subject.layers))
-            self._made[cut] = self._subject.pipeline(plan, ["cpu"] * _DEVICES, layers)
-        pipe = self._made[cut]
-        inputs, target = self._subject.batch(_MICROBATCHES * self._subject.samples)
-        return timed(lambda: pipe.step(inputs, target))
+def _shown(cut: Sequence[int]) -> str:
+    return "|".join(map(str, cut))
 
 
 def report(found: dict[str, Any]) -> str:
-    headings = ("model", "layers", "equal", "planned", "best of all", "to equal", "to the best")
+    """The planned cut of each model beside equal counts and the best cut."""
     rows = [
         (
             row["model"],
             str(row["layers"]),
-            *(f"{_shown(row[key])} {1000 * row['seconds'][str(tuple(row[key]))]:.1f} ms" for key in _KEYS),
+            *(f"{row[key]} {milliseconds(row['seconds'][row[key]])}" for key in ("equal", "planned", "best")),
             f"{row['faster_than_equal']:.2f}x faster",
-            f"{100 * row['slower_than_best']:+.1f}%",
+            signed(row["slower_than_best"]),
         )
         for row in found["rows"]
     ]
-    return "\n".join(
-        [
-            (
-                f"{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and within "
-                f"{found['near']:.0%} of the best cut"
-            ),
-            "",
-            text.table(headings, rows, left=1),
-        ]
+    return tabular(
+        f"{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and within "
+        f"{found['near']:.0%} of the best cut",
+        ("model", "layers", "equal", "planned", "best of all", "to equal", "to the best"),
+        rows,
     )
-
-
-_KEYS = ("equal", "planned", "best")
-
-
-def _shown(cut: Sequence[int]) -> str:
-    return "|".join(map(str, cut))

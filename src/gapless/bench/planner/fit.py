@@ -12,7 +12,6 @@ refused in vain.
 Torch's allocator runs with expandable segments. Without them it loses up to a quarter of what comes and goes.
 """
 
-import copy
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 
-from gapless.bench.apart import keep_apart
-from gapless.bench.planner.settings import (
+from gapless.bench.planner.own_memory import keep_apart
+from gapless.bench.planner.subjects import (
     Subject,
     planned,
     small_gpt,
@@ -30,12 +29,12 @@ from gapless.bench.planner.settings import (
     small_transformer,
     small_unet,
 )
+from gapless.bench.report import signed, tabular
 from gapless.bench.rounds import Progress
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import clear_workspaces, has_expandable_segments
-from gapless.view import text
 
 ROOM = 0.15
 OVER, UNDER = 0.10, 0.05
@@ -50,22 +49,22 @@ _SETTINGS = (
 )
 
 
-def subjects() -> list[Callable[[], Subject]]:
-    return [
-        lambda: small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
-        lambda: small_resnet(50, width=64, side=224, samples=16),
-        lambda: small_transformer(width=512, depth=6, vocab=8000, length=256, samples=8),
-        lambda: small_unet(depth=4, width=64, side=256, samples=8),
-    ]
+SUBJECTS: Sequence[Callable[[], Subject]] = (
+    lambda: small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
+    lambda: small_resnet(50, width=64, side=224, samples=16),
+    lambda: small_transformer(width=512, depth=6, vocab=8000, length=256, samples=8),
+    lambda: small_unet(depth=4, width=64, side=256, samples=8),
+)
 
 
 def run(*, seconds: float, progress: Progress) -> dict[str, Any]:
+    """A row for each model and setting, with the limits that it was tried in."""
     if not torch.cuda.is_available():
         raise ConfigError("--fit measures on an NVIDIA GPU, and there is none here: leave it out")
     gpu = "cuda:0"
     rows: list[dict[str, Any]] = []
     with _expandable_segments(gpu):
-        for make in subjects():
+        for make in SUBJECTS:
             torch.manual_seed(0)
             subject = make()
             progress(f"{subject.name}: profile")
@@ -141,8 +140,7 @@ def _run(
         torch.cuda.memory._record_memory_history("all", context=None)
     pipe: Pipeline | None = None
     try:
-        layers = copy.deepcopy(list(subject.layers))
-        pipe = subject.pipeline(plan, [gpu] * plan.num_devices, layers)
+        pipe = subject.pipeline(plan, [gpu] * plan.num_devices, copied=True)
         keep_apart(pipe)
         optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)
         inputs, target = subject.batch(plan.minibatch)
@@ -193,10 +191,7 @@ def _empty() -> None:
 
 
 def report(found: dict[str, Any]) -> str:
-    headings = (
-        *("model", "schedule", "K", "M", "remat", "predicted", "live", "measured", "", "together", "reserved"),
-        *("planned ran", "refused ran"),
-    )
+    """A row for each model and setting, and how often a plan or a refusal was wrong."""
     rows = [
         (
             row["model"],
@@ -205,24 +200,24 @@ def report(found: dict[str, Any]) -> str:
             str(row["microbatches"]),
             "yes" if row["remat"] else "-",
             *(f"{row[key] / 2**30:.3f} GiB" for key in ("predicted", "predicted_live", "peaks")),
-            f"{100 * row['difference']:+.1f}%",
+            signed(row["difference"]),
             *(f"{row[key] / 2**30:.3f} GiB" for key in ("allocated", "reserved")),
             *(_ran(row["tries"], kind) for kind in ("planned", "refused")),
         )
         for row in found["rows"]
     ]
-    return "\n".join(
-        [
-            f"{found['device']}: {found['tries']} limits around what is predicted",
-            "",
-            text.table(headings, rows, left=2),
-            "",
-            (
-                f"planned and failed: {found['failed']}, refused though it fits in {1 - ROOM:.0%} of the limit: "
-                f"{found['roomy']}; peaks within -{UNDER:.0%} and +{OVER:.0%}: {found['peaks_right']} of "
-                f"{len(found['rows'])}"
-            ),
-        ]
+    headings = (
+        *("model", "schedule", "K", "M", "remat", "predicted", "live", "measured", "", "together", "reserved"),
+        *("planned ran", "refused ran"),
+    )
+    return tabular(
+        f"{found['device']}: {found['tries']} limits around what is predicted",
+        headings,
+        rows,
+        "",
+        f"planned and failed: {found['failed']}, refused though it fits in {1 - ROOM:.0%} of the limit: "
+        f"{found['roomy']}; peaks within -{UNDER:.0%} and +{OVER:.0%}: {found['peaks_right']} of {len(rows)}",
+        left=2,
     )
 
 

@@ -5,12 +5,13 @@ take turns. Live bytes are those of the storages that a device's actions have ma
 and what an action takes while it runs. Parameters, gradients and optimizer state are counted, not predicted.
 """
 
-import copy
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from gapless.bench.apart import keep_apart
-from gapless.bench.planner.settings import (
+from gapless.bench.planner.own_memory import keep_apart
+from gapless.bench.planner.subjects import (
     Subject,
     emulated,
     planned,
@@ -21,6 +22,7 @@ from gapless.bench.planner.settings import (
     small_unet,
     threads_hop,
 )
+from gapless.bench.report import mebibytes, milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, median, take_turns, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.stage_costs import make_stages
@@ -29,76 +31,45 @@ from gapless.plan.profile.contention import in_company
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.schedule.simulate import simulate
-from gapless.view import text
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
 _SESSIONS = 3
-Setting = tuple[str, int, bool]  # schedule, M, remat
 
 
-def settings(quick: bool) -> list[tuple[Subject, int, list[Setting]]]:
-    """(model, K, how it is run)"""
+def settings(quick: bool) -> list[tuple[Subject, int, str]]:
+    """(model, K, the plans that run: of each the schedule, M, and whether it recomputes)"""
     even = [(4.0, 4.0, 4.0)] * 16
     uneven = [(1.0 + n % 3, 1.5 + n % 3, 1.0 + n % 2) for n in range(24)]
     if quick:
         return [
-            (emulated("emulated, even", even[:4]), 2, [("1f1b", 4, False)]),
-            (small_gpt(width=32, depth=2, length=8), 2, [("gpipe", 4, False)]),
+            (emulated("emulated, even", even[:4]), 2, "1f1b 4"),
+            (small_gpt(width=32, depth=2, length=8), 2, "gpipe 4"),
         ]
     return [
-        (
-            emulated("emulated, even", even),
-            4,
-            [
-                ("1f1b", 8, False),
-                ("1f1b", 8, True),
-                ("gpipe", 8, False),
-                ("zb-h1", 8, False),
-                ("interleaved", 8, False),
-                ("zb-v", 8, False),
-            ],
-        ),
-        (
-            emulated("emulated, uneven", uneven),
-            3,
-            [("1f1b", 6, False), ("1f1b", 12, True), ("zb-h1", 12, False), ("interleaved", 6, False)],
-        ),
-        (emulated("emulated, even", even), 8, [("1f1b", 16, False), ("zb-h1", 16, False)]),
-        (
-            small_gpt(),
-            2,
-            [
-                ("1f1b", 4, False),
-                ("1f1b", 8, False),
-                ("1f1b", 8, True),
-                ("gpipe", 8, False),
-                ("gpipe", 8, True),
-                ("zb-h1", 8, False),
-                ("interleaved", 8, False),
-            ],
-        ),
-        (
-            small_resnet(18, width=8, side=64),
-            2,
-            [("1f1b", 4, False), ("1f1b", 8, True), ("gpipe", 8, False), ("gpipe", 8, True)],
-        ),
-        (small_unet(side=32), 2, [("1f1b", 4, False), ("gpipe", 8, True), ("zb-h1", 8, False)]),
-        (
-            small_transformer(vocab=1000),
-            2,
-            [("1f1b", 4, False), ("1f1b", 8, True), ("interleaved", 8, False)],
-        ),
-        (random_layers(8), 2, [("1f1b", 4, False), ("1f1b", 8, True), ("zb-h1", 8, False)]),
+        (emulated("emulated, even", even), 4, "1f1b 8, 1f1b 8 remat, gpipe 8, zb-h1 8, interleaved 8, zb-v 8"),
+        (emulated("emulated, uneven", uneven), 3, "1f1b 6, 1f1b 12 remat, zb-h1 12, interleaved 6"),
+        (emulated("emulated, even", even), 8, "1f1b 16, zb-h1 16"),
+        (small_gpt(), 2, "1f1b 4, 1f1b 8, 1f1b 8 remat, gpipe 8, gpipe 8 remat, zb-h1 8, interleaved 8"),
+        (small_resnet(18, width=8, side=64), 2, "1f1b 4, 1f1b 8 remat, gpipe 8, gpipe 8 remat"),
+        (small_unet(side=32), 2, "1f1b 4, gpipe 8 remat, zb-h1 8"),
+        (small_transformer(vocab=1000), 2, "1f1b 4, 1f1b 8 remat, interleaved 8"),
+        (random_layers(8), 2, "1f1b 4, 1f1b 8 remat, zb-h1 8"),
     ]
 
 
+def _plans(profile: Profile, devices: int, wanted: str) -> list[Plan]:
+    words = (each.split() for each in wanted.split(", "))
+    return [planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
+
+
 def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
+    """A row for each plan: the step and the bytes as predicted and as measured."""
     rows: list[dict[str, Any]] = []
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
         sessions = 1 if subject.emulated else _SESSIONS
         profile = threads_hop(subject.profile("cpu", devices, seconds / sessions))
-        plans = [planned(profile, devices, name, M, remat=remat) for name, M, remat in wanted]
+        plans = _plans(profile, devices, wanted)
         held = [None if subject.emulated else _live(subject, plan) for plan in plans]
         pairs = _steps(subject, plans, profile, sessions, rounds, seconds / sessions, progress)
         rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
@@ -117,25 +88,20 @@ def _steps(
     """For each plan and session what was predicted and what was measured. The layers are measured anew in each: on real
     processors, what the same work takes changes from minute to minute.
     """
-    pipes = [_pipeline(subject, plan) for plan in plans]
     found: list[list[tuple[float, float]]] = [[] for _ in plans]
-    try:
+    with contextlib.ExitStack() as stack:
         contestants = {}
-        for number, (pipe, plan) in enumerate(zip(pipes, plans, strict=True)):
-            inputs, target = subject.batch(plan.minibatch)
-            contestants[f"{subject.name}, {plan.title} ({number})"] = timed(
-                lambda pipe=pipe, inputs=inputs, target=target: pipe.step(inputs, target)  # type: ignore[misc]
-            )
+        for number, plan in enumerate(plans):
+            pipe = stack.enter_context(_pipeline(subject, plan))
+            step = partial(pipe.step, *subject.batch(plan.minibatch))
+            contestants[f"{subject.name}, {plan.title} ({number})"] = timed(step)
         for session in range(sessions):
             if session:
                 profile = threads_hop(subject.profile("cpu", plans[0].num_devices, seconds))
             taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
             for mine, plan, values in zip(found, plans, taken.values(), strict=True):
                 mine.append((_predicted(plan, profile), median(values)))
-        return found
-    finally:
-        for pipe in pipes:
-            pipe.close()
+    return found
 
 
 def _predicted(plan: Plan, profile: Profile) -> float:
@@ -145,7 +111,7 @@ def _predicted(plan: Plan, profile: Profile) -> float:
 
 
 def _pipeline(subject: Subject, plan: Plan) -> Pipeline:
-    return subject.pipeline(plan, ["cpu"] * plan.num_devices, copy.deepcopy(list(subject.layers)))
+    return subject.pipeline(plan, ["cpu"] * plan.num_devices, copied=True)
 
 
 def _live(subject: Subject, plan: Plan) -> int:
@@ -201,52 +167,40 @@ def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], liv
     return found
 
 
-def _verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    times = [row["difference"] for row in rows]
-    sizes = [row["bytes_difference"] for row in rows if row["bytes_difference"] is not None]
-    return {
-        "times_right": sum(-UNDER <= value <= OVER for value in times),
-        "times": len(times),
-        "sizes_right": sum(-UNDER <= value <= OVER for value in sizes),
-        "sizes": len(sizes),
-    }
+def _verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, key in (("times", "difference"), ("sizes", "bytes_difference")):
+        values = [row[key] for row in rows if row[key] is not None]
+        found |= {name: len(values), f"{name}_right": sum(-UNDER <= value <= OVER for value in values)}
+    return found
 
 
 def report(found: dict[str, Any]) -> str:
-    rows = []
-    for row in found["rows"]:
-        size = ("", "", "")
-        if row["measured_bytes"] is not None:
-            size = (
-                f"{row['predicted_bytes'] / 2**20:.2f} MiB",
-                f"{row['measured_bytes'] / 2**20:.2f} MiB",
-                _signed(row["bytes_difference"]),
-            )
-        rows.append(
-            (
-                row["model"],
-                row["schedule"],
-                str(row["devices"]),
-                str(row["microbatches"]),
-                "yes" if row["remat"] else "-",
-                f"{1000 * row['predicted']:.1f} ms",
-                f"{1000 * row['measured']:.1f} ms",
-                _signed(row["difference"]),
-                *size,
-            )
+    """A row for each plan, and how many predictions are as near as they are meant to be."""
+    rows = [
+        (
+            row["model"],
+            row["schedule"],
+            str(row["devices"]),
+            str(row["microbatches"]),
+            "yes" if row["remat"] else "-",
+            *_compared(row, milliseconds, ("predicted", "measured", "difference")),
+            *_compared(row, mebibytes, ("predicted_bytes", "measured_bytes", "bytes_difference")),
         )
-    headings = ("model", "schedule", "K", "M", "remat", "predicted", "measured", "", "held", "measured", "")
-    return "\n".join(
-        [
-            text.table(headings, rows, left=2),
-            "",
-            (
-                f"within -{found['under']:.0%} and +{found['over']:.0%}: {found['times_right']} of {found['times']} "
-                f"steps, {found['sizes_right']} of {found['sizes']} peaks"
-            ),
-        ]
+        for row in found["rows"]
+    ]
+    return tabular(
+        "",
+        ("model", "schedule", "K", "M", "remat", "predicted", "measured", "", "held", "measured", ""),
+        rows,
+        "",
+        f"within -{found['under']:.0%} and +{found['over']:.0%}: {found['times_right']} of {found['times']} "
+        f"steps, {found['sizes_right']} of {found['sizes']} peaks",
+        left=2,
     )
 
 
-def _signed(share: float) -> str:
-    return f"{100 * share:+.1f}%"
+def _compared(row: dict[str, Any], shown: Callable[[float], str], keys: tuple[str, str, str]) -> tuple[str, ...]:
+    """What was predicted, what was measured and their difference, or blanks."""
+    one, other, difference = (row[key] for key in keys)
+    return ("", "", "") if difference is None else (shown(one), shown(other), signed(difference))

@@ -1,5 +1,6 @@
 """What `gapless bench plan` measures: models as layers, and how each is to be run."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ class Subject:
 
     @property
     def emulated(self) -> bool:
+        """Whether its layers sleep: they hold next to nothing, and their times don't drift."""
         return isinstance(self.layers[0], Emulated)
 
     def profile(self, device: str, devices: int, seconds: float) -> Profile:
@@ -54,8 +56,10 @@ class Subject:
             name=self.name,
         )
 
-    def pipeline(self, plan: Plan, devices: Sequence[str], layers: Sequence[nn.Module] | None = None) -> Pipeline:
-        return Pipeline(layers or self.layers, devices=devices, schedule=plan, loss=self.loss)
+    def pipeline(self, plan: Plan, devices: Sequence[str], copied: bool = False) -> Pipeline:
+        """Of these layers, or of copies where several pipelines must not share them."""
+        layers = copy.deepcopy(list(self.layers)) if copied else self.layers
+        return Pipeline(layers, devices=devices, schedule=plan, loss=self.loss)
 
 
 def planned(
@@ -99,6 +103,8 @@ def _emulated_batch(samples: int) -> tuple[Any, Any]:
 
 
 def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 48, samples: int = 2) -> Subject:
+    """Its embedding and head grow with the vocabulary, and unbalance it."""
+
     def batch(count: int) -> tuple[Any, Any]:
         ids = torch.randint(vocab, (count, length + 1), generator=torch.Generator().manual_seed(0))
         return ids[:, :-1], ids[:, 1:]
@@ -108,73 +114,59 @@ def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 4
 
 
 def small_resnet(depth: int = 101, width: int = 8, side: int = 64, samples: int = 4) -> Subject:
-    model = resnet(depth, classes=10, width=width)
-    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, _images(side), samples)
+    """Early layers hold large images, late ones many channels."""
 
-
-def _images(side: int) -> Callable[[int], tuple[Any, Any]]:
     def batch(count: int) -> tuple[Any, Any]:
         chance = torch.Generator().manual_seed(0)
         return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
 
-    return batch
+    model = resnet(depth, classes=10, width=width)
+    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, batch, samples)
+
+
+class _Layer(nn.Module):
+    """A function of the modules that it uses and of what the layer before returned."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.used = function, nn.ModuleList(modules)
+
+    def forward(self, *value: Any) -> Any:
+        return self.function(*self.used, *value)
 
 
 def small_unet(depth: int = 3, width: int = 8, side: int = 64, samples: int = 2) -> Subject:
+    """What one layer hands to the next grows on the way down: the skips travel along."""
+
     def batch(count: int) -> tuple[Any, Any]:
         chance = torch.Generator().manual_seed(0)
         images = torch.randn(count, 3, side, side, generator=chance)
         return images, torch.randint(2, (count, side, side), generator=chance)
 
-    return Subject("u-net", _unet_layers(UNet(depth=depth, width=width)), F.cross_entropy, batch, samples)
-
-
-class _Down(nn.Module):
-    """One level down; what comes in is kept for the way up."""
-
-    def __init__(self, pool: nn.Module | None, convolve: nn.Module) -> None:
-        super().__init__()
-        self.pool, self.convolve = pool, convolve
-
-    def forward(self, value: Any) -> Any:
-        skips = value if isinstance(value, tuple) else (value,)
-        x = skips[-1]
-        if self.pool is None:
-            return (self.convolve(x),)
-        return (*skips, self.convolve(self.pool(x)))
-
-
-class _Up(nn.Module):
-    def __init__(self, grow: nn.Module, convolve: nn.Module) -> None:
-        super().__init__()
-        self.grow, self.convolve = grow, convolve
-
-    def forward(self, value: Any) -> Any:
-        *skips, skip, x = value
-        return (*skips, self.convolve(torch.cat([skip, self.grow(x)], dim=1)))
-
-
-class _Head(nn.Module):
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, value: Any) -> Any:
-        return self.head(value[0])
-
-
-def _unet_layers(model: UNet) -> list[nn.Module]:
-    return [
-        _Down(None, model.enter),
-        *(_Down(model.pool, down) for down in model.down),
-        *(_Up(grow, up) for grow, up in zip(model.grow, model.up, strict=True)),
-        _Head(model.head),
+    model = UNet(depth=depth, width=width)
+    layers = [
+        _Layer(lambda convolve, image: (convolve(image),), model.enter),
+        *(_Layer(_down, model.pool, down) for down in model.down),
+        *(_Layer(_up, grow, up) for grow, up in zip(model.grow, model.up, strict=True)),
+        _Layer(lambda head, value: head(value[0]), model.head),
     ]
+    return Subject("u-net", layers, F.cross_entropy, batch, samples)
+
+
+def _down(pool: nn.Module, convolve: nn.Module, skips: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (*skips, convolve(pool(skips[-1])))
+
+
+def _up(grow: nn.Module, convolve: nn.Module, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    *skips, skip, x = value
+    return (*skips, convolve(torch.cat([skip, grow(x)], dim=1)))
 
 
 def small_transformer(
     width: int = 96, depth: int = 4, vocab: int = 4000, length: int = 48, samples: int = 2
 ) -> Subject:
+    """An encoder and a decoder: the memory and the mask travel along."""
+
     def batch(count: int) -> tuple[Any, Any]:
         chance = torch.Generator().manual_seed(0)
         source = torch.randint(1, vocab, (count, length), generator=chance)
@@ -182,7 +174,15 @@ def small_transformer(
         return (source, ids[:, :-1]), ids[:, 1:]
 
     model = Transformer(vocab=vocab, width=width, depth=depth, context=length)
-    return Subject("encoder-decoder", _transformer_layers(model), next_token_loss, batch, samples)
+    *encoder, last = model.encoder
+    layers = [
+        _Embed(model),
+        *(_Layer(_encode, layer) for layer in encoder),
+        _Layer(_encode, last, model.memory_norm),
+        *(_Layer(_decode, layer) for layer in model.decoder),
+        _Layer(lambda norm, head, value: head(norm(value[1])), model.norm, model.head),
+    ]
+    return Subject("encoder-decoder", layers, next_token_loss, batch, samples)
 
 
 class _Embed(nn.Module):
@@ -199,46 +199,19 @@ class _Embed(nn.Module):
         return x, y, there
 
 
-class _Encode(nn.Module):
-    def __init__(self, layer: nn.Module, norm: nn.Module | None) -> None:
-        super().__init__()
-        self.layer, self.norm = layer, norm
-
-    def forward(self, value: Any) -> Any:
-        x, y, there = value
-        x = self.layer(x, there)
-        return (x if self.norm is None else self.norm(x)), y, there
+def _encode(layer: nn.Module, *rest: Any) -> Any:
+    *norms, (x, y, there) = rest
+    x = layer(x, there)
+    for norm in norms:
+        x = norm(x)
+    return x, y, there
 
 
-class _Decode(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: Any) -> Any:
-        memory, y, there = value
-        length = y.size(1)
-        earlier = torch.ones(length, length, dtype=torch.bool, device=y.device).tril()
-        return memory, self.layer(y, earlier, memory, there), there
-
-
-class _Logits(nn.Module):
-    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = norm, head
-
-    def forward(self, value: Any) -> Any:
-        return self.head(self.norm(value[1]))
-
-
-def _transformer_layers(model: Transformer) -> list[nn.Module]:
-    last = len(model.encoder) - 1
-    return [
-        _Embed(model),
-        *(_Encode(layer, model.memory_norm if n == last else None) for n, layer in enumerate(model.encoder)),
-        *(_Decode(layer) for layer in model.decoder),
-        _Logits(model.norm, model.head),
-    ]
+def _decode(layer: nn.Module, value: Any) -> Any:
+    memory, y, there = value
+    length = y.size(1)
+    earlier = torch.ones(length, length, dtype=torch.bool, device=y.device).tril()
+    return memory, layer(y, earlier, memory, there), there
 
 
 def random_layers(count: int = 10, samples: int = 64, seed: int = 1) -> Subject:
