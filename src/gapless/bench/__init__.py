@@ -3,6 +3,7 @@
 parameters   the options that benchmarks share; the command line is made from the parameters of each `run`
 rounds       contestants take turns, and medians of ratios count
 report       the text that benchmarks print: a title, a table or a duel, a verdict
+one_core     threads that wait more than they compute, on one core
 duel         two contestants, one ratio
 peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
 emulated     schedules on emulated devices, against their bound and against torch
