@@ -54,29 +54,36 @@ ifeq ($(IPROUTE),)
 endif
 
 test: check browser network
-	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses auto --maxprocesses 4
-	$(BIN)/python -m pytest -m "not slow and alone"
+	$(PYTEST) -m "not slow and not alone" $(BESIDE)
+	$(PYTEST) -m "not slow and alone"
+
+# Tests run side by side but for those that measure time, one process more than there are cores, since some wait.
+PYTEST := $(BIN)/python -m pytest --durations 10
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist worksteal
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.
 SLOW_theory := tests/bench tests/cli tests/plan tests/schedule tests/train tests/view
 SLOW_models := tests/model tests/stage tests/zoo
-SLOW_lives := tests/run/test_children.py tests/run/test_failures.py tests/run/test_life.py tests/run/test_watch.py
-SLOW_ranks := $(filter-out $(SLOW_lives),$(wildcard tests/run/test_*.py))
+SLOW_lives := $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
+SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))
 SLOW_random := tests/test_random_models.py
 SLOW_exact := $(filter-out $(SLOW_random),$(wildcard tests/test_*.py))
 SHARDS := theory models lives ranks random exact
 
 slow: $(SHARDS:%=slow-%)
 
+# Either part may be empty, which pytest tells by ending with 5. What passed says its seeds.
 slow-%: $(STAMP) network
-	$(BIN)/python -m pytest -m slow --durations 10 $(or $(wildcard $(SLOW_$*)),$(error $@ has no tests; make shards))
+	$(PYTEST) -rP -m "slow and not alone" $(BESIDE) $(or $(wildcard $(SLOW_$*)),$(error $@ has no tests; make shards)) || [ $$? = 5 ]
+	$(PYTEST) -rP -m "slow and alone" $(wildcard $(SLOW_$*)) || [ $$? = 5 ]
 
 # The whole product is too long for one shard: every fourth test, side by side.
 slow-exact: slow-exact-1 slow-exact-2 slow-exact-3 slow-exact-4
 
 slow-exact-%: $(STAMP) network
-	$(BIN)/python -m pytest -m slow --durations 10 --part $*/4 --numprocesses auto --maxprocesses 4 $(SLOW_exact)
+	$(PYTEST) -m slow --part $*/4 $(BESIDE) $(SLOW_exact)
 
 shards:
 	@$(foreach shard,$(SHARDS),echo slow-$(shard): $(wildcard $(SLOW_$(shard)));)

@@ -1,10 +1,9 @@
 """What every test stands on: one intra-op thread, so that plain loops and devices compute the same bits; Ctrl-C, which
-a shell switches off for what it starts in the background; and which tests may run side by side.
+a shell switches off for what it starts in the background; and one launcher for all ranks.
 """
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +12,6 @@ from gapless.bench.peer.launcher import Launcher
 from tests.run.crew import Server
 from tests.run.forked import Launch
 
-_TESTS = Path(__file__).parent
-# These compute, and compare what came out. All others may measure time, start processes or count what a machine has, so
-# they run alone; one in here that does so too is marked `alone`, and what launches ranks is known by that.
-_TOGETHER = tuple(
-    _TESTS / name
-    for name in (
-        *("model", "schedule", "stage", "train", "zoo"),
-        *("test_accumulation.py", "test_hidden_uses.py", "test_pipeline_exact.py", "test_random_models.py"),
-    )
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="2/4: the second of every four tests that would run", metavar="K/N")
@@ -31,11 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    for item in items:
-        together = any(item.path.is_relative_to(place) for place in _TOGETHER)
-        launches = isinstance(item, pytest.Function) and "launcher" in item.fixturenames
-        if not together or launches:
-            item.add_marker("alone")
     yield
     if asked := config.getoption("--part"):  # of those that are left
         number, count = (int(word) for word in asked.split("/"))

@@ -52,7 +52,6 @@ def test_emulated_compares_with_the_bound_and_with_torch(capsys: pytest.CaptureF
     for row in rows.values():
         assert 0 < row["useful"] <= row["efficiency"]
         assert row["efficiency"] == pytest.approx(row["bound"] / row["seconds"])
-    assert found["faster"] > 0
     assert "faster than torch's best" in report
     assert "backwards fused" in report  # of zb-v: the bound is that of the actions as run
 
@@ -80,7 +79,7 @@ def test_overhead_checks_the_bits_before_it_compares(capsys: pytest.CaptureFixtu
     sizes = ["--depth", "1", "--width", "16", "--batch", "2", "--length", "4", "--microbatches", "2"]
     found, report = bench(capsys, "overhead", *sizes, "--rounds", "1")
     assert found["same_bits"] is True
-    assert found["ratio"] > 0
+    assert found["ratio"] == pytest.approx(found["seconds"] / found["plain_seconds"])
     assert "the same bits" in report
 
 
@@ -95,8 +94,6 @@ def test_split_compares_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["block"] for row in found["rows"]] == ["mlp", "gpt"]
     for row in found["rows"]:
         assert row["seconds"].keys() == row["forward"].keys() == {"plain", "gapless", "torch"}
-        assert row["ratio"] > 0
-        assert row["torch_ratio"] > 0
     assert report.count("F + I + W") == 4
 
 
@@ -133,7 +130,6 @@ def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]
     sizes = ["--depth", "1", "--width", "8", "--vocab", "5", "--samples", "1", "--length", "4", "-M", "2"]
     words = ["--dropout", "0.1", "--backend", "aot_eager", "--steps", "1", "--rounds", "1"]
     found, report = bench(capsys, "compile", *sizes, *words)
-    assert found["ratio"] > 0
     assert found["compile_seconds"] > 0
     assert "faster by" in report
 

@@ -87,6 +87,7 @@ def test_a_model_without_data_is_measured_without_running_it() -> None:
     assert torch.equal(torch.get_rng_state(), before)  # which are not drawn from the program's own numbers
 
 
+@pytest.mark.alone
 def test_times_are_those_of_the_actions() -> None:
     """What it takes to begin a stage is taken off, and a busy machine takes longer."""
     model: list[nn.Module] = [Emulated(forward=0.004, input_grad=0.012, weight_grad=0.024) for _ in range(2)]

@@ -200,7 +200,7 @@ def test_ten_thousand_layers_into_64_stages_take_less_than_two_seconds() -> None
     for costs in ([chance.random() for _ in range(10_000)], [1.0] * 9_999 + [5_000.0]):
         began = time.process_time()
         counts = balanced(costs, 64)
-        assert time.process_time() - began < 2
+        assert time.process_time() - began < 2  # of this process, however busy the machine is
         assert (len(counts), sum(counts)) == (64, 10_000)
 
 

@@ -116,14 +116,15 @@ def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> N
     assert found.minibatch == SAMPLES
 
 
+@pytest.mark.alone
 def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> None:
     layers = [Emulated(forward=2e-3, input_grad=2e-3, weight_grad=2e-3) for _ in range(4)]
-    x = torch.zeros(16, 1, requires_grad=True)
+    x = torch.zeros(8, 1, requires_grad=True)
     found = gapless.make_plan(
-        layers, x, x, devices=["cpu"] * 2, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.05
+        layers, x, x, devices=["cpu"] * 2, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.02
     )
     # Each microbatch takes as long, whatever is in it: as few as fill the pipeline.
-    assert (found.microbatches, found.samples) == (2, 8)
+    assert (found.microbatches, found.samples) == (2, 4)
     assert found.step_seconds == pytest.approx(3 * 12e-3, rel=0.25)
 
 

@@ -84,7 +84,7 @@ def one_raises() -> None:
                     )
                     with pytest.raises(TransportError, match=failed):
                         _two_steps(pipe)  # this rank may have done its part of the first when the other one failed
-                assert time.monotonic() - start < 10
+                assert time.monotonic() - start < 30
                 with pytest.raises(TransportError, match="the connections between the ranks went with it"):
                     pipe.step(X, Y)
             dist.barrier()
@@ -107,7 +107,7 @@ def one_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(TransportError, match=rf"^rank {rank} .*stage \d.*: rank {last} is dead"):
         pipe.step(X, Y)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     pipe.close()
     print(f"rank {rank} noticed", flush=True)
     os._exit(0)  # torch's own group waits for the one that is gone
@@ -162,7 +162,7 @@ def interrupted() -> None:
         time.sleep(1.0)  # never comes
         with pytest.raises(TransportError):
             pipe.step(X, Y)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     pipe.close()
 
 

@@ -277,7 +277,7 @@ def test_an_error_on_any_device_at_any_action_surfaces_once_and_the_next_step_is
         start = time.perf_counter()
         with pytest.raises(BoomError) as caught:
             pipe.step(X, Y)
-        assert time.perf_counter() - start < 1
+        assert time.perf_counter() - start < 20
         assert caught.value.__notes__ == [
             f"gapless: raised on device {device} (cpu), stage {device}, action {device}{kind}{after}"
         ]
@@ -309,7 +309,7 @@ def test_an_error_while_the_other_devices_wait_wakes_them(device: int) -> None:
         start = time.perf_counter()
         with pytest.raises(BoomError):
             pipe.step(X, Y)
-        assert time.perf_counter() - start < 1.2
+        assert time.perf_counter() - start < 20
 
 
 def test_errors_on_several_devices_surface_as_one() -> None:
@@ -429,7 +429,7 @@ def test_a_layer_may_close_its_own_pipeline_which_ends_with_the_step() -> None:
     assert pipe.step(X, Y).loss is not None
     with pytest.raises(gapless.GaplessError, match="the pipeline is closed"):
         pipe.step(X, Y)
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 20
     while alive() and time.perf_counter() < deadline:
         time.sleep(0.01)
     assert alive() == []
@@ -475,7 +475,7 @@ def test_ctrl_c_stops_a_step_and_the_next_one_is_exact(schedule: str) -> None:
     start = time.perf_counter()
     child.send_signal(signal.SIGINT)
     assert child.stdout.readline() == "interrupted\n"
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 30
     out, err = child.communicate(timeout=30)
     assert (out, err, child.returncode) == ("fine\n", "", 0)
 

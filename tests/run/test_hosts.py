@@ -25,6 +25,8 @@ from gapless.cli import main as command_line
 from gapless.errors import TransportError
 from tests.run.hosts import ADDRESSES, Hosts, two_hosts
 
+pytestmark = pytest.mark.alone  # the speed of a link is measured
+
 DELAY, RATE = 0.005, 12.5e6  # seconds; bytes a second: 100 Mbit/s
 DEVICES, MICROBATCHES, SECONDS, BYTES = 2, 6, 0.01, 131072
 SCHEDULES = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto")
@@ -53,7 +55,7 @@ def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: 
         found = torchrun(hosts, 1, "dies", tmp_path / "found.json", timeout=110)
     assert "rank 1 is dead: its connection to rank 0 was closed" in found["words"]
     print(f"noticed after {found['seconds']:.2f} s")
-    assert found["seconds"] < 3
+    assert found["seconds"] < 10  # and not after 20, when its child ends
 
 
 @pytest.mark.slow

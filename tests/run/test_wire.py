@@ -205,6 +205,7 @@ def test_a_large_tensor_is_shared_and_its_memory_used_again_when_nobody_has_it()
     assert writer.write([big, X.t()]).buffer.numel() == ALIGNMENT  # a name, and no tensors
 
 
+@pytest.mark.alone  # nobody else makes files meanwhile
 def test_what_is_shared_leaves_no_file() -> None:
     before = set(os.listdir("/dev/shm"))
     descriptors = len(os.listdir("/proc/self/fd"))
