@@ -1,11 +1,13 @@
 """A chain of layers cut into stages, exactly: the slowest stage or hop as quick as possible, then the least squares.
 
-Positions 0..n lie between the layers; stage s holds the layers between two of them. Which are within a bound is a
-window that only moves to the right, and the least sum of squares over a window is a question to an envelope of lines:
+Positions 0..n lie between the layers; stage s holds the layers between two of them. From where a stage that ends at a
+position may start is a window that only moves to the right, and so does the best start within it, since squares are
+convex. So the best start of the middle end cuts the starts of all other ends in two:
 
-    (x - u)^2 + value  =  x^2 + (value + u^2 - 2ux)     x: time up to the end, u: time up to the start of the stage
+    ends     1  2  3 [4] 5  6  7
+    starts   <-- a to s --> <-- s to b -->      s: the best start for end 4
 
-so each stage costs as many steps as there are layers, whatever the windows, and not their square.
+and one more stage costs n log n steps for n layers, however wide the windows are.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,11 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from gapless.plan.cut.corridor import Corridor
 from gapless.schedule.costs import Number
 
 _ROUNDING = 1e-12  # as a share of the bound: sums of floats vary with their order
-_WIDE = 64  # fewer ends than this are not worth being sorted out first
 
 
 class Room(NamedTuple):
@@ -50,15 +50,9 @@ class Chain:
     def num_layers(self) -> int:
         return len(self.times[0]) - 1
 
-    @property
-    def is_plain(self) -> bool:
-        """All stages alike, and nothing but time counts."""
-        free = all(hops is None for hops in self.hops) and all(room is None for room in self.rooms)
-        return free and all(times is self.times[0] for times in self.times)
 
-
-class Cuts(NamedTuple):
-    """A solution: where each stage ends, its slowest stage or hop, and the sum of the squares of its stages."""
+class Solution(NamedTuple):
+    """Where each stage ends, its slowest stage or hop, and the sum of the squares of its stages."""
 
     slowest: Number
     squares: Number
@@ -69,8 +63,8 @@ class Cuts(NamedTuple):
         return tuple(end - start for start, end in pairwise((0, *self.ends)))
 
 
-def solve(chain: Chain, bounded: bool = True, least: Number = 0) -> Cuts | None:
-    """The best cuts, or None where nothing fits the rooms. Not `bounded`: the least squares alone.
+def solve(chain: Chain, bounded: bool = True, least: Number = 0) -> Solution | None:
+    """The best solution, or None where nothing fits the rooms. Not `bounded`: the least squares alone.
 
     `least`: what the slowest is known not to be below
     """
@@ -88,7 +82,7 @@ def solve(chain: Chain, bounded: bool = True, least: Number = 0) -> Cuts | None:
     return found if found is not None else _searched(chain, high)
 
 
-def _searched(chain: Chain, low: Number) -> Cuts | None:
+def _searched(chain: Chain, low: Number) -> Solution | None:
     """Where uneven stages leave no cuts at the bound that the windows promise: the least one that does."""
     high: Number = max(max(times[-1] for times in chain.times), *(max(hops) for hops in chain.hops if hops), 0)
     best = _least_squares(chain, high)
@@ -132,13 +126,12 @@ def _windows(chain: Chain, bound: Number) -> list[tuple[int, int]] | None:
     return windows if all(low <= high for low, high in windows) else None
 
 
-def _least_squares(chain: Chain, bound: Number) -> Cuts | None:
+def _least_squares(chain: Chain, bound: Number) -> Solution | None:
     """Of all cuts within the bound those with the least sum of squares."""
     limit = bound * (1 + _ROUNDING)
     windows = _windows(chain, limit)
     if windows is None:
         return None
-    corridor = Corridor(chain.times[0], chain.num_stages, limit) if chain.is_plain else None
     points: list[int] = [0]  # where the stages so far may end
     values: list[Number] = [0]  # and the least sum of squares then
     came_from: list[dict[int, int]] = []
@@ -147,8 +140,6 @@ def _least_squares(chain: Chain, bound: Number) -> Cuts | None:
         ends: Sequence[int] = range(max(first, s + 1), last + 1)
         if hops is not None:
             ends = [j for j in ends if hops[j] <= limit]
-        elif corridor is not None and len(ends) > _WIDE:
-            ends = corridor.within(ends, s + 1)
         found = _extended(points, values, chain.times[s], chain.rooms[s], ends, limit)
         if not found:
             return None
@@ -158,7 +149,7 @@ def _least_squares(chain: Chain, bound: Number) -> Cuts | None:
     for starts in reversed(came_from):
         cuts.append(starts[cuts[-1]])
     ends_ = tuple(reversed(cuts[:-1]))
-    return Cuts(_slowest(chain, ends_), values[0], ends_)
+    return Solution(_slowest(chain, ends_), values[0], ends_)
 
 
 def _slowest(chain: Chain, ends: Sequence[int]) -> Number:
@@ -177,36 +168,20 @@ def _extended(
 ) -> list[tuple[int, Number, int]]:
     """One more stage: (end, least sum of squares, where the stage starts) for each end that can be reached."""
     us = [times[i] for i in points]
-    bs = [value + u * u for u, value in zip(us, values, strict=True)]
     ends, lows, highs = _starts(points, us, times, room, ends, limit)
-    xs = [times[end] for end in ends]
-    found = []
-    at = 0
-    while at < len(ends):
-        # All windows from here on that contain the line `middle`: what is left of it shrinks, what is right grows.
-        steady = lows[-1] == lows[at]
-        middle = lows[at] if steady else highs[at]
-        until = len(ends) if steady else bisect_right(lows, middle, at)
-        group = slice(at, until)
-        line = slice(middle, highs[until - 1])
-        chosen = _envelope(us[line], bs[line], xs[group], [high - middle for high in highs[group]], later_wins=True)
-        chosen = [middle + number for number in chosen]
-        if not steady:
-            line = slice(lows[at], middle)
-            mirrored = [-u for u in reversed(us[line])]
-            counts = [middle - low for low in reversed(lows[group])]
-            left = _envelope(mirrored, bs[line][::-1], [-x for x in reversed(xs[group])], counts, later_wins=False)
-            for index, number in enumerate(reversed(left)):
-                x, other, number = xs[at + index], chosen[index], middle - 1 - number
-                if number < middle and (
-                    other < middle or bs[number] - 2 * us[number] * x < bs[other] - 2 * us[other] * x
-                ):
-                    chosen[index] = number
-        found += [
-            (end, values[number] + (x - us[number]) ** 2, points[number])
-            for end, x, number in zip(ends[group], xs[group], chosen, strict=True)
-        ]
-        at = until
+    found: list[tuple[int, Number, int]] = [(0, 0, 0)] * len(ends)
+    waiting = [(0, len(ends), 0, len(points))]  # ends, and between which points their stages start
+    while waiting:
+        first, last, low, high = waiting.pop()
+        if first == last:
+            continue
+        middle = (first + last) // 2
+        x, here = times[ends[middle]], slice(max(low, lows[middle]), min(high, highs[middle]))
+        squares = [value + (x - u) * (x - u) for value, u in zip(values[here], us[here], strict=True)]
+        least = min(squares)
+        best = here.stop - 1 - squares[::-1].index(least)  # the last of equals
+        found[middle] = (ends[middle], least, points[best])
+        waiting += [(first, middle, low, best + 1), (middle + 1, last, best, high)]
     return found
 
 
@@ -237,38 +212,3 @@ def _starts(
             lows.append(low)
             highs.append(high)
     return reached, lows, highs
-
-
-def _envelope(
-    us: Sequence[Number], bs: Sequence[Number], xs: Sequence[Number], counts: Sequence[int], later_wins: bool
-) -> list[int]:
-    """For each x and count the number of the line with the least b - 2ux among the first `count`; -1 if there is none.
-
-    us, xs and counts never fall from one to the next. Of equal lines the later one wins, or else the earlier one.
-    """
-    hull: list[int] = []  # the numbers of the lines that are lowest somewhere at or after x
-    head = added = 0
-    found = []
-    for x, count in zip(xs, counts, strict=True):
-        while added < count:
-            u, b = us[added], bs[added]
-            if len(hull) > head and us[hull[-1]] == u:
-                if b > bs[hull[-1]] or (b == bs[hull[-1]] and not later_wins):
-                    added += 1
-                    continue
-                hull.pop()
-            while len(hull) - head >= 2:
-                one, two = hull[-2], hull[-1]
-                if (b - bs[one]) * (us[two] - us[one]) > (bs[two] - bs[one]) * (u - us[one]):
-                    break
-                hull.pop()
-            hull.append(added)
-            added += 1
-        while len(hull) - head >= 2:
-            one, two = hull[head], hull[head + 1]
-            gain = bs[one] - bs[two] - 2 * (us[one] - us[two]) * x
-            if gain < 0 or (gain == 0 and not later_wins):
-                break
-            head += 1
-        found.append(hull[head] if len(hull) > head else -1)
-    return found

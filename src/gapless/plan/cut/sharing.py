@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gapless.errors import PartitionError
-from gapless.plan.cut.chain import Chain, Cuts, Room, solve
+from gapless.plan.cut.chain import Chain, Room, Solution, solve
 from gapless.schedule.costs import Number
 from gapless.schedule.placement import Placement
 
@@ -27,11 +27,11 @@ def solve_shared(
     placement: Placement,
     limits: Sequence[Number],
     most_tries: int,
-) -> Cuts | None:
+) -> Solution | None:
     """The best cuts such that no device holds more than its limit. `memory`: per stage, summed up to each position."""
     homes = [placement.device(stage, 0) for stage in range(placement.num_stages)]
     start: tuple[Range, ...] = tuple((0, limits[home]) for home in homes)
-    waiting: list[tuple[float, Number, int, Cuts, tuple[Range, ...]]] = []
+    waiting: list[tuple[float, Number, int, Solution, tuple[Range, ...]]] = []
     tries = 0
 
     def add(ranges: tuple[Range, ...], least: Number = 0) -> None:
@@ -66,7 +66,7 @@ def solve_shared(
     return None
 
 
-def held_by_stage(memory: Sequence[Sequence[Number]], cuts: Cuts) -> list[Number]:
+def held_by_stage(memory: Sequence[Sequence[Number]], cuts: Solution) -> list[Number]:
     starts = (0, *cuts.ends[:-1])
     return [sums[end] - sums[start] for sums, start, end in zip(memory, starts, cuts.ends, strict=True)]
 
