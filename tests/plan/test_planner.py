@@ -10,7 +10,7 @@ from torch import nn
 import gapless
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
-from gapless.plan.search.machine import Mesh
+from gapless.plan.profile.machine import Mesh
 from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 8, 8

@@ -6,9 +6,10 @@ import pytest
 
 from gapless.errors import ConfigError
 from gapless.plan.cut.stage_costs import Stages, make_stages
+from gapless.plan.plan import Breakdown
+from gapless.plan.profile.machine import Device, Mesh, check_devices
 from gapless.plan.profile.profile import Link, Profile, Seconds
-from gapless.plan.search.breakdown import Breakdown, breakdown
-from gapless.plan.search.machine import Device, Mesh, check_devices
+from gapless.plan.search.breakdown import breakdown
 from gapless.schedule import lower
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate

@@ -8,8 +8,8 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from gapless.errors import ConfigError, PlanError
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Link, Profile
-from gapless.plan.search.machine import Mesh
 from gapless.plan.search.replicate import replicate
 from tests.plan import profiles
 

@@ -10,10 +10,10 @@ from gapless.errors import ConfigError, PlanError
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.choices import meshes, microbatches
 from gapless.plan.search.footprint import footprints
-from gapless.plan.search.machine import Device, Mesh
 from gapless.plan.search.search import Found, Progress, search
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate

@@ -13,8 +13,8 @@ from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
+from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Profile
-from gapless.plan.search.machine import Device
 from gapless.plan.search.search import Found, search
 from gapless.view import text
 

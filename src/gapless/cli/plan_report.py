@@ -6,9 +6,8 @@ from typing import Any
 
 from gapless import units
 from gapless.plan.explain import PARTS
-from gapless.plan.plan import Plan
+from gapless.plan.plan import Footprint, Plan
 from gapless.plan.profile.profile import SLACK, Profile
-from gapless.plan.search.footprint import Footprint
 from gapless.plan.search.search import Found
 from gapless.view import text
 

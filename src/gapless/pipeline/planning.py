@@ -12,9 +12,9 @@ from gapless.pipeline.arguments import check_where
 from gapless.pipeline.links import in_one_line, levels
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Progress, planned
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
-from gapless.plan.search.machine import Mesh
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices

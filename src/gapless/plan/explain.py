@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from gapless.plan.plan import Plan
-from gapless.plan.search.breakdown import Breakdown
+from gapless.plan.plan import Breakdown, Plan
 from gapless.units import show_bytes, show_seconds
 
 PARTS = {
@@ -19,6 +18,7 @@ assert tuple(PARTS) == tuple(field.name for field in fields(Breakdown))
 
 
 def explained(plans: Sequence[Plan], num_rejected: int) -> str:
+    """The first of `plans` against the next kind of plan, and how full it makes its devices."""
     return f"{_against_the_next(plans)} {_memory(plans[0], num_rejected)}"
 
 

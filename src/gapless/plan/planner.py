@@ -15,12 +15,12 @@ from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan.explain import explained
 from gapless.plan.profile import profile as profiled
+from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.profile.traced import Graph, Tracer
 from gapless.plan.search.choices import check_recipes
-from gapless.plan.search.machine import Device, Mesh
 from gapless.plan.search.search import Found, search
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
@@ -208,7 +208,10 @@ class _Sizes:
 
     def with_cuts(self, samples: int, found: Found) -> Found:
         """Plans of a traced model say where its graph is cut."""
-        return self._graphs[samples].with_cuts(found) if self._tracer is not None else found
+        if self._tracer is None:
+            return found
+        graph = self._graphs[samples]
+        return replace(found, plans=tuple(replace(plan, cuts=graph.cuts(plan.partition)) for plan in found.plans))
 
 
 def _with_overheads(profiles: Mapping[int, Profile]) -> dict[int, Profile]:

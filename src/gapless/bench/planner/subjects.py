@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts
 from gapless.plan.search.judge import Judge
-from gapless.plan.search.machine import Device, Mesh
 from gapless.schedule.recipes import find_recipe
 from gapless.zoo.emulated import Emulated
 from gapless.zoo.gpt import gpt, next_token_loss

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Layer, Profile
-from gapless.plan.search.machine import Mesh
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
 

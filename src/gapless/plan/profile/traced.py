@@ -5,7 +5,6 @@ The layers hold the tensors of the caller's model, and copies of them are measur
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 from types import MethodType
 from typing import Any
@@ -21,7 +20,6 @@ from gapless.model.graph_cuts import GraphCuts
 from gapless.model.piece import GraphLayer, Piece
 from gapless.model.trace import Trace
 from gapless.plan.profile.task import copied, moved
-from gapless.plan.search.search import Found
 
 _MOST = 48  # layers, or
 _PER_DEVICE = 4
@@ -60,11 +58,8 @@ class Graph:
         bounds = [0, *(place + 1 for place in self._places), len(trace.nodes)]
         self.names = [self._name(range(start, end)) for start, end in pairwise(bounds)]
 
-    def with_cuts(self, found: Found) -> Found:
-        """Plans that say where this graph is cut."""
-        return replace(found, plans=tuple(replace(plan, cuts=self._cuts(plan.partition)) for plan in found.plans))
-
-    def _cuts(self, partition: Sequence[int]) -> GraphCuts:
+    def cuts(self, partition: Sequence[int]) -> GraphCuts:
+        """Where a plan with so many layers per stage cuts this graph."""
         after = tuple(self._places[count - 1] for count in accumulate(partition[:-1]))
         homes = homes_of(self._crossing, after)
         known = [name for name in tensor_names(self._model) if name in homes]

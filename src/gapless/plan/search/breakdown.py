@@ -5,42 +5,19 @@
  out evenly                   has more           in order   of replicas
 """
 
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from gapless.plan.cut.stage_costs import Stages
+from gapless.plan.plan import Breakdown
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
-from gapless.plan.search.machine import Mesh
 from gapless.schedule.action import Kind
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Seconds of one step; together they are the step.
-
-    compute        forwards and backwards, had each device an equal share
-    recompute      the same of recomputes
-    imbalance      what the busiest device has on top of its share
-    bubble         what even the busiest device waits when hops take no time
-    communication  what hops add to that, and the sum of the gradients of replicas
-    update         the optimizer step of the device that takes longest
-    """
-
-    compute: float
-    recompute: float
-    imbalance: float
-    bubble: float
-    communication: float
-    update: float
-
-    @cached_property
-    def total(self) -> float:
-        return float(sum(astuple(self)))
-
-
 def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) -> Breakdown:
+    """Of the step that `timeline` simulates, on each replica of the mesh."""
     schedule, costs = timeline.schedule, stages.costs
     makespan = float(timeline.makespan)
     together = makespan

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError
-from gapless.plan.search.machine import Mesh
+from gapless.plan.profile.machine import Mesh
 from gapless.schedule.placement import Placement, line, loop, vee
 from gapless.schedule.recipes import find_recipe
 

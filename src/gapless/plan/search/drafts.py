@@ -10,11 +10,12 @@ from functools import cache, partial
 from gapless.errors import PlanError, ScheduleError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
+from gapless.plan.plan import Footprint
 from gapless.plan.profile.contention import in_company
+from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Company, Layer, Profile
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.footprint import Footprint, footprints, over_limit
-from gapless.plan.search.machine import Device
+from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.recipes import make_schedule

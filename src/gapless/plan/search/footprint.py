@@ -16,43 +16,17 @@ A transfer takes no memory ahead on a GPU: what comes in is there when it is tak
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from gapless.plan.cut.stage_costs import Stages
+from gapless.plan.plan import Footprint
 from gapless.plan.profile.profile import Profile
 from gapless.schedule import memory
 from gapless.schedule.action import BACKWARDS, Kind, Schedule
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one device at its peak.
-
-    activations  what forwards leave behind for backwards, and the inputs kept for a recompute
-    buffers      messages that wait to be taken
-    workspace    what the layer that takes most takes while it runs; or the optimizer, where that is more than all this
-    slack        lost by the allocator
-    reserved     taken by others, and kept by libraries
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    activations: int
-    buffers: int
-    workspace: int
-    slack: int
-    reserved: int
-
-    @cached_property
-    def total(self) -> int:
-        return int(sum(astuple(self)))
 
 
 def footprints(

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from gapless.errors import PartitionError
 from gapless.plan.cut.stage_costs import Stages
-from gapless.plan.plan import Plan
+from gapless.plan.plan import Footprint, Plan
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, TooLargeError, kept
-from gapless.plan.search.footprint import Footprint, in_flight_at_peak, over_limit
+from gapless.plan.search.footprint import in_flight_at_peak, over_limit
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline

@@ -23,8 +23,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from gapless.errors import PlanError
+from gapless.plan.profile.machine import check_reach
 from gapless.plan.profile.profile import Link, Profile
-from gapless.plan.search.machine import check_reach
 
 _INFINITY = math.inf
 _ROUNDING = 1e-12

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from gapless.errors import ConfigError, GaplessError, PlanError
 from gapless.plan.explain import explained
 from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device, Mesh, check_devices, check_reach
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search import choices as options
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts, TooLargeError
 from gapless.plan.search.judge import Judge
-from gapless.plan.search.machine import Device, Mesh, check_devices, check_reach
 from gapless.plan.search.refine import refined
 from gapless.units import show_bytes, show_seconds
 
