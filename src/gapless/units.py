@@ -80,6 +80,7 @@ def _factor(unit: str, quantity: Quantity) -> float:
 
 
 def read_bytes(value: Any) -> int:
+    """Whole bytes: 1.5 of them is a unit that was forgotten."""
     number = read(value, BYTES)
     if not isinstance(value, str) and not number.is_integer():
         raise ConfigError(f"is {number:g} bytes, but bytes are whole: is the unit right, as in {BYTES.example!r}?")
@@ -87,6 +88,7 @@ def read_bytes(value: Any) -> int:
 
 
 def show_seconds(seconds: float) -> str:
+    """Four digits, in the largest unit that leaves a whole number before the point."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= factor:
             return f"{seconds / factor:.4g} {unit}"
@@ -94,6 +96,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_bytes(count: float) -> str:
+    """The same in KiB, MiB, ..."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= _BYTES[unit]:
             return f"{count / _BYTES[unit]:.4g} {unit}"

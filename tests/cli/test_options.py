@@ -87,7 +87,7 @@ def test_a_huge_file_is_refused_before_it_is_read(gapless: Command, tmp_path: Pa
         stream.truncate(100 * 2**20)
     code, out, err = gapless("verify", str(file))
     assert (code, out) == (2, "")
-    assert err == f"gapless: {file} has 100 MiB, but a schedule file has at most 64\n"
+    assert err == f"gapless: {file} has 100 MiB, but a schedule file has at most 64 MiB\n"
 
 
 def test_a_directory_is_no_schedule(gapless: Command, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend, page, summary
-from gapless.view.links import actions, resolve
+from gapless.view.needs import actions, resolve
 from tests.view.conftest import EVIL, timeline_of
 
 

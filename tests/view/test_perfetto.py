@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def events(timelines: list[Timeline], phase: str, unit: str = "ms") -> list[Event]:
-    return [event for event in perfetto.trace(timelines, unit)["traceEvents"] if event["ph"] == phase]
+    return [event for event in perfetto.events(timelines, unit) if event["ph"] == phase]
 
 
 def test_every_action_is_a_slice_of_its_device_in_microseconds(eight: list[Timeline]) -> None:
@@ -86,7 +86,10 @@ def test_processes_and_threads_are_named() -> None:
 
 def test_the_file_is_the_trace(eight: list[Timeline], tmp_path: Path) -> None:
     perfetto.write(tmp_path / "trace.json", eight, unit="us")
-    assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == perfetto.trace(eight, unit="us")
+    assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == {
+        "displayTimeUnit": "ms",
+        "traceEvents": list(perfetto.events(eight, unit="us")),
+    }
 
 
 def test_a_timeline_is_traced_from_its_own_start() -> None:
@@ -102,6 +105,6 @@ def test_a_timeline_is_traced_from_its_own_start() -> None:
 
 def test_bad_arguments_are_refused_with_a_sentence() -> None:
     with pytest.raises(ConfigError, match="unit is 'h', but a unit of time is one of s, ms, us, ns"):
-        perfetto.trace([timeline_of("1f1b")], unit="h")
+        perfetto.events([timeline_of("1f1b")], unit="h")
     with pytest.raises(ScheduleError, match="there is no timeline to trace"):
-        perfetto.trace([])
+        perfetto.events([])

@@ -14,17 +14,16 @@ from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Adds the command to the parser and returns what runs it."""
     parser = options.parser(
         commands, "compare", purpose, "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
     )
-    options.add_sizes(parser)
-    options.add_costs(parser)
-    options.add_passes(parser)
-    options.add_outputs(parser)
+    options.add_all(parser)
     return run
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Ranks by the objective; what can't be made or does not fit is told with the reason."""
     costs = options.costs_of(arguments)
     limit = options.limit_of(arguments, costs)
     timelines, refused = _simulate_all(arguments, costs, limit)
@@ -77,6 +76,7 @@ def _simulate_all(
 
 
 def report(ranked: list[Timeline], unflushed: list[Timeline], refused: dict[str, str], objective: str) -> str:
+    """The ranking, those without a flush, and what was left out."""
     headings = ("", "schedule", "makespan", "bubble", "span", "span bubble", "peak", "stages", "actions")
     rows = [("*" if i == 0 else "", *_figures(timeline)) for i, timeline in enumerate(ranked)]
     lines = [text.table(headings, rows, left=2), "", f"* shortest {objective}"]

@@ -4,23 +4,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gapless.cli.terminal import say, show_progress
 from gapless.errors import ConfigError, ScheduleError, printable
+from gapless.schedule import recipes
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
 from gapless.schedule.lower import Passes, lowered
-from gapless.schedule.recipes import RECIPES, Request, find_recipe, make_request, refuse_too_many, solve
 from gapless.schedule.recipes.auto import resolve_limit
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
-
-LARGEST_FILE = 64 * 2**20
+from gapless.user_file import read_user_file
 
 
 def parser(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+    """The parser of a command, whose help says its purpose and ends with an example."""
     made: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
@@ -32,7 +34,15 @@ def parser(commands: Any, name: str, purpose: str, example: str) -> argparse.Arg
     return made
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
+def add_all(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that makes schedules: sizes, costs, passes and outputs."""
+    _add_sizes(parser)
+    _add_costs(parser)
+    _add_passes(parser)
+    add_outputs(parser)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--devices", "-K", type=int, default=4, metavar="K", help="devices (default 4)")
     sizes.add_argument("--microbatches", "-M", type=int, default=8, metavar="M", help="microbatches (default 8)")
@@ -47,7 +57,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
+def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group(
         "costs",
         "a single number is per device and microbatch, shared by the device's stages; a list 1,2,1,1 is per stage",
@@ -79,7 +89,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_passes(parser: argparse.ArgumentParser) -> None:
+def _add_passes(parser: argparse.ArgumentParser) -> None:
     passes = parser.add_argument_group("passes", "changes to the schedule, in this order")
     passes.add_argument("--split", action="store_true", help="run a B as I W where that gains")
     passes.add_argument("--fuse", action="store_true", help="run an I and its W as one B where nobody waits")
@@ -96,6 +106,7 @@ def add_passes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where a result goes beside standard output."""
     outputs = parser.add_argument_group("output")
     outputs.add_argument("--json", action="store_true", help="print one JSON object")
     outputs.add_argument("--html", type=file_to_write, metavar="FILE", help="write the interactive page")
@@ -114,6 +125,7 @@ def file_to_write(path: str) -> str:
 
 
 def add_name(parser: argparse.ArgumentParser) -> None:
+    """Which schedule, for commands that take one."""
     parser.add_argument("schedule", metavar="SCHEDULE", help="a name from `gapless schedules`, or a schedule file")
     parser.add_argument(
         "--time-limit", type=_number, default=60, metavar="S", help="optimal: seconds to search (default 60)"
@@ -121,21 +133,13 @@ def add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def costs_of(arguments: argparse.Namespace) -> Costs:
-    return Costs(
-        forward=arguments.forward,
-        input_grad=arguments.input_grad,
-        weight_grad=arguments.weight_grad,
-        recompute=arguments.recompute,
-        update=arguments.update,
-        latency=arguments.latency,
-        bandwidth=arguments.bandwidth,
-        activation=arguments.activation,
-        kept_for_weight_grad=arguments.kept_for_weight_grad,
-        boundary=arguments.boundary,
-    )
+    """The costs that were asked for, by the names of their options."""
+    given = vars(arguments)
+    return Costs(**{field.name: given[field.name] for field in fields(Costs) if field.name in given})
 
 
 def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
+    """The memory limit as a number."""
     check_sizes(arguments)
     return resolve_limit(arguments.memory_limit, arguments.devices, arguments.microbatches, costs)
 
@@ -151,53 +155,54 @@ def refuse_ranks(command: str) -> None:
 
 
 def check_sizes(arguments: argparse.Namespace) -> None:
+    """Refuses what no recipe can be made for, in the words of the command line."""
     for name in ("devices", "microbatches", "minibatches"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, but a schedule needs at least 1")
-    refuse_too_many(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
+    recipes.refuse_too_many(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
 
 
 def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The recipe of that name with the sizes and costs asked for."""
-    check_sizes(arguments)
-    return find_recipe(name).build(request(arguments, name, costs))
+    return recipes.build(name, _request(arguments, name, costs))
 
 
-def request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
-    return make_request(
-        name,
-        devices=arguments.devices,
-        microbatches=arguments.microbatches,
-        stages_per_device=arguments.stages_per_device,
-        costs=costs,
-        memory_limit=arguments.memory_limit,
-        objective=arguments.objective,
-        replicas=arguments.replicas if name == "pipedream" else None,
-        minibatches=arguments.minibatches,
-        time_limit=getattr(arguments, "time_limit", 60.0),
+def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> recipes.Request:
+    return recipes.Request(
+        arguments.devices,
+        arguments.microbatches,
+        arguments.stages_per_device,
+        costs,
+        arguments.memory_limit,
+        arguments.objective,
+        arguments.replicas if name == "pipedream" else None,
+        arguments.minibatches,
+        getattr(arguments, "time_limit", 60.0),
     )
 
 
-def schedule_of(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+def schedule_of(arguments: argparse.Namespace) -> tuple[Schedule, Costs, Number | None]:
+    """The schedule asked for, by its name or in a file, after the passes; its costs and the memory limit."""
+    costs = costs_of(arguments)
+    limit = limit_of(arguments, costs)
     name = arguments.schedule
-    if name not in RECIPES and (os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))):
+    is_file = os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))
+    if name not in recipes.RECIPES and is_file:
         schedule = read_schedule(name)
         verify(schedule).raise_if_wrong()
-        return schedule
-    if name == "optimal":
-        return _solved(arguments, costs)
-    return build(name, arguments, costs)
+    else:
+        schedule = _solved(arguments, costs) if name == "optimal" else build(name, arguments, costs)
+    return *passed(schedule, costs, arguments, limit), limit
 
 
 def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """The optimal schedule; how far the search is, and what it proved, goes to standard error."""
-    check_sizes(arguments)
 
     def show(progress: Any) -> None:
         show_progress(f"{progress.seconds:6.1f} s  best {float(progress.value):g}  bound {float(progress.bound):g}")
 
     try:
-        found = solve(request(arguments, "optimal", costs), show)
+        found = recipes.solve(_request(arguments, "optimal", costs), show)
     finally:
         show_progress("")
     arguments.optimum = found
@@ -210,20 +215,9 @@ def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def read_schedule(path: str) -> Schedule:
-    file, shown = Path(path), printable(path[:200])
-    if not file.is_file():
-        raise ScheduleError(f"{shown} is not a file that can be read")
-    if file.stat().st_size > LARGEST_FILE:
-        size, most = file.stat().st_size / 2**20, LARGEST_FILE / 2**20
-        raise ScheduleError(f"{shown} has {size:.0f} MiB, but a schedule file has at most {most:.0f}")
-    try:
-        text = file.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{shown} is not text; a schedule file has lines such as `0: 0F0 0B0`") from None
-    try:
-        return Schedule.parse(text, name=file.stem)
-    except ScheduleError as error:
-        raise ScheduleError(f"{shown}: {error}") from None
+    """A schedule from its file, named after it."""
+    parse = partial(Schedule.parse, name=Path(path).stem)
+    return read_user_file(path, parse, "a schedule file", "has lines such as `0: 0F0 0B0`", error=ScheduleError)
 
 
 def passed(

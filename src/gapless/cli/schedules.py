@@ -14,12 +14,14 @@ activations a device holds."""
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Adds the command to the parser and returns what runs it."""
     parser = options.parser(commands, "schedules", purpose, "gapless schedules")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """The table and its letters, or all of it as JSON."""
     if arguments.json:
         rows = [
             {

@@ -11,20 +11,17 @@ from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Adds the command to the parser and returns what runs it."""
     parser = options.parser(commands, "show", purpose, "gapless show zb-v --devices 4 --microbatches 8")
     options.add_name(parser)
     parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="default grid")
-    options.add_sizes(parser)
-    options.add_costs(parser)
-    options.add_passes(parser)
-    options.add_outputs(parser)
+    options.add_all(parser)
     return run
 
 
 def run(arguments: argparse.Namespace) -> int:
-    costs = options.costs_of(arguments)
-    limit = options.limit_of(arguments, costs)
-    schedule, costs = options.passed(options.schedule_of(arguments, costs), costs, arguments, limit)
+    """A grid by default; pictures and files where they are asked for."""
+    schedule, costs, limit = options.schedule_of(arguments)
     form = arguments.format or ("json" if arguments.json else "grid")
     timeline = simulate(schedule, costs) if form == "grid" or _wants_pictures(arguments) else None
     if timeline is not None:

@@ -12,20 +12,17 @@ from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Adds the command to the parser and returns what runs it."""
     example = "gapless simulate zb-h1 --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03"
     parser = options.parser(commands, "simulate", purpose, example)
     options.add_name(parser)
-    options.add_sizes(parser)
-    options.add_costs(parser)
-    options.add_passes(parser)
-    options.add_outputs(parser)
+    options.add_all(parser)
     return run
 
 
 def run(arguments: argparse.Namespace) -> int:
-    costs = options.costs_of(arguments)
-    limit = options.limit_of(arguments, costs)
-    schedule, costs = options.passed(options.schedule_of(arguments, costs), costs, arguments, limit)
+    """The figures; a schedule above the memory limit is an error."""
+    schedule, costs, limit = options.schedule_of(arguments)
     timeline = simulate(schedule, costs)
     peak = max(timeline.peak, default=0)
     if limit is not None and float(peak) > float(limit) * (1 + 1e-9):
@@ -49,6 +46,7 @@ def _proof(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(timeline: Timeline) -> str:
+    """The two bubbles, and what each device does and holds."""
     schedule = timeline.schedule
     lines = [
         (

@@ -11,6 +11,7 @@ from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """Adds the command to the parser and returns what runs it."""
     parser = options.parser(
         commands, "verify", purpose, "gapless show 1f1b --format text > mine.txt; gapless verify mine.txt"
     )
@@ -20,6 +21,7 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Exit code 2 where the schedule is not correct."""
     schedule = options.read_schedule(arguments.file)
     report = verify(schedule)
     if arguments.json:

@@ -16,9 +16,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.units import show_bytes
-
-_LARGEST_FILE = 256 * 2**20
+from gapless.user_file import read_user_file
 
 
 @dataclass(frozen=True)
@@ -213,12 +211,11 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
-        file, shown = Path(path), printable(str(path)[:200])
-        if not file.is_file():
-            raise ConfigError(f"{shown} is not a file that can be read")
-        if file.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"{shown} has {show_bytes(file.stat().st_size)}, but a plan is smaller")
+        return read_user_file(path, cls._parsed, "a plan", "is a JSON file", largest=256 * 2**20)
+
+    @classmethod
+    def _parsed(cls, text: str) -> "Plan":
         try:
-            return cls.from_json(json.loads(file.read_text("utf-8")))
-        except (ValueError, RecursionError, ConfigError) as error:
-            raise ConfigError(f"{shown}: {str(error)[:200]}") from None
+            return cls.from_json(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(str(error)[:200]) from None

@@ -31,8 +31,7 @@ from gapless import units
 from gapless.errors import ConfigError, ScheduleError, printable
 from gapless.schedule.recipes import find_recipe
 from gapless.stage.stage import Remat
-
-_LARGEST_FILE = 2**20
+from gapless.user_file import read_user_file
 
 MODELS = {
     "gpt": "gapless.zoo.gpt:gpt",
@@ -138,20 +137,13 @@ class Config:
 
 
 def read_config(path: str | Path) -> Config:
-    file, shown = Path(path), printable(str(path)[:200])
-    if not file.is_file():
-        raise ConfigError(f"{shown} is not a file that can be read")
-    if file.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"{shown} has {units.show_bytes(file.stat().st_size)}, but a config is smaller")
-    try:
-        return parse_config(file.read_text("utf-8"), file.parent)
-    except UnicodeDecodeError:
-        raise ConfigError(f"{shown} is not text; a config is a TOML file") from None
-    except ConfigError as error:
-        raise ConfigError(f"{shown}: {error}") from None
+    """A config from its file; the folder of the file is where it finds what it names."""
+    folder = Path(path).parent
+    return read_user_file(path, lambda text: parse_config(text, folder), "a config", "is a TOML file", largest=2**20)
 
 
 def parse_config(text: str, folder: Path) -> Config:
+    """A config from its text; all faults are told at once."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view.legend import KINDS
-from gapless.view.links import actions, origin, resolve
+from gapless.view.needs import actions, origin, resolve
 
 _SCALES = (1, 2, 4, 8, 16, 32)
 _LARGEST = 2**30  # so that a difference of two still fits into 32 bits
@@ -46,12 +46,12 @@ def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], by
     yield "kind", _integers([place[action.kind] for action in actions(schedule)])
     yield "stage", _integers([action.stage for action in actions(schedule)])
     yield "microbatch", _integers([action.microbatch for action in actions(schedule)])
-    links = resolve(schedule)
-    counts = [after - before for before, after in pairwise(links.first)]
+    needs = resolve(schedule)
+    counts = [after - before for before, after in pairwise(needs.first)]
     yield "needCount", _integers(counts)
     # How far back a need lies hardly changes from one action to the next, where its number always does.
     needing = chain.from_iterable([number] * count for number, count in enumerate(counts))
-    yield "needBack", _integers([number - need for number, need in zip(needing, links.needs, strict=True)])
+    yield "needBack", _integers([number - need for number, need in zip(needing, needs.needs, strict=True)])
 
 
 def _floats(rows: Sequence[Sequence[Number]], first: Number) -> list[float]:

@@ -7,7 +7,7 @@ and the stages of one device go from full to pale. All fills are light enough fo
 from dataclasses import dataclass
 from functools import cache
 
-from gapless.schedule.action import TRANSFERS, Action, Kind, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 
 INK = "#0f1729"
 NUM_STEPS = 8  # of microbatches
@@ -15,7 +15,7 @@ NUM_TINTS = 4  # of a device's stages
 
 
 @dataclass(frozen=True)
-class Entry:
+class Term:
     """How one kind of action is called, explained and coloured."""
 
     name: str
@@ -23,19 +23,17 @@ class Entry:
     colour: str
 
 
-ENTRIES: dict[Kind, Entry] = {
-    Kind.FORWARD: Entry("forward", "computes a stage's output and keeps its activations for the backward", "#6f9cf0"),
-    Kind.BACKWARD: Entry("backward", "both gradients in one go: that of the input and that of the weights", "#f0826f"),
-    Kind.INPUT_GRAD: Entry("input gradient", "the half of a backward that the stage before is waiting for", "#f6ac55"),
-    Kind.WEIGHT_GRAD: Entry(
-        "weight gradient", "the half of a backward that nobody waits for: it fills gaps", "#57c39b"
-    ),
-    Kind.RECOMPUTE: Entry("recompute", "the forward once more, where its activations were thrown away", "#b394f2"),
-    Kind.UPDATE: Entry("update", "the optimizer's step of one stage for one minibatch", "#96a3b8"),
-    Kind.SEND_ACTIVATION: Entry("send activation", "hands the output to the device of the next stage", "#d79bc4"),
-    Kind.RECEIVE_ACTIVATION: Entry("receive activation", "gets ready for the stage before's output", "#d79bc4"),
-    Kind.SEND_GRADIENT: Entry("send gradient", "hands the gradient to the device of the stage before", "#d79bc4"),
-    Kind.RECEIVE_GRADIENT: Entry("receive gradient", "gets ready for the next stage's gradient", "#d79bc4"),
+ENTRIES: dict[Kind, Term] = {
+    Kind.FORWARD: Term("forward", "computes a stage's output and keeps its activations for the backward", "#6f9cf0"),
+    Kind.BACKWARD: Term("backward", "both gradients in one go: that of the input and that of the weights", "#f0826f"),
+    Kind.INPUT_GRAD: Term("input gradient", "the half of a backward that the stage before is waiting for", "#f6ac55"),
+    Kind.WEIGHT_GRAD: Term("weight gradient", "the half of a backward that nobody waits for: it fills gaps", "#57c39b"),
+    Kind.RECOMPUTE: Term("recompute", "the forward once more, where its activations were thrown away", "#b394f2"),
+    Kind.UPDATE: Term("update", "the optimizer's step of one stage for one minibatch", "#96a3b8"),
+    Kind.SEND_ACTIVATION: Term("send activation", "hands the output to the device of the next stage", "#d79bc4"),
+    Kind.RECEIVE_ACTIVATION: Term("receive activation", "gets ready for the stage before's output", "#d79bc4"),
+    Kind.SEND_GRADIENT: Term("send gradient", "hands the gradient to the device of the stage before", "#d79bc4"),
+    Kind.RECEIVE_GRADIENT: Term("receive gradient", "gets ready for the next stage's gradient", "#d79bc4"),
 }
 KINDS = tuple(ENTRIES)
 
@@ -54,10 +52,6 @@ def present(schedules: list[Schedule]) -> list[Kind]:
     """The kinds that occur, transfers last, in the order of the legend."""
     found = frozenset[Kind]().union(*(schedule.kinds for schedule in schedules))
     return [kind for kind in KINDS if kind in found]
-
-
-def is_transfer(kind: Kind) -> bool:
-    return kind in TRANSFERS
 
 
 def tints(schedule: Schedule) -> list[list[int]]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import Kind
+from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view import columns, legend
-from gapless.view.links import origin, row_offsets
-from gapless.view.summary import figure, named, percent, table, text
+from gapless.view.needs import origin, row_offsets
+from gapless.view.summary import figure, named, table, text
+from gapless.view.text import percent
 
 _SCRIPTS = ("timeline.data.js", "timeline.draw.js", "timeline.overlay.js", "timeline.js")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
@@ -68,6 +69,7 @@ def write(
     title: str = "Pipeline schedules",
     memory_limit: Number | None = None,
 ) -> None:
+    """The page as a file."""
     Path(path).write_text(render(timelines, title, memory_limit), encoding="utf-8", newline="\n")
 
 
@@ -148,12 +150,12 @@ def _legend(timelines: Sequence[Timeline]) -> str:
     occurring = legend.present([timeline.schedule for timeline in timelines])
     items = []
     for kind, entry in legend.ENTRIES.items():
-        if legend.is_transfer(kind) and kind not in occurring:
+        if kind in TRANSFERS and kind not in occurring:
             continue
         absent = "" if kind in occurring else ' class="absent"'
         items.append(
             f'<div{absent}><dt><span class="swatch" data-kind="{legend.KINDS.index(kind)}">'
-            f"{'' if legend.is_transfer(kind) else kind.value}</span>"
+            f"{'' if kind in TRANSFERS else kind.value}</span>"
             f"{text(entry.name)}</dt><dd>{text(entry.meaning)}</dd></div>"
         )
     return "\n".join(items)
@@ -164,7 +166,7 @@ def _section(number: int, timeline: Timeline) -> str:
     name = text(named(timeline))
     figures = (
         f"<span>makespan <b>{figure(timeline.makespan)}</b></span>"
-        f"<span>bubble <b>{percent(timeline.bubble)}</b></span>"
+        f"<span>bubble <b>{percent(timeline.bubble, 2)}</b></span>"
         f"<span>peak <b>{figure(max(timeline.peak, default=0))}</b></span>"
     )
     label = f"{name}: {schedule.num_devices} devices, {schedule.num_actions} actions"

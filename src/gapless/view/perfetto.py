@@ -15,7 +15,7 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import BACKWARDS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.links import actions, origin, resolve, row_offsets
+from gapless.view.needs import actions, origin, resolve, row_offsets
 from gapless.view.summary import named
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
@@ -26,12 +26,8 @@ _BATCH = 10_000
 Event = dict[str, Any]
 
 
-def trace(timelines: Sequence[Timeline], unit: str = "ms") -> dict[str, Any]:
-    """The whole trace; `write` needs less memory for a long one."""
-    return {"displayTimeUnit": "ms", "traceEvents": list(events(timelines, unit))}
-
-
 def write(path: str | Path, timelines: Sequence[Timeline], unit: str = "ms") -> None:
+    """The trace as a file, a batch of events at a time: a long one never is in memory as a whole."""
     found = events(timelines, unit)
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -74,7 +70,7 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
 
 
 class _Slices:
-    """The actions of one timeline in microseconds, by the numbers that links use."""
+    """The actions of one timeline in microseconds, by their numbers."""
 
     def __init__(self, timeline: Timeline, process: int, scale: float) -> None:
         self.timeline, self.process = timeline, process
@@ -121,10 +117,10 @@ def _counters(timeline: Timeline, slices: _Slices) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, slices: _Slices, flow: int) -> Iterator[Event]:
-    links = resolve(timeline.schedule)
+    needs = resolve(timeline.schedule)
     made = list(actions(timeline.schedule))
     for number in range(len(made)):
-        for need in links.of(number):
+        for need in needs.of(number):
             if slices.devices[need] == slices.devices[number]:
                 continue
             flow += 1

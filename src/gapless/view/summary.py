@@ -5,13 +5,16 @@ It is written as HTML here and not by the script, so that it is there at once, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
+from gapless.view.text import percent
 
 
 def named(timeline: Timeline) -> str:
+    """What a drawing calls it."""
     return timeline.name or timeline.schedule.name or "schedule"
 
 
@@ -31,12 +34,10 @@ def figure(number: Number) -> str:
     return f"{value:,.{max(0, 7 - whole)}f}".rstrip("0").rstrip(".")
 
 
-def percent(share: Number) -> str:
-    return f"{100 * float(share):.2f}%"
-
-
 @dataclass(frozen=True)
 class Column:
+    """A figure of every timeline: its heading, what explains it, and how it is shown."""
+
     heading: str
     explanation: str
     value: Callable[[Timeline], Number]
@@ -56,7 +57,7 @@ COLUMNS = (
         "bubble",
         "The share of the makespan in which even the busiest device has nothing to do.",
         lambda t: t.bubble,
-        percent,
+        partial(percent, digits=2),
         ranked=True,
         bar=True,
     ),
@@ -67,7 +68,7 @@ COLUMNS = (
         "span bubble",
         "The share of the span in which even the busiest device has nothing to do.",
         lambda t: t.span_bubble,
-        percent,
+        partial(percent, digits=2),
         ranked=True,
         bar=True,
     ),
@@ -81,6 +82,7 @@ _PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period,
 
 
 def table(timelines: Sequence[Timeline]) -> str:
+    """The HTML of it."""
     columns = list(COLUMNS)
     if any(timeline.schedule.num_minibatches > 1 for timeline in timelines):
         columns.insert(0, _PERIOD)

@@ -13,11 +13,12 @@ from html import escape
 from pathlib import Path
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import Kind
+from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.links import origin
-from gapless.view.summary import figure, named, percent
+from gapless.view.needs import origin
+from gapless.view.summary import figure, named
+from gapless.view.text import percent
 
 MAX_ACTIONS = 50_000
 _MAX_TITLED = 5_000  # beyond, the words on hover would be most of the file
@@ -60,6 +61,7 @@ def render(timelines: Sequence[Timeline], width: int = 1200) -> str:
 
 
 def write(path: str | Path, timelines: Sequence[Timeline], width: int = 1200) -> None:
+    """The picture as a file."""
     Path(path).write_text(render(timelines, width), encoding="utf-8", newline="\n")
 
 
@@ -94,7 +96,7 @@ class _Drawing:
         for kind, name in entries:
             self.shades.add((kind, 0, 2))
             yield f'<rect class="{_class(kind, 0, 2)}" x="{x:g}" y="10" width="20" height="16" rx="3"/>'
-            if not legend.is_transfer(kind):
+            if kind not in TRANSFERS:
                 yield f'<text class="label" x="{x + 10:g}" y="22">{kind.value}</text>'
             if fits:
                 yield f'<text class="muted" x="{x + 26:g}" y="22">{name}</text>'
@@ -115,7 +117,7 @@ class _Drawing:
         shown = name if len(name) <= room else name[: room - 1] + "…"
         yield f'<text class="name" x="{_MARGIN}" y="{top + 20}">{escape(shown)}'
         figures = (
-            f"makespan {figure(timeline.makespan)} · bubble {percent(timeline.bubble)}"
+            f"makespan {figure(timeline.makespan)} · bubble {percent(timeline.bubble, 2)}"
             f" · peak {figure(max(timeline.peak, default=0))}"
         )
         if len(shown) * 9 + len(figures) * 7 + 40 < self.width:

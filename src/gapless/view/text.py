@@ -16,6 +16,7 @@ from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
 from gapless.schedule.verify import Report
 from gapless.schedule.violation import Violation, excerpt
+from gapless.view.legend import ENTRIES, present
 
 _COLOURS = {
     Kind.FORWARD: "30;104",
@@ -120,17 +121,10 @@ def _painted(cells: list[Cell], colour: bool) -> list[str]:
 
 def key(schedule: Schedule, colour: bool = False) -> str:
     """What the letters mean, for the kinds that occur."""
-    names = {
-        Kind.FORWARD: "forward",
-        Kind.BACKWARD: "backward",
-        Kind.INPUT_GRAD: "input gradient",
-        Kind.WEIGHT_GRAD: "weight gradient",
-        Kind.RECOMPUTE: "recompute",
-        Kind.UPDATE: "update",
-    }
-    present = [(kind, name) for kind, name in names.items() if kind in schedule.kinds]
     letters = [
-        f"\x1b[{_COLOURS[kind]}m {kind} \x1b[0m {name}" if colour else f"{kind} {name}" for kind, name in present
+        f"\x1b[{_COLOURS[kind]}m {kind} \x1b[0m {ENTRIES[kind].name}" if colour else f"{kind} {ENTRIES[kind].name}"
+        for kind in present([schedule])
+        if kind in _COLOURS
     ]
     return "  ".join([*letters, f"{_IDLE} idle"])
 
@@ -143,8 +137,9 @@ def number(value: Number | None) -> str:
     return str(short) if isinstance(short, int) else f"{short:.6g}"
 
 
-def percent(share: Number) -> str:
-    return f"{100 * float(share):.1f}%"
+def percent(share: Number, digits: int = 1) -> str:
+    """A share in per cent, with so many digits behind the point."""
+    return f"{100 * float(share):.{digits}f}%"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

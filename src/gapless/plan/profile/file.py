@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from gapless import units
 from gapless.errors import ConfigError, printable
 from gapless.plan.profile.profile import ALONE, SLACK, Company, Entry, Layer, Link, Lost, Profile, Seconds
+from gapless.user_file import read_user_file
 
-_LARGEST_FILE = 64 * 2**20
 _MOST_LAYERS = 1_000_000
 _FAULTS_SHOWN = 3
 
@@ -64,18 +64,8 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    file, shown = Path(path), printable(str(path)[:200])
-    if not file.is_file():
-        raise ConfigError(f"{shown} is not a file that can be read")
-    if file.stat().st_size > _LARGEST_FILE:
-        size, most = file.stat().st_size / 2**20, _LARGEST_FILE / 2**20
-        raise ConfigError(f"{shown} has {size:.0f} MiB, but a profile has at most {most:.0f}")
-    try:
-        return parse_profile(file.read_text("utf-8"))
-    except UnicodeDecodeError:
-        raise ConfigError(f"{shown} is not text; a profile is a JSON file") from None
-    except ConfigError as error:
-        raise ConfigError(f"{shown}: {error}") from None
+    """A profile from its file."""
+    return read_user_file(path, parse_profile, "a profile", "is a JSON file")
 
 
 def profile_text(profile: Profile) -> str:

@@ -16,7 +16,7 @@ from gapless.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Links:
+class Needs:
     """Action n needs the actions `needs[first[n]:first[n + 1]]`."""
 
     first: "array[int]"
@@ -26,7 +26,7 @@ class Links:
         return self.needs[self.first[number] : self.first[number + 1]]
 
 
-def resolve(schedule: Schedule) -> Links:
+def resolve(schedule: Schedule) -> Needs:
     """A need that no action of the schedule meets is left out: `verify` reports it, the viewer still draws the rest."""
     milestones = Milestones(schedule)
     where = array("i", [-1]) * milestones.size  # the number of the action that reaches each milestone
@@ -41,10 +41,11 @@ def resolve(schedule: Schedule) -> Links:
             if (number := where[base + microbatch]) >= 0:
                 needs.append(number)
         first.append(len(needs))
-    return Links(first, needs)
+    return Needs(first, needs)
 
 
 def actions(schedule: Schedule) -> Iterator[Action]:
+    """All of them, in the order of their numbers."""
     for row in schedule.rows:
         yield from row
 
