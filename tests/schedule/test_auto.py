@@ -12,11 +12,11 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import line, vee
-from gapless.schedule.recipes import RECIPES, Objective, make_schedule
+from gapless.schedule.recipes import RECIPES, make_schedule
 from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Objective, Timeline
 from gapless.schedule.verify import verify
 
 TRANSFORMER = Costs(forward=1.0, input_grad=1.0, weight_grad=0.75, latency=0.03)

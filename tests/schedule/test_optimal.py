@@ -18,9 +18,9 @@ from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import dependencies
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement, explicit, line, loop, replicated, vee
-from gapless.schedule.recipes.optimal import Optimum, Progress, optimal
-from gapless.schedule.recipes.question import Objective
+from gapless.schedule.recipes.optimal import Optimum, SolverProgress, optimal
 from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Objective
 
 TRANSFORMER = Costs(1.0, 1.0, 0.75, latency=0.03)
 ZERO_BUBBLE = """\
@@ -222,10 +222,10 @@ def test_when_the_time_is_up_there_is_a_schedule_and_a_gap() -> None:
 
 
 def test_progress_tells_better_values_and_bounds_in_the_callers_thread() -> None:
-    heard: list[Progress] = []
+    heard: list[SolverProgress] = []
     threads = set()
 
-    def progress(news: Progress) -> None:
+    def progress(news: SolverProgress) -> None:
         heard.append(news)
         threads.add(threading.current_thread())
 
@@ -240,7 +240,7 @@ def test_progress_tells_better_values_and_bounds_in_the_callers_thread() -> None
 
 
 def test_an_error_in_progress_ends_the_search() -> None:
-    def progress(news: Progress) -> None:
+    def progress(news: SolverProgress) -> None:
         raise ZeroDivisionError
 
     began = time.monotonic()

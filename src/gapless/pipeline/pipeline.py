@@ -47,8 +47,8 @@ from gapless.run.team import Team, close_with
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.recipes import Objective
 from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Objective
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled

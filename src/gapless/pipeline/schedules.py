@@ -9,7 +9,8 @@ from gapless.plan.plan import Plan
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower import Passes, lowered
-from gapless.schedule.recipes import Objective, find_recipe, make_schedule
+from gapless.schedule.recipes import find_recipe, make_schedule
+from gapless.schedule.timeline import Objective
 from gapless.stage.stage import Remat
 
 

@@ -167,6 +167,7 @@ class Schedule:
 
 
 def parse_action(token: str, where: str = "") -> Action:
+    """An action as `2F0`; `where` begins the error."""
     found = _ACTION.fullmatch(token)
     if found is None:
         shown = token if len(token) <= 40 else token[:37] + "..."

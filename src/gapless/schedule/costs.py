@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 from gapless.errors import ConfigError
-from gapless.schedule.action import Kind
+from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.placement import Placement
 
 Number = int | float | Fraction
@@ -83,7 +83,6 @@ class Costs:
     def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
         """How long each kind of action takes on each stage. Transfers take no time of a device."""
         inputs, weights = self.per_stage("input_grad", placement), self.per_stage("weight_grad", placement)
-        nothing = (0,) * placement.num_stages
         return {
             Kind.FORWARD: self.per_stage("forward", placement),
             Kind.INPUT_GRAD: inputs,
@@ -93,10 +92,7 @@ class Costs:
             else self.per_stage("backward", placement),
             Kind.RECOMPUTE: self.per_stage("recompute", placement),
             Kind.UPDATE: self.per_stage("update", placement),
-            Kind.SEND_ACTIVATION: nothing,
-            Kind.RECEIVE_ACTIVATION: nothing,
-            Kind.SEND_GRADIENT: nothing,
-            Kind.RECEIVE_GRADIENT: nothing,
+            **dict.fromkeys(TRANSFERS, (0,) * placement.num_stages),
         }
 
     def transits(self, placement: Placement) -> tuple[Number, ...]:
@@ -107,10 +103,9 @@ class Costs:
         return (0,) * len(sizes) if self.bandwidth is None else tuple(size / self.bandwidth for size in sizes)
 
     def hops(self, placement: Placement) -> tuple[Number, ...]:
-        """What it takes to each stage from the one before, or back, where they are on two devices and the link is
-        free.
-        """
-        return tuple(self.latency + transit for transit in self.transits(placement))
+        """What it takes to each stage from the one before, or back, where the link is free: nothing on one device."""
+        transits = enumerate(self.transits(placement))
+        return tuple(self.latency + transit if stage in placement.crossed else 0 for stage, transit in transits)
 
     def recomputed_late(self, placement: Placement) -> "Costs":
         """The same work with the recompute inside the backward, where it waits for the gradient as torch's

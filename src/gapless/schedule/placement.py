@@ -11,6 +11,7 @@ one thing here: per stage a *cycle* of devices, microbatch m running on entry m 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from gapless.errors import ScheduleError
 
@@ -43,6 +44,12 @@ class Placement:
             return self.single[stage]
         cycle = self.cycles[stage]
         return cycle[microbatch % len(cycle)]
+
+    @cached_property
+    def crossed(self) -> frozenset[int]:
+        """The stages that take their input from another device, of all microbatches or of some."""
+        pairs = enumerate(pairwise(self.cycles), start=1)
+        return frozenset(stage for stage, (before, own) in pairs if len({*before, *own}) > 1)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:

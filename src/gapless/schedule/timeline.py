@@ -7,11 +7,13 @@ Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import sub
-from typing import Any
+from typing import Any, Literal
 
 from gapless.schedule import memory
 from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs, Number
+
+Objective = Literal["makespan", "span"]
 
 
 @dataclass(frozen=True)

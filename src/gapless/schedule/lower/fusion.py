@@ -12,27 +12,23 @@ def fuse(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """
     costs = costs or Costs()
     timeline = simulate(schedule, costs)
-    placement = schedule.placement
     starts = {
         (action.stage, action.microbatch): start
         for row, times in zip(schedule.rows, timeline.starts, strict=True)
         for action, start in zip(row, times, strict=True)
         if action.kind in BACKWARDS
     }
-    hops = costs.hops(placement)
+    hops = costs.hops(schedule.placement)
     rows = []
-    for device, row in enumerate(schedule.rows):
+    for row, ends in zip(schedule.rows, timeline.ends, strict=True):
         fused: list[Action] = []
-        for position, action in enumerate(row):
+        for action, end in zip(row, ends, strict=True):
             stage, kind, microbatch = action
-            before = fused[-1] if fused else None
-            if kind is Kind.WEIGHT_GRAD and before == Action(stage, Kind.INPUT_GRAD, microbatch):
-                crosses = stage > 0 and placement.device(stage - 1, microbatch) != device
-                hop = hops[stage] if crosses else 0
-                if stage == 0 or starts[stage - 1, microbatch] >= timeline.ends[device][position] + hop:
-                    fused[-1] = Action(stage, Kind.BACKWARD, microbatch)
-                    continue
-            fused.append(action)
+            pair = kind is Kind.WEIGHT_GRAD and fused and fused[-1] == Action(stage, Kind.INPUT_GRAD, microbatch)
+            if pair and (stage == 0 or starts[stage - 1, microbatch] >= end + hops[stage]):
+                fused[-1] = Action(stage, Kind.BACKWARD, microbatch)
+            else:
+                fused.append(action)
         rows.append(fused)
     made = schedule.with_rows(rows)
     return made if simulate(made, costs).makespan <= timeline.makespan else schedule

@@ -1,34 +1,48 @@
-"""Every schedule by name: a recipe is a small function from (devices, microbatches, ...) to a schedule."""
+"""Every schedule by name: a recipe is a small function from (devices, microbatches, ...) to a schedule.
+
+line            naive, gpipe, 1f1b, eager-1f1b: one stage per device, whole backwards
+loop            interleaved, looped-bfs: several stages per device
+zero_bubble     zb-h1, zb-h2: weight gradients fill what would be bubbles
+vee             zb-v, v-half, v-min, dualpipe-v: down the devices and back up
+building_block  the repeated block that v-half and v-min are made of
+asynchronous    pipedream, 2bw: no flush
+auto            searched for given costs and memory: `greedy` list scheduling, then `justification`
+optimal         proven best: the `exact_problem`, put to the solver of `cp_sat`
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import asynchronous, auto, line, loop, vee, zero_bubble
+from gapless.schedule.timeline import Objective
 
 if TYPE_CHECKING:
-    from gapless.schedule.recipes.optimal import Optimum, Progress
-
-Objective = Literal["makespan", "span"]
+    from gapless.schedule.recipes.optimal import Optimum, SolverProgress
 
 
 @dataclass(frozen=True)
 class Request:
-    """All that a recipe may ask for; most need the two numbers alone."""
+    """All that a recipe may ask for; most need the two numbers alone. `make_schedule` explains the others."""
 
     devices: int
     microbatches: int
     stages_per_device: int | None  # None: the recipe's own
     costs: Costs
-    memory_limit: Number | None = None
+    memory_limit: Number | str | None = None
     objective: Objective = "makespan"
-    replicas: tuple[int, ...] | None = None
+    replicas: Sequence[int] | None = None
     minibatches: int = 8
     time_limit: float = 60.0
+
+    @property
+    def limit(self) -> Number | None:
+        """The memory limit as a number."""
+        return auto.resolve_limit(self.memory_limit, self.devices, self.microbatches, self.costs)
 
 
 @dataclass(frozen=True)
@@ -60,23 +74,28 @@ def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Reques
     return lambda request: function(request.devices, request.microbatches, request.costs)
 
 
-def solve(request: Request, progress: "Callable[[Progress], None] | None" = None) -> "Optimum":
-    """The exact answer to what `auto` is asked, with its answer as the hint; on a vee if that is what `auto` chose."""
-    from gapless.schedule.recipes.optimal import optimal
-
-    hint = auto.auto(
+def _searched(request: Request) -> Schedule:
+    return auto.auto(
         request.devices,
         request.microbatches,
         request.costs,
         stages_per_device=request.stages_per_device,
-        memory_limit=request.memory_limit,
+        memory_limit=request.limit,
         objective=request.objective,
     )
+
+
+def solve(request: Request, progress: "Callable[[SolverProgress], None] | None" = None) -> "Optimum":
+    """The exact answer to what `auto` is asked, with its answer as the hint; on a vee if that is what `auto` chose."""
+    from gapless.schedule.recipes.optimal import optimal
+
+    _check(RECIPES["optimal"], request)
+    hint = _searched(request)
     return optimal(
         hint.placement,
         request.microbatches,
         request.costs,
-        memory_limit=request.memory_limit,
+        memory_limit=request.limit,
         objective=request.objective,
         hint=hint,
         time_limit=request.time_limit,
@@ -107,14 +126,7 @@ _TABLE = (
         "searched from the costs",
         "the limit",
         "the best found for these costs and this memory",
-        lambda request: auto.auto(
-            request.devices,
-            request.microbatches,
-            request.costs,
-            stages_per_device=request.stages_per_device,
-            memory_limit=request.memory_limit,
-            objective=request.objective,
-        ),
+        _searched,
         (1, 2),
     ),
     Recipe(
@@ -151,6 +163,7 @@ RECIPES = {recipe.name: recipe for recipe in _TABLE}
 
 
 def find_recipe(name: str) -> Recipe:
+    """The recipe of that name; a name that is nearly one is told which."""
     if name in RECIPES:
         return RECIPES[name]
     near = get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
@@ -178,70 +191,45 @@ def make_schedule(
     0: 0F0 0F1 0B0 0B1
     1: 1F0 1B0 1F1 1B1
     """
-    request = make_request(
-        name,
-        devices=devices,
-        microbatches=microbatches,
-        stages_per_device=stages_per_device,
-        costs=costs,
-        memory_limit=memory_limit,
-        objective=objective,
-        replicas=replicas,
-        minibatches=minibatches,
-        time_limit=time_limit,
-    )
-    return find_recipe(name).build(request)
-
-
-def make_request(
-    name: str,
-    *,
-    devices: int,
-    microbatches: int,
-    stages_per_device: int | None,
-    costs: Costs | None,
-    memory_limit: Number | str | None,
-    objective: Objective,
-    replicas: Sequence[int] | None,
-    minibatches: int,
-    time_limit: float,
-) -> Request:
-    """What a recipe is asked for, checked."""
-    recipe = find_recipe(name)
-    for word, value in (("devices", devices), ("microbatches", microbatches), ("minibatches", minibatches)):
-        if value < 1:
-            raise ConfigError(f"{word} is {value}, but a schedule needs at least 1")
-    if replicas is not None and name != "pipedream":
-        raise ConfigError(f"{name} has no replicated stages; only pipedream takes replicas")
-    if objective not in ("makespan", "span"):
-        raise ConfigError(f"objective is {objective!r}, but it is makespan or span")
-    _check_stages_per_device(recipe, stages_per_device)
-    stages = devices * (stages_per_device or max(recipe.stages_per_device or (2,)))
-    refuse_too_many(stages * microbatches * (2 * minibatches if name == "2bw" else 3))
-    costs = costs or Costs()
-    return Request(
+    request = Request(
         devices,
         microbatches,
         stages_per_device,
-        costs,
-        auto.resolve_limit(memory_limit, devices, microbatches, costs),
+        costs or Costs(),
+        memory_limit,
         objective,
-        tuple(replicas) if replicas is not None else None,
+        replicas,
         minibatches,
         time_limit,
     )
+    return build(name, request)
+
+
+def build(name: str, request: Request) -> Schedule:
+    """The schedule of that name, once what is asked of it makes sense."""
+    recipe = find_recipe(name)
+    _check(recipe, request)
+    return recipe.build(request)
+
+
+def _check(recipe: Recipe, request: Request) -> None:
+    for word in ("devices", "microbatches", "minibatches"):
+        if (value := getattr(request, word)) < 1:
+            raise ConfigError(f"{word} is {value}, but a schedule needs at least 1")
+    if request.replicas is not None and recipe.name != "pipedream":
+        raise ConfigError(f"{recipe.name} has no replicated stages; only pipedream takes replicas")
+    if request.objective not in ("makespan", "span"):
+        raise ConfigError(f"objective is {request.objective!r}, but it is makespan or span")
+    asked, allowed = request.stages_per_device, recipe.stages_per_device
+    if asked is not None and (asked < 1 or (allowed is not None and asked not in allowed)):
+        takes = " or ".join(map(str, allowed)) if allowed else "at least 1"
+        raise ConfigError(f"{recipe.name} takes {takes} stage{'' if allowed == (1,) else 's'} per device, not {asked}")
+    stages = request.devices * (asked or max(allowed or (2,)))
+    refuse_too_many(stages * request.microbatches * (2 * request.minibatches if recipe.name == "2bw" else 3))
+    _ = request.limit  # one that makes no sense is told by recipes that need none, too
 
 
 def refuse_too_many(actions: int) -> None:
     """Before they are made: a size with a few digits too many would fill the memory."""
     if actions > MOST_ACTIONS:
         raise ConfigError(f"that would be about {actions:,} actions; a schedule has up to {MOST_ACTIONS:,}")
-
-
-def _check_stages_per_device(recipe: Recipe, asked: int | None) -> None:
-    if asked is None:
-        return
-    if asked < 1 or (recipe.stages_per_device is not None and asked not in recipe.stages_per_device):
-        allowed = " or ".join(map(str, recipe.stages_per_device)) if recipe.stages_per_device else "at least 1"
-        plural = "" if recipe.stages_per_device == (1,) else "s"
-        raise ConfigError(f"{recipe.name} takes {allowed} stage{plural} per device, not {asked}")

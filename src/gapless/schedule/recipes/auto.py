@@ -8,7 +8,6 @@ be worse than the best so far is left out: that keeps it quick.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Literal
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Kind, Schedule
@@ -18,12 +17,10 @@ from gapless.schedule.placement import Placement
 from gapless.schedule.placement import line as line_placement
 from gapless.schedule.placement import vee as vee_placement
 from gapless.schedule.recipes import line, vee, zero_bubble
-from gapless.schedule.recipes.greedy import Policy, greedy, hops
+from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
-
-Objective = Literal["makespan", "span"]
+from gapless.schedule.timeline import Objective, Timeline
 
 # The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the second.
 _FIRST = {
@@ -70,7 +67,7 @@ def auto(
     objective: Objective = "makespan",
 ) -> Schedule:
     """The best schedule found: 1 stage per device is a line, 2 are a vee, None tries both where the costs allow."""
-    search = _Search(num_microbatches, costs, memory_limit, objective)
+    search = _Tries(num_microbatches, costs, memory_limit, objective)
     least = [search.run(placement) for placement in _placements(num_devices, costs, stages_per_device)]
     if search.best is None:
         raise ScheduleError(
@@ -81,7 +78,7 @@ def auto(
     return search.best.schedule.renamed("auto")
 
 
-class _Search:
+class _Tries:
     """Keeps the best of the schedules tried that fit."""
 
     def __init__(self, num_microbatches: int, costs: Costs, limit: Number | None, objective: Objective) -> None:
@@ -176,14 +173,14 @@ class _Search:
         """
         durations = self.costs.durations(placement)
         forward, inputs, weights = (durations[kind] for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
-        between = hops(placement, self.costs)
+        between = self.costs.hops(placement)
         makespan: Number = 0
         span: Number = 0
         for stages, left in zip(placement.stages, deferrable, strict=True):
             first = stages[0]
             work = self.num_microbatches * sum(forward[s] + inputs[s] + weights[s] for s in stages)
-            head = sum(forward[:first]) + sum(between[:first])
-            tail = sum(inputs[:first]) + sum(between[:first]) + weights[0]
+            head = sum(forward[:first]) + sum(between[: first + 1])
+            tail = sum(inputs[:first]) + sum(between[: first + 1]) + weights[0]
             makespan = max(makespan, head + work)
             span = max(span, work, head + work - left + tail if first else 0)
         return self._ranked(max(makespan, span), span)

@@ -1,4 +1,4 @@
-"""The question as CP-SAT takes it, whole numbers on a grid of ticks, and the search for its answer.
+"""The problem as CP-SAT takes it, whole numbers on a grid of ticks, and the search for its answer.
 
 Every cost is a whole number of ticks where that is possible. Where it is not, all are rounded *down*, and every true
 schedule with its starts rounded down still is a solution here (floor(a + b) >= floor(a) + floor(b)), so no bound gets
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from gapless.errors import ConfigError
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.memory import changes
-from gapless.schedule.recipes.question import Question
+from gapless.schedule.recipes.exact_problem import ExactProblem
 from gapless.schedule.timeline import Timeline
 
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
@@ -30,6 +30,7 @@ _GRACE = 0.5  # seconds for the solver to see that its time is up
 
 
 def solver_module() -> Any:
+    """OR-tools' CP-SAT, which only the extra `optimal` installs."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -48,7 +49,7 @@ def _unit(numbers: Iterable[Fraction], whole: Fraction, most: int) -> tuple[Frac
 class Model:
     """A start per action and the objective, with everything that ties them."""
 
-    def __init__(self, cp: Any, asked: Question, best: Timeline, hinted: bool) -> None:
+    def __init__(self, cp: Any, asked: ExactProblem, best: Timeline, hinted: bool) -> None:
         self.asked = asked
         slowest = Fraction(asked.timeline(asked.naive).makespan)
         times = [asked.duration(action) for row in asked.naive.rows for action in row]

@@ -1,4 +1,4 @@
-"""The question `optimal` answers, in exact numbers: which actions there are, what comes before what, what is allowed.
+"""The problem that `optimal` solves, in exact numbers: which actions there are, what comes first, what is allowed.
 
 Times stay fractions here. Whole numbers are the solver's business, and simulated ones with rounding errors would make
 a proof of nothing.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
@@ -18,9 +18,7 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
-
-Objective = Literal["makespan", "span"]
+from gapless.schedule.timeline import Objective, Timeline
 
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 
@@ -31,6 +29,7 @@ def fraction(number: Number | None) -> Any:
 
 
 def exact(costs: Costs) -> Costs:
+    """All costs as fractions."""
     values: dict[str, Any] = {field.name: getattr(costs, field.name) for field in fields(costs)}
     for name, value in values.items():
         values[name] = tuple(map(fraction, value)) if isinstance(value, tuple) else fraction(value)
@@ -38,11 +37,12 @@ def exact(costs: Costs) -> Costs:
 
 
 def plain(number: Fraction) -> Number:
+    """An int where it is one, a float otherwise."""
     return int(number) if number.denominator == 1 else float(number)
 
 
 @dataclass(frozen=True)
-class Question:
+class ExactProblem:
     """What is asked, in exact numbers."""
 
     placement: Placement

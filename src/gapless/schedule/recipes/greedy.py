@@ -32,13 +32,6 @@ class Policy:
     oldest_first: bool = False
 
 
-def hops(placement: Placement, costs: Costs) -> list[Number]:
-    """What it takes from each stage to the next, or back, where the link is free."""
-    home, between = placement.single, costs.hops(placement)
-    assert home is not None
-    return [between[stage] if home[stage] != home[stage - 1] else 0 for stage in range(1, placement.num_stages)]
-
-
 @dataclass(slots=True)
 class _Device:
     free: Number = 0
@@ -61,7 +54,7 @@ class _Pass:
         assert placement.single is not None
         S = placement.num_stages
         self.home, self.last, self.limit, self.policy = placement.single, S - 1, limit, policy
-        self.hops = hops(placement, costs)
+        self.hops = costs.hops(placement)
         self.durations = costs.durations(placement)
         self.activation = costs.per_stage("activation", placement)
         self.kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), self.activation))
@@ -147,12 +140,12 @@ class _Pass:
             if stage == self.last:
                 self.inputs[_I][stage].append(end)
             else:
-                self._hand_on(_F, stage + 1, end + self.hops[stage])
+                self._hand_on(_F, stage + 1, end + self.hops[stage + 1])
         else:
             device.held -= self.activation[stage] - self.kept[stage]
             device.weights.append(Action(stage, _W, microbatch))
             if stage > 0:
-                self._hand_on(_I, stage - 1, end + self.hops[stage - 1])
+                self._hand_on(_I, stage - 1, end + self.hops[stage])
 
     def _hand_on(self, kind: Kind, stage: int, arrival: Number) -> None:
         self.inputs[kind][stage].append(arrival)

@@ -20,7 +20,6 @@ from operator import itemgetter
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Number
-from gapless.schedule.recipes.greedy import hops
 from gapless.schedule.timeline import Timeline
 
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
@@ -66,7 +65,7 @@ class _Problem:
         self.limit = float("inf") if memory_limit is None else float(memory_limit) * (1 + 1e-12)
         self.needs: _Needs = [[] for _ in self.home]
         self.gives: _Needs = [[] for _ in self.home]
-        for s, hop in enumerate(hops(placement, costs)):
+        for s, hop in enumerate(costs.hops(placement)[1:]):
             self._link(s, s + 1, float(hop))
             self._link(S + s + 1, S + s, float(hop))
         for s in range(S):
@@ -105,7 +104,7 @@ class _Problem:
         rows = []
         for device, free in enumerate(release):
             shortest = min(duration for duration, where in zip(durations, home, strict=True) if where == device)
-            rows.append(_Row(free, max(shortest - slack, slack), slack, self.limit))
+            rows.append(_FillingRow(free, max(shortest - slack, slack), slack, self.limit))
         ends = [0.0] * len(order)
         chain_ends = [release[device] for device in home]
         for action in order:
@@ -120,7 +119,7 @@ class _Problem:
         return [row.actions for row in rows], ends
 
 
-class _Row:
+class _FillingRow:
     """A device's row while it fills up, in its gaps as well as at its end."""
 
     __slots__ = ("actions", "free", "gaps", "levels", "limit", "shortest", "slack")

@@ -24,14 +24,15 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
 from gapless.schedule.recipes.cp_sat import Model, Search, solver_module
-from gapless.schedule.recipes.question import Objective, Question, exact, fraction, plain
+from gapless.schedule.recipes.exact_problem import ExactProblem, exact, fraction, plain
 from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Objective
 
 _ROUNDING = 1e-6  # a gap below this comes from costs too fine for whole numbers
 
 
 @dataclass(frozen=True)
-class Progress:
+class SolverProgress:
     """How far the search is: the best value found, and what no schedule can be below."""
 
     seconds: float
@@ -69,7 +70,7 @@ def optimal(
     time_limit: float = 60.0,
     seed: int = 0,
     num_workers: int = 8,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SolverProgress], None] | None = None,
 ) -> Optimum:
     """The schedule with the least makespan (or span) under `memory_limit`, per device in the unit of `activation`.
 
@@ -86,7 +87,7 @@ def optimal(
     _check(num_microbatches, memory_limit, objective, time_limit, num_workers)
     costs = costs or Costs()
     limit = None if memory_limit is None else fraction(memory_limit)
-    asked = Question(placement, num_microbatches, exact(costs), limit, objective)
+    asked = ExactProblem(placement, num_microbatches, exact(costs), limit, objective)
     asked.refuse_tight_limit()
     hinted = asked.accepted(hint)
     best = hinted or asked.timeline(asked.naive)
@@ -115,13 +116,13 @@ class _Report:
     began: float
     value: Fraction
     bound: Fraction
-    progress: Callable[[Progress], None] | None
+    progress: Callable[[SolverProgress], None] | None
 
     def __call__(self, value: Fraction | None, bound: Fraction) -> None:
         best = min(self.value, self.value if value is None else value)
         lowest = max(self.bound, bound)
         if self.progress is not None and (best, lowest) != (self.value, self.bound):
-            self.progress(Progress(time.monotonic() - self.began, plain(best), plain(lowest)))
+            self.progress(SolverProgress(time.monotonic() - self.began, plain(best), plain(lowest)))
         self.value, self.bound = best, lowest
 
 
