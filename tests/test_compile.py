@@ -157,7 +157,7 @@ def test_what_torch_compiles_anew_for_is_learnt_anew(p: float) -> None:
     calls, x, device = CompiledCalls(layer), torch.randn(2, 6), torch.device("cpu")
 
     def cold() -> bool:
-        return calls(x, SEED, device, lambda: layer(x))[1]
+        return calls(layer, (x,), SEED, device)[1]
 
     assert [cold(), cold()] == [True, False]
     block.linear.bias.requires_grad_(False)

@@ -75,3 +75,59 @@ def test_a_batch_norm_in_a_compiled_layer_counts_once() -> None:
     reference = copy.deepcopy(model)
     assert_exact(compiled(model), compiled(reference), schedule="gpipe", remat="stage")
     assert int(model.get_buffer("0.1.num_batches_tracked")) == 3 * 4
+
+
+class Counting(nn.Module):
+    """Shifts by a table, and counts its calls in a buffer that others may have too."""
+
+    counter: Tensor
+    table: Tensor
+
+    def __init__(self, counter: Tensor, *, counts: bool) -> None:
+        super().__init__()
+        self.register_buffer("counter", counter)
+        self.register_buffer("table", torch.linspace(0.0, 1.0, 6))
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.counter += 1
+        return x + self.table * self.counter
+
+
+def norm_twice() -> list[nn.Module]:
+    norm = nn.BatchNorm1d(6)
+    return [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 6)]
+
+
+def counted_twice() -> list[nn.Module]:
+    counter = torch.zeros(())
+    return [nn.Linear(6, 6), Counting(counter, counts=True), nn.Linear(6, 6), Counting(counter, counts=True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(norm_twice, "1.num_batches_tracked|1.running_"), (counted_twice, "1.counter")]
+)
+def test_a_buffer_that_two_stages_change_is_refused(make: Any, name: str) -> None:
+    """It was changed in the order in which the stages happened to run."""
+    message = rf"several stages have the buffer ({name}).* and change it, .*: choose a partition that keeps its layers"
+    with (
+        gapless.Pipeline(make(), devices=2, microbatches=4, loss=F.mse_loss, intra_op_threads=1) as pipe,
+        pytest.raises(gapless.GaplessError, match=message),
+    ):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+
+
+def read_twice() -> list[nn.Module]:
+    reading = Counting(torch.ones(()), counts=False)
+    return [nn.Linear(6, 6), reading, nn.Linear(6, 6), reading]
+
+
+def norm_twice_in_eval_mode() -> list[nn.Module]:
+    return [layer.eval() for layer in norm_twice()]
+
+
+@pytest.mark.parametrize("make", [read_twice, norm_twice_in_eval_mode])
+def test_a_buffer_that_two_stages_only_read_is_exact(make: Any) -> None:
+    model = nn.Sequential(*make())
+    assert_exact(model, copy.deepcopy(model), schedule="1f1b")

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.stage.draws import RANDOM, RECURRENT
-from gapless.stage.intercept import TABLE
 from gapless.stage.plain import plain_step
+from gapless.stage.random_calls import RANDOM, RECURRENT
 from gapless.stage.seeds import seed_of
+from gapless.stage.table import TABLE
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square, run_step
 
 

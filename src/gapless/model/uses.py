@@ -1,4 +1,4 @@
-"""Which parameters several stages share."""
+"""Which stages use a parameter or have a buffer, and what several of them share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError
+from gapless.stage.buffers import Owned
+from gapless.stage.compiled import is_traced
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Away, Place, Tie, Tied
 
@@ -24,6 +26,23 @@ def uses_of(stages: Sequence[Sequence[Any]]) -> Uses:
         for parameter in dict.fromkeys(found):
             uses.setdefault(parameter, []).append(number)
     return uses
+
+
+def shared_buffers(module: nn.Module, stages: Sequence[Sequence[Any]]) -> dict[Owned, str]:
+    """The buffers that layers of several stages have, with their names. A traced graph is never cut between two uses of
+    a buffer that changes, so its buffers are left out.
+    """
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    users: dict[int, set[int]] = {}
+    owned: dict[Owned, int] = {}
+    for number, parts in enumerate(stages):
+        whole = [part for part in parts if isinstance(part, nn.Module) and not is_traced(part)]
+        for owner in (each for part in whole for each in part.modules()):
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owned[owner, name] = id(buffer)
+                    users.setdefault(id(buffer), set()).add(number)
+    return {each: names.get(buffer, each[1]) for each, buffer in owned.items() if len(users[buffer]) > 1}
 
 
 def tie(

@@ -11,6 +11,7 @@ from torch import nn
 from gapless.model.capture import Captured
 from gapless.model.layers import Layers
 from gapless.model.materialise import Init, materialise, release
+from gapless.model.uses import shared_buffers
 from gapless.pipeline.arguments import check_data
 from gapless.schedule.action import Kind, Schedule
 from gapless.stage.compiled import Compiler, compiled
@@ -65,6 +66,9 @@ def make_stages(
                 **options,
             )
         )
+    shared = shared_buffers(model.module, [*parts[:-1], [*parts[-1], loss]])
+    for made in stages:
+        made.share_buffers(shared)
     if isinstance(model, Layers):  # a traced module may have to be traced again
         release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
     return stages

@@ -1,15 +1,30 @@
 """Tensors on one device: what a stage computes, keeps and frees. Nothing here knows of schedules or of other devices.
 
-| file | its noun |
-|---|---|
-| `seeds` | the seed of each (step, microbatch, layer) |
-| `microbatch` | trees of tensors: cut, merged, weighed |
-| `plain` | the reference loop that everything is compared with |
-| `stage` | forward, backward and its two halves |
-| `cell` | one autograd graph; `remat`: one that is rebuilt |
-| `buffers` | those that a forward changes, and a second run must not |
-| `calls` | how layers are called: inside the mode or outside; `compiled`: those of which nothing can be seen |
-| `intercept` | the mode and its table of handlers: `linear`, `convolution`, `draws`, `batchnorm` |
-| `deferred` | weight gradients that wait |
-| `autocast` | its state, where it must be off or replayed |
+The reference, and what enters a stage
+    seeds          the seed of each (step, microbatch, layer)
+    microbatch     trees of tensors: cut, merged
+    counted        what a loss takes its mean over; `share`: a step as a part of a larger minibatch
+    plain          the plain loop that everything is compared with, bit by bit
+    devices        those that a user asks for; `intra_op`: how many threads their kernels take
+
+A stage and its microbatches
+    stage          some layers: forward, backward and its two halves
+    cell           one autograd graph; `remat`: one that is rebuilt
+    kept           what is kept of a microbatch; `intake`: how layers get the inputs of a cell
+    buffers        those that a forward changes, and a second run must not
+    auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
+    tie            a parameter that several stages use; `turns`: gradients that wait for their microbatch's turn
+
+How layers are called
+    calls          the calls of a stage: layers, loss, backwards
+    way            inside the mode, outside of it, or neither; `compiled`: layers of which nothing can be seen
+    mode           the one function mode; `table`: what it answers; `signature`: the arguments of such a call
+    linear         weight gradients that wait; `convolution`: those of convolutions and embeddings
+    random_calls   torch's random functions; `batchnorm`: running statistics
+
+What they stand on
+    deferred       the records of weight gradients; `graph_task`: for whom a backward runs
+    draws          private generators; `unseen`: draws that the mode can't see; `exclusive`: one thread at a time
+    reach          which parameters a graph reaches
+    autocast       its state, where it must be off or replayed; `settings`: all settings that a layer may depend on
 """

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from .exclusive import exclusively
 
 _DEVICE_TYPES = ("cpu", "cuda")
+# What autocast runs in the lower precision, as people call it.
+_CASTING = frozenset(
+    function
+    for place in (torch, Tensor, F)
+    for name in [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "prelu",
+        "scaled_dot_product_attention",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "conv_tbc",
+    ]
+    if (function := getattr(place, name, None)) is not None
+)
+_CASTING_ON_CUDA = frozenset(
+    function
+    for place in (torch, Tensor)
+    for name in ["mv", "addmv", "addr"]
+    if (function := getattr(place, name, None)) is not None
+)
 
 
 class _One(NamedTuple):
@@ -37,6 +71,11 @@ class AutocastState:
                 if enabled != torch.is_autocast_enabled(kind) or enabled:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
+
+
+def runs_low(func: Any, kind: str) -> bool:
+    """Whether autocast runs a call on this kind of device in the lower precision."""
+    return func in _CASTING or (kind == "cuda" and func in _CASTING_ON_CUDA)
 
 
 def autocast_is_on() -> bool:

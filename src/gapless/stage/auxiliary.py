@@ -30,11 +30,11 @@ class WithAux(NamedTuple):
     stored: tuple[str, ...] = ()
 
 
-class _Running(threading.local):
+class _Adding(threading.local):
     add: Callable[[Tensor], Tensor] | None = None
 
 
-_running = _Running()
+_adding = _Adding()
 
 
 def aux_loss(value: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def aux_loss(value: Tensor) -> Tensor:
         raise GaplessError(
             f"aux_loss takes a scalar tensor of floats, and got {what}: reduce it, with mean() for example."
         )
-    return value if _running.add is None else _running.add(value)
+    return value if _adding.add is None else _adding.add(value)
 
 
 class Added:
@@ -61,12 +61,12 @@ class Added:
         self._losses: list[Tensor] = []
 
     def __enter__(self) -> Added:
-        self._before = _running.add
-        _running.add = self._add
+        self._before = _adding.add
+        _adding.add = self._add
         return self
 
     def __exit__(self, *_: object) -> None:
-        _running.add = self._before
+        _adding.add = self._before
 
     def _add(self, value: Tensor) -> Tensor:
         self._losses.append(value)
@@ -82,11 +82,11 @@ class Added:
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """While it holds, this thread traces: the call is kept in the graph."""
-    before, _running.add = _running.add, torch.ops.gapless.aux_loss
+    before, _adding.add = _adding.add, torch.ops.gapless.aux_loss
     try:
         yield
     finally:
-        _running.add = before
+        _adding.add = before
 
 
 @torch.library.custom_op("gapless::aux_loss", mutates_args=())

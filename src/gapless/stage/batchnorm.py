@@ -29,9 +29,14 @@ from torch.overrides import TorchFunctionMode
 from gapless.errors import ConfigError
 
 from .compiled import is_compiled
+from .signature import bound, signature_of
 
 BatchNorm = Literal["deferred", "microbatch", "error"]
 _COUNTER = "num_batches_tracked"
+_FUNCTIONAL = signature_of(F.batch_norm)
+_OPERATOR = dict.fromkeys(
+    ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+)
 
 
 class _Moments(NamedTuple):
@@ -65,7 +70,7 @@ class Statistics:
         self._movers: dict[int, int] = {}
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
-        self._moved = False
+        self.moved: set[int] = set()  # running means and counters that calls were seen to move, by id
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A microbatch comes, or comes again for remat; its forward may take several runs."""
@@ -101,19 +106,19 @@ class Statistics:
         self._uses.clear()
         self._microbatch = -1
 
-    def counts(self) -> bool:
-        """Whether the call that is being made counts, or did so before."""
+    def counts(self, moving: Tensor) -> bool:
+        """Whether the call that is being made counts, or did so before; it would move this."""
         self._seen += 1
         if self._seen <= self._counted:
             return False
         self._counted = self._seen
-        self._moved = True
+        self.moved.add(id(moving))
         return True
 
     @property
     def moves(self) -> bool:
         """Whether a microbatch leaves statistics behind that the next one goes on from."""
-        return self._moved and self.option != "deferred"
+        return bool(self.moved) and self.option != "deferred"
 
     def is_counter(self, tensor: Tensor) -> bool:
         """Whether this is the buffer in which a batch norm counts its minibatches."""
@@ -128,7 +133,7 @@ class Statistics:
 
     def raises(self, counter: Tensor) -> bool:
         """Whether the counter moves now: with deferred statistics once for the minibatch."""
-        if not self.counts():
+        if not self.counts(counter):
             return False
         if self.option == "deferred":
             if self._movers.setdefault(id(counter), self._microbatch) != self._microbatch:
@@ -193,71 +198,25 @@ class PlainMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _functional(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`F.batch_norm`, which is what torch's modules call."""
-
-    def bound(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Any:
-        def call(mean: Tensor | None, var: Tensor | None, momentum: float) -> Any:
-            return mode.plain(func, (input, mean, var, weight, bias, training, momentum, eps), {})
-
-        return _answered(mode.statistics, input, running_mean, running_var, training, momentum, call)
-
-    return bound(*args, **kwargs)
-
-
-def _operator(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.batch_norm`, which is also how a traced graph calls it."""
-
-    def bound(
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Any:
-        def call(mean: Tensor | None, var: Tensor | None, momentum: float) -> Any:
-            return mode.plain(func, (input, weight, bias, mean, var, training, momentum, eps, cudnn_enabled), {})
-
-        return _answered(mode.statistics, input, running_mean, running_var, training, momentum, call)
-
-    return bound(*args, **kwargs)
-
-
-def _answered(
-    statistics: Statistics,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    call: Callable[[Tensor | None, Tensor | None, float], Any],
-) -> Any:
-    if training and statistics.option == "error":
+def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`F.batch_norm`, which torch's modules call, and the operator below it, which a traced graph calls."""
+    given = bound(_FUNCTIONAL if func is F.batch_norm else _OPERATOR, args, kwargs)
+    statistics, running_mean, running_var = mode.statistics, given["running_mean"], given["running_var"]
+    if given["training"] and statistics.option == "error":
         _refuse("batch_norm")
-    if not training or running_mean is None or running_var is None:
-        return call(running_mean, running_var, momentum)
-    if not statistics.counts():
-        return call(None, None, momentum)
+    if not given["training"] or running_mean is None or running_var is None:
+        return mode.plain(func, args, kwargs)
+    if not statistics.counts(running_mean):
+        without = given | {"running_mean": None, "running_var": None}
+        return mode.plain(func, tuple(without.values()), {})
     if statistics.option != "deferred":
-        return call(running_mean, running_var, momentum)
+        return mode.plain(func, args, kwargs)
     # An update of zeros with all the weight on the new leaves the moments themselves, as the kernel computed them.
     mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    result = call(mean, var, 1.0)
-    size = input.numel() // input.size(1)
-    statistics.note(_Moments(running_mean, running_var, momentum, size, mean, var))
+    moved = given | {"running_mean": mean, "running_var": var, "momentum": 1.0}
+    result = mode.plain(func, tuple(moved.values()), {})
+    size = given["input"].numel() // given["input"].size(1)
+    statistics.note(_Moments(running_mean, running_var, given["momentum"], size, mean, var))
     return result
 
 
@@ -294,10 +253,6 @@ def _refuse(name: str) -> None:
 
 
 HANDLERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    F.batch_norm: _functional,
-    torch.batch_norm: _operator,
-    torch.ops.aten.batch_norm.default: _operator,
-    Tensor.add_: _add,
-    Tensor.__iadd__: _add,
-    torch.ops.aten.add_.Tensor: _add,
+    **dict.fromkeys((F.batch_norm, torch.batch_norm, torch.ops.aten.batch_norm.default), _batch_norm),
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__, torch.ops.aten.add_.Tensor), _add),
 }

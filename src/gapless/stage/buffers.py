@@ -14,7 +14,7 @@ where nothing can be seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class Copy(NamedTuple):
 
 
 Taken = list[Copy]
+Owned = tuple[nn.Module, str]  # a buffer by the module that has it, since a forward may put another tensor there
 
 
 class Buffers:
@@ -49,7 +50,7 @@ class Buffers:
     def __init__(self, layers: Sequence[Any], *, always: bool) -> None:
         self._layers = [(layer, is_compiled(layer)) for layer in layers if isinstance(layer, nn.Module)]
         self._always = always
-        self._changing: dict[tuple[nn.Module, str], None] = {}
+        self._changing: dict[Owned, None] = {}
         self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
         self._tried = False
 
@@ -95,9 +96,9 @@ class Buffers:
         return [each for each in taken if (each.module, each.name) in self._changing]
 
     @property
-    def changing(self) -> list[Tensor]:
+    def changing(self) -> Collection[Owned]:
         """Those that were seen to change."""
-        return [value for module, name in self._changing if (value := module._buffers.get(name)) is not None]
+        return self._changing
 
     @contextlib.contextmanager
     def replayed(self, taken: Taken) -> Iterator[None]:

@@ -6,10 +6,9 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -19,13 +18,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
-from .autocast import AutocastState, autocast_is_on, casts_are_kept
+from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
-from .buffers import Buffers, Taken
+from .buffers import Buffers, Owned
 from .calls import Calls
-from .deferred import Records, given
-from .intercept import Restart
-from .plain import without_loss
+from .deferred import given
+from .intake import Intake, copied
+from .kept import Kept, Work, leaf_of
+from .mode import Restart
+from .plain import detach, without_loss
 from .reach import Reached
 from .tie import Place, Tie, running
 
@@ -40,58 +41,6 @@ _ON_META = "device meta"  # what belongs to another process is there
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
 
-@dataclasses.dataclass(slots=True)
-class Work:
-    """One microbatch on its way through a stage."""
-
-    microbatch: int
-    step: int
-    target: Any
-    weight: float | Tensor
-    want_outputs: bool
-    defer: bool  # will the halves of its backward be called apart
-    records: Records
-    keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
-    replaying: bool = False
-    deferred: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # parameters whose gradients wait, by id
-
-
-@dataclasses.dataclass(slots=True)
-class Kept:
-    """What a cell keeps of a microbatch. `edges` are those of the outputs, or of the weighted loss; None: to be
-    recomputed.
-    """
-
-    leaves: list[Tensor]
-    shape: mb.Shape | None
-    edges: list[GradientEdge | None] | None = None
-    starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`, ones
-    autocast: AutocastState | None = None
-    buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
-    # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
-    # in another order.
-    as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    bare: bool = False  # of layers that do the same every time
-    casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
-        """For these inputs."""
-        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
-
-    def watch_layouts(self) -> None:
-        """Before the backward: keep gradients as they come."""
-        for number, leaf in enumerate(self.leaves):
-            if leaf.requires_grad:
-                leaf.register_hook(functools.partial(_note_layout, self.as_they_came, number, leaf.stride()))
-
-    def grads(self) -> list[Tensor | None]:
-        """The gradients of the inputs, after the backward."""
-        if not self.as_they_came:
-            return [leaf.grad for leaf in self.leaves]
-        return [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
-
-
 class Cell:
     """Some consecutive layers with one graph per microbatch."""
 
@@ -103,9 +52,7 @@ class Cell:
         self._buffers = Buffers(calls.parts_of(layers, with_loss=with_loss), always=self.remakes)
         self._with_loss = with_loss
         self._kept: dict[int, Kept] = {}
-        # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
-        self._guarded = False
-        self._tried = False  # a run has told
+        self._intake = Intake()
         self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
@@ -114,7 +61,6 @@ class Cell:
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
         self._own: set[Tensor] = set()
         self._stray: Stray | None = None
-        self._casts_input = False  # a layer casts the input in an autocast of its own
         self._next_look = [0, 0]  # the step after which the graph is walked again: without deferral, with it
 
     def tie(self, stage: int, ties: Sequence[Tie], stray: Stray | None) -> None:
@@ -131,9 +77,9 @@ class Cell:
             each.settle(*self._place)
 
     @property
-    def moves_buffers(self) -> bool:
-        """Whether a forward was seen to leave buffers behind that the next one starts from."""
-        return bool(self._buffers.changing) or self._calls.statistics.moves
+    def changing(self) -> Collection[Owned]:
+        """The buffers that a forward was seen to change; those of batch norms are counted elsewhere."""
+        return self._buffers.changing
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether it is one of its layers or of its loss."""
@@ -167,15 +113,15 @@ class Cell:
         leaf = tensor.detach()
         if tensor.requires_grad:
             leaf.requires_grad_()
-        value: Any = copied(leaf) if self._guarded and leaf.requires_grad else leaf
+        value: Any = copied(leaf) if self._intake.guarded and leaf.requires_grad else leaf
         version, first = value._version, value
         try:
             for layer in layers:
                 value = layer(value)
         except RuntimeError as error:
-            if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
+            if self._intake.guarded or _IN_PLACE_ON_LEAF not in str(error):
                 raise
-            self._guarded = True
+            self._intake.guarded = True
             return self._run_bare(work, layers, tensor, then)
         kept = self._kept[work.microbatch] = Kept([leaf], None, bare=True)
         if type(value) is Tensor and (node := value.grad_fn) is not None and then is not None:
@@ -187,7 +133,7 @@ class Cell:
             if then is not None:
                 then(handed)
         if first._version != version:
-            self._guarded = True
+            self._intake.guarded = True
         return handed
 
     def recompute(self, work: Work) -> None:
@@ -224,41 +170,25 @@ class Cell:
     def _backward_tied(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
         """Gradients of shared parameters go on from what later places have added up."""
         edges, starts = [*edges], [*starts]
-        with contextlib.ExitStack() as hooks:
+        with ExitStack() as hooks:
             for each in self._ties:
                 for edge, grad in self._seeds(work, kept, each, hooks):
                     edges.append(edge)
                     starts.append(grad)
             if edges:
-                with running(self._place, work.microbatch, edges, starts[0].device):
+                with running.around((self._place, work.microbatch), edges, starts[0].device):
                     self._calls.backward(work.records, edges, starts)
         for each in self._ties:
             each.passed(self._place, work.microbatch)
 
-    def _seeds(
-        self, work: Work, kept: Kept, tie: Tie, hooks: contextlib.ExitStack
-    ) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Where the sums of later places go on. In a place before which others use the same cast of autocast's, what
-        arrives there is caught.
-        """
+    def _seeds(self, work: Work, kept: Kept, tie: Tie, hooks: ExitStack) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Where the sums of later places go on."""
         place, parameter = self._place, tie.parameter
-        high, low = tie.brought(place, work.microbatch)
         waits = id(parameter) in work.deferred
         if work.defer and tie.is_first(place):  # a microbatch that skips it keeps its turn among those whose W adds it
             waits = waits or id(parameter) in self._deferring
-        cast = None
-        if tie.shares_cast(place) and not waits:
-            cast = kept.casts.get(tie)
-        if cast is not None and not tie.is_first_to_cast(place):
-            catch = functools.partial(_catch_low, tie, place, work.microbatch)
-            hooks.callback(cast.register_prehook(catch).remove)
-        if low is not None and cast is None and not waits:
-            if tie.is_first(place):
-                cast_now = low.to(parameter.dtype)
-                high = cast_now if high is None else high + cast_now
-            else:
-                tie.catch_low(place, work.microbatch, low)
-            low = None
+        cast = kept.casts.get(tie) if tie.shares_cast(place) and not waits else None
+        high, low = tie.goes_on(place, work.microbatch, cast, hooks, waits=waits)
         if waits:
             work.records[:0] = [
                 (parameter, given, sums, None, is_low)
@@ -298,10 +228,10 @@ class Cell:
         """
         self._calls.statistics.enter(work.microbatch, replaying=work.replaying)
         while True:
-            cast = self._casts_input or autocast_is_on()
-            tensors = [self._changeable(leaf, cast=cast) for leaf in kept.leaves]
+            cast = self._intake.casts or autocast_is_on()
+            tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]
             versions = [tensor._version for tensor in tensors]
-            was_copied = self._guarded or not self._tried
+            was_copied = self._intake.copies
             taken = self._buffers.taken()
             try:
                 handed = self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
@@ -315,40 +245,14 @@ class Cell:
                         "process, and their values are not here: use them in a layer of that stage, or, for a penalty "
                         "on weights, give the optimizer weight_decay"
                     ) from error
-                if self._guarded or _IN_PLACE_ON_LEAF not in str(error):
+                if self._intake.guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
                 self._buffers.put_back(taken)
-                self._guarded = True
+                self._intake.guarded = True
                 continue
             kept.buffers = self._buffers.learn(taken)
-            self._note_changes(versions != [tensor._version for tensor in tensors], seen=was_copied or not cast)
+            self._intake.learn(versions != [tensor._version for tensor in tensors], seen=was_copied or not cast)
             return handed
-
-    def _changeable(self, leaf: Tensor, *, cast: bool) -> Tensor:
-        """The leaf as the layers get it: as it is, or as the result of an operation, which it is in the plain loop.
-
-        torch forbids to change a leaf in place, so a layer that does gets a copy, and the stage before keeps what it
-        has saved. Autocast caches the cast of a leaf but not that of a result, so that gradients of several uses
-        would be summed in another precision.
-        """
-        if not leaf.requires_grad or not (self._guarded or cast):
-            return leaf
-        if self._guarded or not self._tried:
-            return copied(leaf)
-        result: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-        if result.stride() != leaf.stride():  # of a dimension of size one, by which kernels are chosen too
-            result = torch.ops.aten.alias.default(leaf)
-        return result
-
-    def _note_changes(self, changed: bool, *, seen: bool) -> None:
-        """Learns from a run whether the layers change their input."""
-        if changed and not seen:
-            raise GaplessError(
-                "a layer changed its input in place that had not done so before, under autocast, where that can't be "
-                "undone: let it make a new tensor."
-            )
-        self._tried = True
-        self._guarded = self._guarded or changed
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls = self._calls
@@ -364,11 +268,15 @@ class Cell:
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 calls.cast_anew(each.parameter)
-        with calls.begin(work.records if defer else None, work.step, work.microbatch), Added() as added, watch:
+        with (
+            calls.begin(work.records if defer else None, work.step, work.microbatch),
+            Added() as added,
+            watch or nullcontext(),
+        ):
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
-                aux, stored = added.to(aux), (*stored, *watch.told())
+                aux, stored = added.to(aux), (*stored, *(watch.told() if watch is not None else ()))
                 handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             else:
                 loss = calls.loss(value, work.target)
@@ -379,7 +287,7 @@ class Cell:
                 weighted = without_loss(value, aux) if uncounted else [loss * work.weight]
                 kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
                 kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
-                handed = self._outputs(value) if work.want_outputs else None, loss.detach()
+                handed = detach(value) if work.want_outputs else None, loss.detach()
         if work.step >= self._next_look[defer]:
             self._look(kept)
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
@@ -409,8 +317,8 @@ class Cell:
                     self._stray(self._place, each)
             if any(id(tie.parameter) in calls.deferred and not tie.is_first(self._place) for tie in self._ties):
                 raise Restart
-        if not self._casts_input and any(leaf in found.casts for leaf in kept.leaves):
-            self._casts_input = True
+        if not self._intake.casts and any(leaf in found.casts for leaf in kept.leaves):
+            self._intake.casts = True
             raise Restart
         if casts_are_kept():
             self._look_at_casts(found)
@@ -429,51 +337,6 @@ class Cell:
         tensors, shape = mb.flatten(value)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)
-
-    def _outputs(self, value: Any) -> Any:
-        tensors, shape = mb.flatten(value)
-        return mb.unflatten([tensor.detach() for tensor in tensors], shape)
-
-
-class _Copied(torch.autograd.Function):
-    """A copy laid out as the tensor itself; its gradient is passed on as it comes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, layout=tensor.layout
-        ).copy_(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, those of dimensions of size one included: kernels are chosen by them. Where
-    elements share memory they can't be the same.
-    """
-    copy = tensor.clone()
-    if copy.stride() == tensor.stride() or 0 in tensor.stride():
-        return copy
-    made: Tensor = _Copied.apply(tensor)  # type: ignore[no-untyped-call]
-    return made
-
-
-def leaf_of(tensor: Tensor) -> Tensor:
-    """The same data without its history, marked if a gradient for it is wanted."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
-
-
-def _catch_low(tie: Tie, place: Place, microbatch: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
-    if grads[0] is not None:
-        tie.catch_low(place, microbatch, grads[0])
-    return (None,)
-
-
-def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
-    if grad.stride() != stride:
-        as_they_came[number] = grad
 
 
 def check_scalar(loss: Any) -> None:

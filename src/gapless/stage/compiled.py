@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import microbatch as mb
-from .draws import default_generator, seeded
+from .draws import default_generators, seeded
 from .settings import settings
 
 
@@ -43,29 +43,34 @@ class CompiledCalls:
         self._drawn: dict[Any, list[torch.Generator]] = {}  # by kind of input: what its calls draw from
         self.seconds = 0.0  # of the calls that compiled
 
-    def __call__(self, inputs: Any, seed: int, device: torch.device, call: Callable[[], Any]) -> tuple[Any, bool]:
+    def __call__(
+        self, call: Callable[..., Any], args: tuple[Any, ...], seed: int, device: torch.device
+    ) -> tuple[Any, bool]:
         """The result, and whether this call may have compiled."""
-        kind = self._kind(inputs)
+        tensors = list(args) if type(args[0]) is Tensor and len(args) == 1 else mb.flatten(args)[0]
+        kind = self._kind(tensors)
         drawn = self._drawn.get(kind)
         if drawn is None:
-            return self._first(kind, seed, [device, *(tensor.device for tensor in mb.flatten(inputs)[0])], call), True
+            return self._first(kind, seed, [device, *(tensor.device for tensor in tensors)], call, args), True
         if not drawn:
-            return call(), False
+            return call(*args), False
         with seeded(drawn, seed):
-            return call(), False
+            return call(*args), False
 
     @property
     def draws(self) -> bool:
         """Whether a call has drawn."""
         return any(self._drawn.values())
 
-    def _first(self, kind: Any, seed: int, devices: Sequence[torch.device], call: Callable[[], Any]) -> Any:
+    def _first(
+        self, kind: Any, seed: int, devices: Sequence[torch.device], call: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         """The call that compiles, and tells which generators move."""
-        generators = [default_generator(each) for each in dict.fromkeys([torch.device("cpu"), *devices])]
+        generators = default_generators(devices)
         with seeded(generators, seed):
             start = time.perf_counter()
             before = [generator.get_state() for generator in generators]
-            result = call()
+            result = call(*args)
             after = [generator.get_state() for generator in generators]
             self.seconds += time.perf_counter() - start
         self._drawn[kind] = [
@@ -73,9 +78,8 @@ class CompiledCalls:
         ]
         return result
 
-    def _kind(self, inputs: Any) -> Any:
+    def _kind(self, tensors: Sequence[Tensor]) -> Any:
         """What torch may compile anew for."""
-        tensors = [inputs] if type(inputs) is Tensor else mb.flatten(inputs)[0]
         shapes = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors])
         return shapes, settings(), _modes(self._layer)
 

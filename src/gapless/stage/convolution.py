@@ -4,20 +4,20 @@ part at a time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import record
+from .mode import Mode
+from .signature import bound, signature_of
 
-if TYPE_CHECKING:
-    from .intercept import Mode
-
-_FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
+_TENSORS = dict.fromkeys(("input", "weight", "bias"))
+_FORWARD = {**_TENSORS, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_TRANSPOSED = {**_TENSORS, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+_EMBEDDING = signature_of(F.embedding)
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
 
 
@@ -25,42 +25,25 @@ def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """`F.conv1d` to `F.conv_transpose3d`."""
     name = func.__name__
     spatial, transposed = _SPATIAL[name], "transpose" in name
-    names = _TRANSPOSED if transposed else _FORWARD
-    given = {**_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
-    x, weight, bias = given["input"], given["weight"], given["bias"]
+    given = bound(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
+    x, weight, bias, *options = given.values()
     padding = _padding(given["padding"], weight, given["dilation"], spatial)
     if not mode.defers(weight, bias) or type(x) is not Tensor or x.dim() != spatial + 2 or padding is None:
         return mode.plain(func, args, kwargs)
-    low = mode.autocast_dtype()
-    if low is None:
-        w, b = weight.detach(), None if bias is None else bias.detach()
-    else:
-        x, w, b = x.to(low), mode.cast(weight, low), None if bias is None else mode.cast(bias, low)
-    needs_input = x.requires_grad
-    if not needs_input:
-        w.requires_grad_()
-    y = func(x, w, b, *(given[key] for key in names[3:]))
+    x, w, b, low = mode.stand_ins(x, weight, bias)
+    y = func(x, w, b, *options)
     rest = (
         None if b is None else list(b.shape),
         _spread(given["stride"], spatial),
         padding,
         _spread(given["dilation"], spatial),
         transposed,
-        _spread(given["output_padding"], spatial),
+        _spread(given.get("output_padding", 0), spatial),
         given["groups"],
     )
     both = _Both(x.detach(), w.detach(), rest, bias is not None and bias.requires_grad)
-    record(
-        mode,
-        y,
-        both,
-        weight,
-        _Both.weight,
-        bias,
-        _Both.bias,
-        needs_input=needs_input,
-        summed_low=mode.sums_low(weight, low),
-    )
+    needs_input = x.requires_grad
+    record(mode, y, both, weight, _Both.weight, bias, _Both.bias, needs_input=needs_input, low=low)
     return y
 
 
@@ -87,29 +70,12 @@ class _Both:
 
 def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.embedding(indices, weight, ...)`; sparse gradients, and max_norm, which changes the weight, are torch's."""
-    return _embedding(mode, func, args, kwargs, *args, **kwargs)
-
-
-def _embedding(
-    mode: Mode,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    input: Tensor,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
+    indices, weight, padding_idx, max_norm, norm_type, by_freq, sparse = bound(_EMBEDDING, args, kwargs).values()
     if sparse or max_norm is not None or not mode.defers(weight, None):
         return mode.plain(func, args, kwargs)
-    stand_in = weight.detach().requires_grad_()
-    y = F.embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
+    y = F.embedding(indices, weight.detach().requires_grad_(), padding_idx, None, norm_type, by_freq)
     rows = weight.size(0)
-    padding = -1 if padding_idx is None else padding_idx % rows
-    kept = (input, rows, padding, scale_grad_by_freq)
+    kept = (indices, rows, -1 if padding_idx is None else padding_idx % rows, by_freq)
     record(mode, y, kept, weight, _embedding_grad, needs_input=False)
     return y
 

@@ -11,35 +11,28 @@ sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would dif
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from .autocast import autocast_is_on, without_autocast
+from .graph_task import Running
 
-T = TypeVar("T")
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
-class Record(NamedTuple):
-    """One contribution to come. `summed_low`: contributions are added up in their own, lower precision before the cast
-    to the parameter's, because autocast casts a parameter once and caches the result."""
-
-    parameter: Tensor
-    function: Callable[[Any, Tensor], Tensor]
-    kept: Any
-    grad: Any
-    summed_low: bool = False
-
-
 class Records(list[Any]):
-    """The recorded weight gradients of one microbatch of one stage: `Record`s, or plain tuples like them."""
+    """The recorded weight gradients of one microbatch of one stage, each a tuple:
+
+    (parameter, function, what to call it with, the gradient to call it with, summed_low)
+
+    `summed_low`: contributions are added up in their own, lower precision before the cast to the parameter's, because
+    autocast casts a parameter once and caches the result.
+    """
 
     __slots__ = ()
 
@@ -135,63 +128,7 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
         parameter.grad = torch.empty_like(parameter).copy_(grad)
 
 
-class _Running(threading.local):
-    records: Records | None = None
-
-
-_running = _Running()
-_tasks: dict[int, Records] = {}  # by graph task: on an accelerator the backward runs in threads of autograd's own
-
-
-class recording_here:  # noqa: N801 (a context manager in the manner of torch.no_grad)
-    """`recording` for a backward that runs in this thread, as on a CPU."""
-
-    __slots__ = ("_records",)
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-
-    def __enter__(self) -> None:
-        _running.records = self._records
-
-    def __exit__(self, *_: object) -> None:
-        _running.records = None
-
-
-@contextlib.contextmanager
-def recording(records: Records, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
-    """While it holds, `defer` puts into `records` what is deferred by the backward that starts at these edges."""
-    if device.type == "cpu":
-        with recording_here(records):
-            yield
-        return
-    with noted(_tasks, records, edges):
-        yield
-
-
-@contextlib.contextmanager
-def noted(table: dict[int, T], value: T, edges: Sequence[GradientEdge]) -> Iterator[None]:
-    """While it holds, `table` has `value` for the graph task of the backward that starts at these edges.
-
-    On an accelerator a backward runs in threads of autograd's own, so its task says whose it is. The nodes that add to
-    a parameter are left out: stages that share it share that node, and one's task would be taken for the other's.
-    """
-    tasks: set[int] = set()
-
-    def note(_: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        tasks.add(task)
-        table[task] = value
-
-    nodes = [edge.node for edge in edges if type(edge.node).__name__ != "AccumulateGrad"]
-    handles = [node.register_prehook(note) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for task in tasks:
-            table.pop(task, None)
+recording: Running[Records] = Running()  # around a backward: where `defer` puts what is deferred
 
 
 def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
@@ -208,9 +145,7 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     The closure must hold no tensor that has a grad_fn, and not `ctx`. `parameter` is the parameter itself, not what
     `ctx.saved_tensors` returns for it; anything but a leaf is not deferred.
     """
-    records = _running.records
-    if records is None and _tasks:
-        records = _tasks.get(torch._C._current_graph_task_id())
+    records = recording.now()
     if records is None or type(parameter) is not Parameter or not parameter.requires_grad:
         return closure()
     records.append((parameter, _call, (closure, parameter.shape), None, False))

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .exclusive import exclusively
 from .seeds import seed_of
-
-if TYPE_CHECKING:
-    from .intercept import Mode
 
 
 class _OwnStates:
@@ -91,6 +87,10 @@ class Draws:
             if now is not None:
                 generator.set_state(now)
 
+    def seed_here(self) -> int:
+        """The seed of the layer that is being called."""
+        return seed_of(self.seed, self.step, self.microbatch, self.layer)
+
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator of this layer on this device, seeded at its first draw."""
         place = (self.step, self.microbatch, self.layer)
@@ -98,7 +98,7 @@ class Draws:
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
         if self._drawn.get(device) != place:
-            generator.manual_seed(seed_of(self.seed, *place))
+            generator.manual_seed(self.seed_here())
             self._drawn[device] = place
         return generator
 
@@ -130,85 +130,36 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-@contextlib.contextmanager
-def alone(devices: list[torch.device]) -> Iterator[None]:
-    """While it holds, nobody else draws from torch's default generators; those of `devices` are put back afterwards."""
-    with exclusively():
-        before = [(default_generator(device), default_generator(device).get_state()) for device in devices]
-        try:
-            yield
-        finally:
-            for generator, state in before:
-                generator.set_state(state)
+def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Those that random calls on the CPU and on these devices draw from."""
+    return [default_generator(device) for device in dict.fromkeys((torch.device("cpu"), *devices))]
 
 
 @contextlib.contextmanager
-def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
-    """While it holds, these, which are torch's default ones, draw from `seed`, and nobody else draws from default
-    generators; they are put back afterwards.
+def alone(generators: Sequence[torch.Generator] = ()) -> Iterator[list[Tensor]]:
+    """While it holds, nobody else draws from torch's default generators. Those given are put back afterwards to where
+    they stood, which is what it yields.
     """
     with exclusively():
         before = [generator.get_state() for generator in generators]
         try:
-            for generator in generators:
-                generator.manual_seed(seed)
-            yield
+            yield before
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
 
 
-def dropout(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`F.dropout(x, p, training, inplace)`."""
-    return _dropout(mode, func, args, kwargs, *args, **kwargs)
+@contextlib.contextmanager
+def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """While it holds, these, which are torch's default ones, draw from `seed`, and nobody else draws."""
+    with alone(generators):
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
 
 
-def _dropout(
-    mode: Mode,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> Any:
-    if (not training or p == 0.0) and 0.0 <= p <= 1.0:
-        return input
-    if mode.alone or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":
-        return draw(mode, func, args, kwargs)
-    mode.refuse_checkpoint()
-    # The very operations of at::dropout on a CPU, with a generator of our own.
-    noise = torch.empty_like(input).bernoulli_(1.0 - p, generator=mode.draws.generator(input.device)).div_(1.0 - p)
-    return input * noise
-
-
-def attention(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`F.scaled_dot_product_attention`, which draws only with dropout."""
-    p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    return draw(mode, func, args, kwargs) if p else mode.plain(func, args, kwargs)
-
-
-def recurrent(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_VF.lstm` and its like, which draw only with dropout: their one float."""
-    draws = any(type(arg) is float and arg > 0.0 for arg in args)
-    return draw(mode, func, args, kwargs) if draws else mode.plain(func, args, kwargs)
-
-
-def draw(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any random call."""
-    own = kwargs.get("generator")
-    if own is not None:
-        with mode.draws.of_its_own(own):
-            return mode.plain(func, args, kwargs)
-    if mode.alone:
-        return mode.plain(func, args, kwargs)
-    mode.refuse_checkpoint()
-    with swapped(mode.draws.generator(_device(args, kwargs))):
-        return mode.plain(func, args, kwargs)
-
-
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where a random call draws."""
     device = kwargs.get("device")
     if device is None:
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
@@ -238,36 +189,3 @@ def inside_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _named(*places: Any, names: str) -> list[Callable[..., Any]]:
-    return [getattr(place, name) for place in places for name in names.split() if hasattr(place, name)]
-
-
-# Every function of torch that draws from a default generator, and is not above.
-RANDOM: list[Callable[..., Any]] = [
-    *_named(
-        torch,
-        names="rand rand_like randint randint_like randn randn_like randperm normal bernoulli multinomial poisson "
-        "binomial "
-        "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
-        "feature_alpha_dropout_ native_dropout rrelu rrelu_ _standard_gamma _sample_dirichlet _fused_dropout",
-    ),
-    *_named(
-        Tensor,
-        names="bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_",
-    ),
-    *_named(torch._C._nn, names="rrelu_with_noise rrelu_with_noise_"),
-    # Python functions that a mode is asked about as a whole: what they draw inside it is not asked about again.
-    *_named(
-        torch.nn.init,
-        names="uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
-        "kaiming_normal_ orthogonal_ sparse_",
-    ),
-    *_named(
-        F,
-        names="alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu gumbel_softmax "
-        "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
-    ),
-]
-RECURRENT: list[Callable[..., Any]] = _named(torch, names="lstm gru rnn_tanh rnn_relu")

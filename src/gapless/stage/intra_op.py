@@ -28,6 +28,7 @@ def set_intra_op_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
+    """For as long as it holds, for the calling thread; then as before."""
     before = torch.get_num_threads()
     openmp = _openmp()
     levels = openmp.omp_get_max_active_levels() if openmp is not None else 0

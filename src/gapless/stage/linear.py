@@ -17,23 +17,23 @@ and `at::matmul` do:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from .intercept import Mode
+from .mode import Mode
+
+
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
 
 
 def linear(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.linear(x, w, b)`."""
-    if kwargs:
-        args, kwargs = _positional(args, kwargs, ("input", "weight", "bias"))
-    x, weight = args[0], args[1]
-    bias = args[2] if len(args) > 2 else None
+    x, weight, bias = _of_linear(*args, **kwargs)
     if not mode.defers(weight, bias) or not _plain_input(x) or x.dim() < 2 or weight.dim() != 2:
         return mode.plain(func, args, kwargs)
     # mm's derivative looks at the layout of w.t(): column-major (w is contiguous) or anything else.
@@ -70,14 +70,8 @@ def _product(
     product: Callable[..., Tensor],
     weight_grad: Callable[[Any, Tensor], Tensor],
 ) -> Tensor:
-    low = mode.autocast_dtype()
-    if low is None:
-        w, b = weight.detach(), None if bias is None else bias.detach()
-    else:
-        x, w, b = x.to(low), mode.cast(weight, low), None if bias is None else mode.cast(bias, low)
+    x, w, b, low = mode.stand_ins(x, weight, bias)
     needs_input = x.requires_grad
-    if not needs_input:
-        w.requires_grad_()
     shape = folded = added = None
     if x.dim() > 2:
         if b is not None and x.is_contiguous():
@@ -93,17 +87,7 @@ def _product(
         y = torch.ops.aten._unsafe_view.default(y, (*folded[:-1], y.size(-1)))
     if added is not None:
         y.add_(added)
-    record(
-        mode,
-        y,
-        x.detach(),
-        weight,
-        weight_grad,
-        bias,
-        _sum_rows,
-        needs_input=needs_input,
-        summed_low=mode.sums_low(weight, low),
-    )
+    record(mode, y, x.detach(), weight, weight_grad, bias, _sum_rows, needs_input=needs_input, low=low)
     return y if shape is None else y.view(*shape[:-1], y.size(-1))
 
 
@@ -117,13 +101,15 @@ def record(
     bias_grad: Callable[[Any, Tensor], Tensor] | None = None,
     *,
     needs_input: bool,
-    summed_low: bool = False,
+    low: torch.dtype | None = None,
 ) -> None:
-    """Has the gradients of weight and bias recorded as soon as that of y is known.
+    """Has the gradients of weight and bias recorded as soon as that of y is known; `low` is what autocast casts to.
 
     Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and
     the hook ends the backward there.
     """
+    # Autocast casts a parameter once, so contributions meet before the cast.
+    summed_low = low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
     append = mode.recording(weight, bias, summed_low)
     if bias is not None and not bias.requires_grad:
         bias = None
@@ -151,13 +137,6 @@ def _folds(x: Tensor) -> bool:
     """
     shape, strides = x.shape, x.stride()
     return all(strides[dim] == strides[dim + 1] * shape[dim + 1] for dim in range(len(shape) - 2))
-
-
-def _positional(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    more = [kwargs.get(name) for name in names[len(args) :]]
-    return (*args, *more), {}
 
 
 def _by_layout(weight: Tensor) -> Callable[[Any, Tensor], Tensor]:

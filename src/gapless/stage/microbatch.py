@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,14 +66,9 @@ def _flatten_all(tree: Any) -> tuple[list[Tensor], Shape | None]:
     if shape is None or not shape.again:
         return tensors, shape
     twins = [tensors[number] for _, number in shape.again]
-    found = sorted(
-        zip([*shape.tensors, *(place for place, _ in shape.again)], [*tensors, *twins], strict=True), key=_first
-    )
+    places = [*shape.tensors, *(place for place, _ in shape.again)]
+    found = sorted(zip(places, [*tensors, *twins], strict=True), key=itemgetter(0))
     return [tensor for _, tensor in found], Shape(shape.spec, shape.leaves, [place for place, _ in found])
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
@@ -111,6 +107,13 @@ def _as_dict(tree: Any) -> Any:
     """A batch that is some other mapping, as the dict that `model(**batch)` makes of it: a tokenizer returns one."""
     is_known = type(tree) in pytree.SUPPORTED_NODES
     return dict(tree) if isinstance(tree, Mapping) and not is_known else tree
+
+
+def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which a model takes a batch: a tuple is its positional ones, a dict its keyword arguments."""
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
 
 
 def batch_size(tree: Any, batch_dims: Any = None) -> int:

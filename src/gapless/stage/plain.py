@@ -89,14 +89,9 @@ def plain_step(
 
 
 def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
-    """The first layer of a model takes the minibatch apart: a tuple is its positional arguments, a dict its keyword
-    arguments.
-    """
-    if isinstance(inputs, tuple):
-        return layer(*inputs)
-    if isinstance(inputs, dict):
-        return layer(**inputs)
-    return layer(inputs)
+    """Calls the first layer of a model, which takes the minibatch apart."""
+    args, kwargs = mb.call_of(inputs)
+    return layer(*args, **kwargs)
 
 
 def detach(tree: Any) -> Any:

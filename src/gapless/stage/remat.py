@@ -26,7 +26,9 @@ from gapless.errors import ConfigError, GaplessError
 from . import microbatch as mb
 from .autocast import AutocastState
 from .calls import Calls
-from .cell import Cell, Kept, Work, copied
+from .cell import Cell
+from .intake import copied
+from .kept import Kept, Work
 
 
 class RematCell(Cell):
@@ -37,20 +39,21 @@ class RematCell(Cell):
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         if work.keep:
             return super().forward(work, inputs, then)
+        intake = self._intake
         tensors, shape = mb.flatten(inputs)
         kept = Kept.of(tensors, shape, AutocastState())
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
-        copies = [copied(leaf.detach()) for leaf in kept.leaves] if self._guarded or not self._tried else kept.leaves
+        copies = [copied(leaf.detach()) for leaf in kept.leaves] if intake.copies else kept.leaves
         # Nor may a copy be laid out in another way, or the layers may take other kernels.
-        if not self._guarded and any(a.stride() != b.stride() for a, b in zip(copies, kept.leaves, strict=True)):
+        if not intake.guarded and any(a.stride() != b.stride() for a, b in zip(copies, kept.leaves, strict=True)):
             copies = kept.leaves
         was_copied = copies is not kept.leaves
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
         first = Kept(leaves, shape)
         handed = self._build(work, first, defer=False)
         kept.buffers = first.buffers
-        self._tried = True
-        if self._guarded and not was_copied:
+        intake.tried = True
+        if intake.guarded and not was_copied:
             raise GaplessError(
                 "a layer changed its input in place that had not done so before, and remat needs that input again: "
                 "use remat='none' for its stage, or let it make a new tensor."

@@ -12,7 +12,7 @@ alone; between `backward_input` and `backward_weight` only what the deferred wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,9 +22,11 @@ from gapless.errors import ConfigError, GaplessError
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
+from .buffers import Owned
 from .calls import Calls
-from .cell import Stray, Work
+from .cell import Stray
 from .deferred import Records
+from .kept import Work
 from .plain import apply_first
 from .remat import cells_of
 from .stored import Stored
@@ -81,6 +83,7 @@ class Stage:
         self._cells_back = later[::-1]
         self._work: dict[int, Work] = {}
         self._shared: list[Tie] = []
+        self._shared_buffers: Mapping[Owned, str] = {}
         self._number = 0
         self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
 
@@ -108,6 +111,10 @@ class Stage:
         for number, each in enumerate(self._cells):
             if number == cell or (cell is None and each.owns(tie.parameter)):
                 each.join(tie)
+
+    def share_buffers(self, buffers: Mapping[Owned, str]) -> None:
+        """Tells the stage which buffers other stages have too, with their names: none of these may change."""
+        self._shared_buffers = buffers
 
     def exclude(self, parameter: nn.Parameter) -> None:
         """Leaves the gradient of a parameter to autograd."""
@@ -204,12 +211,21 @@ class Stage:
 
     def finish(self) -> None:
         """The minibatch is over: running statistics that were deferred move."""
-        if not self.forwards_in_order and any(cell.moves_buffers for cell in self._cells):
+        statistics = self._calls.statistics
+        changing = {each for cell in self._cells for each in cell.changing}
+        for (module, name), shown in self._shared_buffers.items():
+            if (module, name) in changing or id(module._buffers[name]) in statistics.moved:
+                raise ConfigError(
+                    f"several stages have the buffer {shown} and change it, and they would do so in another order than "
+                    "plain training: choose a partition that keeps its layers in one stage, or give each layer a "
+                    "buffer of its own"
+                )
+        if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
                 f"the schedule takes the forwards of stage {self._number} out of microbatch order, and its layers "
                 "change buffers, which depend on that order: choose a schedule with forwards in order"
             )
-        self._calls.statistics.finish()
+        statistics.finish()
         self._calls.stored.clear()
 
     def drop(self) -> None:

@@ -66,15 +66,17 @@ class Stored:
         self._notes = _Notes()
         self._step, self._count = -1, 0
 
-    def watch(self, owner: object, step: int, layers: Callable[[], Sequence[Any]], *, seen: bool) -> Watch:
+    def watch(
+        self, owner: object, step: int, layers: Callable[[], Sequence[Any]], *, seen: bool
+    ) -> WatchedForward | None:
         """Around a forward; the first step is watched, the second, the fourth and so on. Layers that are compiled can't
         be `seen` into.
         """
         if step != self._step:
             self._step, self._count = step, self._count + 1
         if self._count & (self._count - 1):
-            return _UNWATCHED
-        return Watch(self._notes, owner, layers(), self._never_set(), self._paths, seen)
+            return None
+        return WatchedForward(self._notes, owner, layers(), self._never_set(), self._paths, seen)
 
     def set_elsewhere(self, names: Sequence[str]) -> None:
         """Another process has set these: what stands in their place here is of no use."""
@@ -89,7 +91,7 @@ class Stored:
         self._notes.clear()
 
 
-class Watch(contextlib.AbstractContextManager[None]):
+class WatchedForward(contextlib.AbstractContextManager[None]):
     """One forward of some layers, and of the loss behind them."""
 
     def __init__(
@@ -140,23 +142,6 @@ class Watch(contextlib.AbstractContextManager[None]):
                     for number, each in enumerate(list(value.values() if isinstance(value, dict) else value)):
                         if isinstance(each, Tensor):
                             yield module, f"{name}[{number}]", each
-
-
-class _Unwatched(Watch):
-    def __init__(self) -> None:
-        """Nothing to watch."""
-
-    def __enter__(self) -> None:
-        """Nothing to watch."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing was watched."""
-
-    def told(self) -> list[str]:
-        return []
-
-
-_UNWATCHED = _Unwatched()
 
 
 class _Reads(TorchFunctionMode):

@@ -18,31 +18,27 @@ Where the stages are in several processes, each has its copy of the parameter. W
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from gapless.errors import ConfigError
 
-from .deferred import noted
+from .deferred import add_grad
+from .graph_task import Running
 
 Tied = Literal["exact", "summed"]
 Place = tuple[int, int]  # a stage, and which of its cells
 Now = tuple[Place, int]  # and the microbatch
 
 
-class _Running(threading.local):
-    now: Now | None = None
-
-
-_running = _Running()
-_tasks: dict[int, Now] = {}  # by graph task: on an accelerator the backward runs in autograd's own threads
+running: Running[Now] = Running()  # around a backward: whose gradients of shared parameters arrive
 
 
 class Sums(NamedTuple):
@@ -114,7 +110,7 @@ class Tie:
         """Whether this place uses the same cast as others."""
         return place in self._casters and not self._summed and (self._away is not None or len(self._casters) > 1)
 
-    def is_first_to_cast(self, place: Place) -> bool:
+    def _is_first_to_cast(self, place: Place) -> bool:
         """Whether the cast is made in this place, where nobody before it uses it."""
         before = [each for each in self._places if each < place]
         return all(each not in self._casters and self._is_here(each[0]) for each in before)
@@ -156,12 +152,8 @@ class Tie:
         with torch.no_grad():
             for stage in self.stages[:0:-1]:
                 total = self._sums.get(stage) if self._is_here(stage) else self._take(stage, stage).high
-                if total is None:
-                    continue
-                if self.parameter.grad is None:
-                    self.parameter.grad = total
-                else:
-                    self.parameter.grad.add_(total)
+                if total is not None:
+                    add_grad(self.parameter, total)
 
     def _is_here(self, stage: int) -> bool:
         return self._away is None or self._away.is_here(stage)
@@ -174,7 +166,7 @@ class Tie:
         assert self._away is not None
         return self._away.take(stage, number)
 
-    def brought(self, place: Place, microbatch: int) -> Sums:
+    def _brought(self, place: Place, microbatch: int) -> Sums:
         """What later places have added up for this microbatch: the sum goes on from there."""
         if self._summed:
             return Sums()
@@ -193,7 +185,7 @@ class Tie:
         return sums
 
     def _arrived(self, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-        now = _running.now or _tasks.get(torch._C._current_graph_task_id())
+        now = running.now()
         grad = grads[0]
         if now is None or grad is None:
             return None
@@ -209,10 +201,30 @@ class Tie:
             self._sums[stage] = torch.empty_like(self.parameter).copy_(grad)
         return (None,)
 
-    def catch_low(self, place: Place, microbatch: int, low: Tensor) -> None:
+    def goes_on(self, place: Place, microbatch: int, cast: Any, hooks: ExitStack, *, waits: bool) -> Sums:
+        """What later places have added up, as this one goes on from it: `cast` is its node of the cast that it shares
+        with others, if there is one, and with `waits` the gradient waits. Where places before it use the same cast,
+        what arrives there is caught.
+        """
+        high, low = self._brought(place, microbatch)
+        if cast is not None and not self._is_first_to_cast(place):
+            catch = functools.partial(self._caught_low, place, microbatch)
+            hooks.callback(cast.register_prehook(catch).remove)
+        if low is not None and cast is None and not waits:
+            if self.is_first(place):
+                cast_now = low.to(self.parameter.dtype)
+                high = cast_now if high is None else high + cast_now
+            else:
+                self._caught_low(place, microbatch, (low,))
+            low = None
+        return Sums(high, low)
+
+    def _caught_low(self, place: Place, microbatch: int, grads: tuple[Tensor | None, ...]) -> tuple[None]:
         """A sum that goes on to the place where the cast is made."""
-        now = (place, microbatch)
-        self._caught[now] = self._caught.get(now, Sums())._replace(low=low)
+        if grads[0] is not None:
+            now = (place, microbatch)
+            self._caught[now] = self._caught.get(now, Sums())._replace(low=grads[0])
+        return (None,)
 
     def passed(self, place: Place, microbatch: int) -> None:
         """A backward is over: its sums go on to the place before it, which must not wait for ever where that is
@@ -228,18 +240,3 @@ class Tie:
             device = self.parameter.device
             event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
             self._carried[microbatch] = (sums, event)
-
-
-@contextlib.contextmanager
-def running(place: Place, microbatch: int, edges: Sequence[GradientEdge], device: torch.device) -> Iterator[None]:
-    """While it holds, gradients of shared parameters belong to this place and microbatch."""
-    now = (place, microbatch)
-    if device.type == "cpu":
-        _running.now = now
-        try:
-            yield
-        finally:
-            _running.now = None
-        return
-    with noted(_tasks, now, edges):
-        yield

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from .draws import default_generator
-from .exclusive import exclusively
+from .draws import alone, default_generators
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -43,24 +42,21 @@ class Touched:
 
 
 @contextlib.contextmanager
-def watched(devices: Sequence[torch.device]) -> Iterator[Touched]:
-    """While it holds, whatever this thread does with the default generators of these devices is noted, and no other
-    thread of ours uses them; afterwards they are as before.
+def watched(device: torch.device) -> Iterator[Touched]:
+    """While it holds, whatever this thread does with the default generators of the CPU and of this device is noted, and
+    no other thread of ours uses them; afterwards they are as before.
     """
-    generators = [default_generator(device) for device in dict.fromkeys(devices)]
+    generators = default_generators([device])
     touched = Touched(generators)
-    with exclusively():
-        before = [generator.get_state() for generator in generators]
+    with alone(generators) as before:
         profile = sys.getprofile()
         sys.setprofile(touched.note)
         try:
             yield touched
         finally:
             sys.setprofile(profile)
-            for generator, state in zip(generators, before, strict=True):
-                if not torch.equal(generator.get_state(), state):
-                    touched.seen = True
-                    generator.set_state(state)
+            states = zip(generators, before, strict=True)
+            touched.seen |= any(not torch.equal(generator.get_state(), state) for generator, state in states)
 
 
 def _is_known(frame: FrameType | None) -> bool:

@@ -1,4 +1,4 @@
-"""The one function mode: torch calls that a stage answers itself, in one table.
+"""The one function mode: it sees the torch calls of a forward, and has those in its table answered.
 
 It is there for three reasons, deferred weight gradients, seeded randomness and batch norm, and it costs a little on
 every torch call, so it is installed only where a stage splits its backward, may draw or counts statistics. A parameter
@@ -9,25 +9,19 @@ left to autograd.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from . import batchnorm
-from . import draws as random
-from .autocast import casts_are_kept
+from .autocast import casts_are_kept, runs_low
 from .batchnorm import Statistics
-from .convolution import convolution, embedding
 from .deferred import Records
-from .draws import Draws
-from .linear import addmm, linear, matmul
+from .draws import Draws, device_of, draws_by_tag, inside_checkpoint, swapped
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -44,7 +38,7 @@ class Restart(BaseException):
 class Mode(TorchFunctionMode):
     """What handlers work with. One per stage, entered for one forward at a time."""
 
-    def __init__(self, draws: Draws, statistics: Statistics) -> None:
+    def __init__(self, draws: Draws, statistics: Statistics, table: Mapping[Any, Handler]) -> None:
         super().__init__()
         self.draws = draws
         self.statistics = statistics
@@ -57,7 +51,7 @@ class Mode(TorchFunctionMode):
         self._casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
-        self._table = TABLE
+        self._table = table
         self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
         self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
         self._own: dict[int, Tensor] = {}
@@ -81,16 +75,14 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.cast_anew and self._lowers(func) and (low := self.autocast_dtype()) is not None:
-            args, kwargs = (
-                self._cast_here(args, low),
-                {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()},
-            )
+        if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:
+            args = tuple([self._cast_one(each, low) for each in args])
+            kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}
         handler = self._table.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
-        if type(func) in _OPERATORS and random.draws_by_tag(func):
-            return random.draw(self, func, args, kwargs or {})
+        if type(func) in _OPERATORS and draws_by_tag(func):
+            return self.draw(func, args, kwargs or {})
         if self._records is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if kwargs:
@@ -101,13 +93,6 @@ class Mode(TorchFunctionMode):
                 self._note(args, result)
                 break
         return result
-
-    def _lowers(self, func: Any) -> bool:
-        """Whether autocast runs it in the lower precision."""
-        return func in _CASTING or (self._kind == "cuda" and func in _CASTING_ON_CUDA)
-
-    def _cast_here(self, args: tuple[Any, ...], low: torch.dtype) -> tuple[Any, ...]:
-        return tuple([self._cast_one(each, low) for each in args])
 
     def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
         """What autocast would do with its cache, with one that lasts for this forward."""
@@ -129,6 +114,18 @@ class Mode(TorchFunctionMode):
             if kwargs:
                 self._note(tuple(kwargs.values()), result)
         return result
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any random call: with the stage's generators in place of torch's, or with one that the layer brings."""
+        own = kwargs.get("generator")
+        if own is not None:
+            with self.draws.of_its_own(own):
+                return self.plain(func, args, kwargs)
+        if self.alone:
+            return self.plain(func, args, kwargs)
+        self.refuse_checkpoint()
+        with swapped(self.draws.generator(device_of(args, kwargs))):
+            return self.plain(func, args, kwargs)
 
     def _note(self, args: Sequence[Any], result: Any) -> None:
         """Parameters whose gradient flows through this result are no longer to be deferred in this forward."""
@@ -178,15 +175,27 @@ class Mode(TorchFunctionMode):
             self.excluded.update(self.deferred)
             raise Restart
 
-    def autocast_dtype(self) -> torch.dtype | None:
+    def _autocast_dtype(self) -> torch.dtype | None:
         """What autocast casts to here, if it is on."""
         return torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
 
-    def sums_low(self, weight: Tensor, low: torch.dtype | None) -> bool:
-        """Whether autocast would cast this parameter once, so that contributions meet before the cast."""
-        return low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
+    def stand_ins(
+        self, x: Tensor, weight: Parameter, bias: Parameter | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]:
+        """What a call runs on whose weight gradients wait, and what autocast casts to: the parameters without their
+        history, and all of them as autocast would cast them. Where x needs no gradient, the weight's stand-in asks for
+        one, so that there is a graph.
+        """
+        low = self._autocast_dtype()
+        if low is None:
+            w, b = weight.detach(), None if bias is None else bias.detach()
+        else:
+            x, w, b = x.to(low), self._cast(weight, low), None if bias is None else self._cast(bias, low)
+        if not x.requires_grad:
+            w.requires_grad_()
+        return x, w, b, low
 
-    def cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
+    def _cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
         """The parameter as autocast would cast it, kept until it changes or the step ends."""
         if parameter.dtype == low or parameter.dtype == torch.float64 or not parameter.is_floating_point():
             return parameter.detach()
@@ -203,7 +212,7 @@ class Mode(TorchFunctionMode):
         """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from
         these.
         """
-        if (_top_hooks(False) is not None or not torch.is_grad_enabled()) and random.inside_checkpoint():
+        if (_top_hooks(False) is not None or not torch.is_grad_enabled()) and inside_checkpoint():
             self.alone = True
             raise Restart
 
@@ -212,90 +221,3 @@ def _needs_grad(result: Any) -> bool:
     if isinstance(result, Tensor):
         return result.requires_grad
     return isinstance(result, (tuple, list)) and any(_needs_grad(value) for value in result)
-
-
-def _opened(function: Any) -> Handler:
-    """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the
-    function that does not ask for modes, with the mode on."""
-    scope = {
-        **function.__globals__,
-        "has_torch_function": _no,
-        "has_torch_function_unary": _no,
-        "has_torch_function_variadic": _no,
-    }
-    copy: Any = types.FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-
-    def handler(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with mode:
-            return copy(*args, **kwargs)
-
-    return handler
-
-
-def _gradient(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer that asks for gradients in its forward must find the whole graph, weights included."""
-    mode.exclude_deferred()
-    return mode.plain(func, args, kwargs)
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-TABLE: dict[Any, Handler] = {
-    F.linear: linear,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    torch.mm: matmul,
-    Tensor.mm: matmul,
-    torch.addmm: addmm,
-    torch.autograd.grad: _gradient,
-    Tensor.backward: _gradient,
-    F.embedding: embedding,
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
-    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), convolution),
-    F.dropout: random.dropout,
-    F.scaled_dot_product_attention: random.attention,
-    **dict.fromkeys(random.RANDOM, random.draw),
-    **dict.fromkeys(random.RECURRENT, random.recurrent),
-    **batchnorm.HANDLERS,
-    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
-}
-# What autocast runs in the lower precision, as people call it.
-_CASTING = frozenset(
-    function
-    for place in (torch, Tensor, F)
-    for name in [
-        "linear",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "bmm",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "prelu",
-        "scaled_dot_product_attention",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "conv_tbc",
-    ]
-    if (function := getattr(place, name, None)) is not None
-)
-if hasattr(F, "linear_cross_entropy"):
-    TABLE[F.linear_cross_entropy] = _opened(F.linear_cross_entropy)
-_CASTING_ON_CUDA = frozenset(
-    function
-    for place in (torch, Tensor)
-    for name in ["mv", "addmv", "addr"]
-    if (function := getattr(place, name, None)) is not None
-)

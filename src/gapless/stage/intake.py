@@ -1,0 +1,76 @@
+"""How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.errors import GaplessError
+
+
+class Intake:
+    """What runs have told of how the layers treat their inputs."""
+
+    def __init__(self) -> None:
+        # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
+        self.guarded = False
+        self.tried = False  # a run has told
+        self.casts = False  # a layer casts the input in an autocast of its own
+
+    @property
+    def copies(self) -> bool:
+        """Whether layers must not get the inputs themselves: one changes them, or nobody knows yet."""
+        return self.guarded or not self.tried
+
+    def given(self, leaf: Tensor, *, cast: bool) -> Tensor:
+        """The leaf as the layers get it: as it is, or as the result of an operation, which it is in the plain loop.
+
+        torch forbids to change a leaf in place, so a layer that does gets a copy, and the stage before keeps what it
+        has saved. Autocast caches the cast of a leaf but not that of a result, so that gradients of several uses
+        would be summed in another precision.
+        """
+        if not leaf.requires_grad or not (self.guarded or cast):
+            return leaf
+        if self.copies:
+            return copied(leaf)
+        result: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+        if result.stride() != leaf.stride():  # of a dimension of size one, by which kernels are chosen too
+            result = torch.ops.aten.alias.default(leaf)
+        return result
+
+    def learn(self, changed: bool, *, seen: bool) -> None:
+        """Learns from a run whether the layers change their input."""
+        if changed and not seen:
+            raise GaplessError(
+                "a layer changed its input in place that had not done so before, under autocast, where that can't be "
+                "undone: let it make a new tensor."
+            )
+        self.tried = True
+        self.guarded = self.guarded or changed
+
+
+class _Copied(torch.autograd.Function):
+    """A copy laid out as the tensor itself; its gradient is passed on as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, layout=tensor.layout
+        ).copy_(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, those of dimensions of size one included: kernels are chosen by them. Where
+    elements share memory they can't be the same.
+    """
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or 0 in tensor.stride():
+        return copy
+    made: Tensor = _Copied.apply(tensor)  # type: ignore[no-untyped-call]
+    return made

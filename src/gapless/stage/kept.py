@@ -1,0 +1,79 @@
+"""What a stage keeps of a microbatch from its forward to the end of its backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from . import microbatch as mb
+from .autocast import AutocastState
+from .buffers import Taken
+from .deferred import Records
+from .tie import Tie
+
+
+@dataclasses.dataclass(slots=True)
+class Work:
+    """One microbatch on its way through a stage."""
+
+    microbatch: int
+    step: int
+    target: Any
+    weight: float | Tensor
+    want_outputs: bool
+    defer: bool  # will the halves of its backward be called apart
+    records: Records
+    keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
+    replaying: bool = False
+    deferred: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # parameters whose gradients wait, by id
+
+
+@dataclasses.dataclass(slots=True)
+class Kept:
+    """What a cell keeps of a microbatch. `edges` are those of the outputs, or of the weighted loss; None: to be
+    recomputed.
+    """
+
+    leaves: list[Tensor]
+    shape: mb.Shape | None
+    edges: list[GradientEdge | None] | None = None
+    starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`, ones
+    autocast: AutocastState | None = None
+    buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
+    # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
+    # in another order.
+    as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    bare: bool = False  # of layers that do the same every time
+    casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
+        """For these inputs."""
+        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
+
+    def watch_layouts(self) -> None:
+        """Before the backward: keep gradients as they come."""
+        for number, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(_note_layout, self.as_they_came, number, leaf.stride()))
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of the inputs, after the backward."""
+        if not self.as_they_came:
+            return [leaf.grad for leaf in self.leaves]
+        return [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """The same data without its history, marked if a gradient for it is wanted."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+
+def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:
+    if grad.stride() != stride:
+        as_they_came[number] = grad

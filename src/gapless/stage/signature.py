@@ -1,0 +1,16 @@
+"""The arguments of a torch call under their names, whether they were given by place or by name."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names of a function's arguments in order, each with its default, or None."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: None if each.default is each.empty else each.default for each in parameters}
+
+
+def bound(signature: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, in the order of the signature."""
+    return {**signature, **dict(zip(signature, args, strict=False)), **kwargs}
