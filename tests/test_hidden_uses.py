@@ -229,7 +229,7 @@ def test_the_same_tensor_twice_arrives_in_another_process_as_one() -> None:
     h = torch.randn(3)
     for tree in ((h, h), [h, h], {"a": h, "b": (h, 1)}):
         tensors, _ = layout.key_of(tree)
-        made = layout.Layout(layout.describe(tree)).tree(tensors)
+        made = layout.TreeLayout(layout.describe(tree)).tree(tensors)
         assert len(tensors) == 1
         found = torch.utils._pytree.tree_leaves(made)
         assert found[0] is found[1]

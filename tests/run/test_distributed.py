@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
+from gapless.run.ranks.wire.channel import Incoming, Outgoing
+from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing, OverGloo
 from gapless.run.ranks.wire.groups import connected, network_device
-from gapless.run.ranks.wire.host_memory import HostMemory
+from gapless.run.ranks.wire.layout import TreeLayout
+from gapless.run.ranks.wire.message import Message, Reader, Writer, new_message
 from gapless.schedule.recipes import RECIPES
 from tests.pipelines import (
     CASES,
@@ -138,8 +141,9 @@ def exact(
     asked: dict[str, Any] = {"microbatches": 4, "seed": SEED, **options}
     with gapless.Pipeline(model, mesh=mesh, loss=loss, **asked) as pipe:
         links: Any = pipe._world._links  # type: ignore[union-attr]
-        assert links.near  # all ranks are on one host
-        links.near = links.near if shared else {}
+        pipes, _ = links.carriers
+        assert pipes.near  # all ranks are on one host
+        pipes.near = pipes.near if shared else {}
         plain_options = {key: value for key, value in asked.items() if key in ("microbatches", "seed", "loss_weight")}
         for number, (inputs, target) in enumerate(data):
             ours = pipe.step(inputs, target, outputs=True)
@@ -184,17 +188,56 @@ def test_shapes_change_and_any_tree_crosses(launch: Launch) -> None:
     launch(crossing, 2)
 
 
-class OwnWay(HostMemory):
+class ApartWriter(Writer):
+    def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
+        return new_message(layout, number, description, apart=torch.empty(layout.size, dtype=torch.uint8))
+
+
+class ApartOutgoing(GlooOutgoing):
+    def __init__(self, courier: Any, target: int, kind: str, group: Any) -> None:
+        super().__init__(courier, target, kind, ApartWriter())
+        self._group, self._kept = group, list[Any]()
+
+    def send(self, item: Any) -> None:
+        message = self._writer.write(item)
+        self.post(message)
+        assert message.apart is not None
+        if message.apart.numel():
+            self._kept.append((self._group.send([message.apart], self._target, 0), message.apart))
+
+
+class ApartReader(Reader):
+    def __init__(self, group: Any, source: int) -> None:
+        super().__init__()
+        self._group, self._source = group, source
+
+    def _data(self, buffer: Tensor, start: int, elsewhere: int, size: int) -> tuple[Tensor, int]:
+        data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._group.recv([data], self._source, 0).wait()
+        return data, 0
+
+
+class CarriedApart(OverGloo):
     """Tensors leave their messages, as with NCCL, but stay on the CPU."""
 
-    device = torch.device("cpu")  # type: ignore[assignment]
+    def __init__(self, links: Any, groups: dict[tuple[int, str], Any]) -> None:
+        super().__init__(links.courier, links.waiting)
+        self._groups = groups
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        return ApartOutgoing(self._courier, target, kind, self._groups[1 - target, kind])
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        reader = ApartReader(self._groups[source, kind], source)
+        return GlooIncoming(self._courier, self._waiting, source, kind, reader)
 
 
 def own_way() -> None:
     """The messages tell what comes, and the tensors go through a group of two ranks for each channel."""
     mesh, network = line(), network_device()
     groups = {
-        (source, 1 - source, kind): connected(f"{kind} {source}", [0, 1], dist.get_rank(), network)
+        (source, kind): connected(f"{kind} {source}", [0, 1], dist.get_rank(), network)
         for kind in ("activation", "gradient", "loss", "tied 0", "total 0")
         for source in (0, 1)
     }
@@ -207,9 +250,8 @@ def own_way() -> None:
             model, mesh=mesh, microbatches=4, loss=loss, seed=SEED, schedule=schedule, tied="exact"
         ) as pipe:
             links: Any = pipe._world._links  # type: ignore[union-attr]
-            links.memory = OwnWay()
-
-            links.payload = lambda source, target, kind: groups[source, target, kind]
+            links.carriers = [*links.carriers[:-1], CarriedApart(links, groups)]
+            links.carriers[0].near = {}
             for number in range(3):
                 x, y = (torch.randn(8, 6), torch.randint(5, (8,))), torch.randn(8, 6)
                 inputs: Any = x if make is dicts else x[0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gapless.run.ranks.clock import host_number
-from gapless.run.ranks.wire.links import Links
+from gapless.run.ranks.wire.connections import Connections
 
 _SMALL, _MOST = 1 << 10, 32 << 20  # bytes
 _LONG = 0.05  # seconds there and back that tell enough of a bandwidth
@@ -28,12 +28,12 @@ class Hop(NamedTuple):
     near: bool  # both are on one host
 
 
-def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
+def measure_hops(links: Connections, group: Any, device: torch.device) -> list[Hop]:
     """Of all devices, in order. Every rank of the group calls it, and all get the same."""
     count = len(links.ranks)
     pairs = [(device, device + 1) for device in range(count - 1)]
     links.connect([(a, b, "activation") for a, b in pairs] + [(b, a, "gradient") for a, b in pairs])
-    mine = torch.tensor([0.0, 0.0, host_number(), float(links.device + 1 in links.near)], dtype=torch.float64)
+    mine = torch.tensor([0.0, 0.0, host_number(), float(_share_memory(links))], dtype=torch.float64)
     for first in range(count - 1):
         if links.device == first:
             mine[:2] = torch.tensor(_asked(links, first + 1, device), dtype=torch.float64)
@@ -44,14 +44,20 @@ def measure_hops(links: Links, group: Any, device: torch.device) -> list[Hop]:
     if count > 1:
         group.allgather([rows], [mine]).wait()
     found = [row.tolist() for row in rows]
+    tried = any(carrier.shares_memory for carrier in links.carriers)
     return [
         # Processes that share no memory are not on one host, whatever their kernel; GPUs do not share it that way.
-        Hop(latency, bandwidth, bool(near) if links.inbox is not None else host == after[2])
+        Hop(latency, bandwidth, bool(near) if tried else host == after[2])
         for (latency, bandwidth, host, near), after in pairwise(found)
     ]
 
 
-def _asked(links: Links, target: int, device: torch.device) -> tuple[float, float]:
+def _share_memory(links: Connections) -> bool:
+    """This device and the next."""
+    return any(carrier.shares_memory and carrier.reaches(links.device + 1, "activation") for carrier in links.carriers)
+
+
+def _asked(links: Connections, target: int, device: torch.device) -> tuple[float, float]:
     """Latency and bandwidth to the next device, which answers."""
     send, receive = links.outgoing(target, "activation").hand, links.incoming(target, "gradient").get
 
@@ -74,7 +80,7 @@ def _asked(links: Links, target: int, device: torch.device) -> tuple[float, floa
     return small / 2, (size - _SMALL) / max((large - small) / 2, 1e-9)
 
 
-def _answer(links: Links, source: int, device: torch.device) -> None:
+def _answer(links: Connections, source: int, device: torch.device) -> None:
     """Sends back whatever comes, until nothing does."""
     receive, send = links.incoming(source, "activation").get, links.outgoing(source, "gradient").hand
     while (came := _arrived(receive(), device))[0].numel():

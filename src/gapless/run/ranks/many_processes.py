@@ -33,11 +33,9 @@ from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Call, Watch
 from gapless.run.ranks.watch.whereabouts import Whereabouts
 from gapless.run.ranks.wire import nccl
-from gapless.run.ranks.wire.courier import Courier
+from gapless.run.ranks.wire.channel import Courier
+from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
-from gapless.run.ranks.wire.host_memory import PinnedMemory
-from gapless.run.ranks.wire.links import Links, RankChannels
-from gapless.run.ranks.wire.pipes import find_near
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
@@ -71,7 +69,7 @@ class Ranks:
             self._sums = self._groups.dp  # of gradients
             self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
             opened.callback(self._courier.close, lambda: True)
-            self._links = self._make_links()
+            self._links = self._connect()
             opened.pop_all()
         self._whereabouts = self._watch.whereabouts = Whereabouts(self._links, lambda: self._watch.under_way)
         self._watch.break_off = self._break_off
@@ -89,20 +87,14 @@ class Ranks:
         self._ended: set[int] = set()
         self._clock: SharedClock | None = None
 
-    def _make_links(self) -> Links:
-        seat, here = self.seat, (self.seat.device, self.seat.pp_ranks)
-        if seat.torch_device.type == "cpu":
-            if self._groups.pp is None:
-                return Links(self._courier, *here, self._watch.lost)
-            inbox, near = find_near(self._groups.pp, seat.device)
-            return Links(self._courier, *here, self._watch.lost, inbox=inbox, near=near)
-        memory = PinnedMemory(seat.torch_device)
-        if not nccl.is_used(seat.mesh):
-            return Links(self._courier, *here, self._watch.lost, memory)
-        groups = nccl.Communicators(self._groups.pp, seat.pp_ranks, seat.device, seat.torch_device)
-        if self._groups.dp is not None:
+    def _connect(self) -> Connections:
+        seat, gpu = self.seat, self.seat.torch_device if self.seat.torch_device.type != "cpu" else None
+        direct = gpu is not None and nccl.is_used(seat.mesh)
+        made = connect_all(self._courier, seat.device, seat.pp_ranks, self._watch.lost, gpu, direct=direct)
+        if direct and self._groups.dp is not None:
+            (groups,) = (each for each in made.carriers if isinstance(each, nccl.Communicators))
             self._sums = groups.connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
-        return Links(self._courier, *here, self._watch.lost, memory, groups)
+        return made
 
     def _could_not_connect(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gapless.run.ranks.wire.links import Links
+from gapless.run.ranks.wire.connections import Connections
 from gapless.stage.tie import Sums
 
 
@@ -18,7 +18,7 @@ class Holders:
     """One shared parameter, as seen from this process. `devices` has that of each stage."""
 
     def __init__(
-        self, links: Links, number: int, devices: Sequence[int], stages: Sequence[int], torch_device: torch.device
+        self, links: Connections, number: int, devices: Sequence[int], stages: Sequence[int], torch_device: torch.device
     ) -> None:
         self._links, self._torch_device = links, torch_device
         self._sums, self._totals = f"tied {number}", f"total {number}"
@@ -49,7 +49,8 @@ class Holders:
             received: Tensor | None = self._links.incoming(self._home, self._totals).get()[0]
             return received
         for device in self._others:
-            self._links.outgoing(device, self._totals).send(self._links.memory.packed([value]))
+            outgoing = self._links.outgoing(device, self._totals)
+            outgoing.send(outgoing.packed([value]))
         return value
 
     def share_value(self, parameter: nn.Parameter) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from gapless.run.program import Program
-from gapless.run.ranks.wire.links import Links
+from gapless.run.ranks.wire.connections import Connections
 from gapless.schedule.action import Action
 from gapless.schedule.routes import messages
 
@@ -13,7 +13,7 @@ from gapless.schedule.routes import messages
 class Whereabouts:
     """`call` names the call that is under way, such as a step, or is empty; parts of it are outside of any action."""
 
-    def __init__(self, links: Links, call: Callable[[], str]) -> None:
+    def __init__(self, links: Connections, call: Callable[[], str]) -> None:
         self._links, self._call = links, call
         self._program: Program | None = None
         self._running = False
@@ -24,20 +24,20 @@ class Whereabouts:
     @contextlib.contextmanager
     def running(self, program: Program) -> Iterator[None]:
         """The actions of a program."""
-        self._links.since = None
+        self._links.waiting.since = None
         self._program, self._running = program, True
         self.microbatches = program.schedule.num_microbatches
-        waited, began = self._links.waited, time.monotonic()
+        waited, began = self._links.waiting.seconds, time.monotonic()
         try:
             yield
         finally:
             self._running = False
             self.seconds = time.monotonic() - began
-            self.waited = self._links.waited - waited + getattr(program.batch.weights, "waited", 0.0)
+            self.waited = self._links.waiting.seconds - waited + getattr(program.batch.weights, "waited", 0.0)
 
     def words(self) -> str:
         links, me = self._links, f"rank {self._links.rank} (device {self._links.device})"
-        incoming, since = links.waits_in, links.since
+        incoming, since = links.waiting.channel, links.waiting.since
         if incoming is None or since is None:
             return f"{me} was {self.last()}"
         source, kind, action = incoming.source, incoming.kind, self._action() if self._running else None
@@ -60,7 +60,7 @@ class Whereabouts:
 
     def progress(self) -> object:
         """None while an action computes; otherwise it changes whenever something has happened."""
-        since = self._links.since
+        since = self._links.waiting.since
         return None if self._running and since is None else (since, self._running, self._action(), self._call())
 
     def _action(self) -> Action | None:

@@ -1,42 +1,79 @@
-"""Channels over Gloo, with a tag for each kind: between hosts, and wherever processes share no memory."""
+"""Channels over Gloo, with a tag for each kind: between hosts, and wherever processes share no memory.
+
+A message that is longer than the receive it meets can't be sent, so the sender must know what was posted, without a
+word. Messages come in blocks. Two blocks of receives are posted at any time; when the last message of one was taken,
+the next but one is posted, with room for the largest message so far:
+
+    taken     | 0 1 2 3 | 4 5          a message that does not fit says so, and follows as a second one;
+    posted              | 6 7 | 8 9    blocks that are posted after that have room for it
+"""
 
 import queue
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gapless.run.ranks.wire.channel import Incoming, Outgoing, tag_of
-from gapless.run.ranks.wire.host_memory import Memory
+from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
 from gapless.run.ranks.wire.message import HEADER_SIZE, Blank, Message, Reader, Writer, announced, announcement
-from gapless.run.ranks.wire.windows import FIRST_CAPACITY, Windows
 
-if TYPE_CHECKING:
-    from gapless.run.ranks.wire.links import Links
-
+FIRST_CAPACITY = 16 << 10
+_BYTES_AHEAD = 4 << 20  # of the receives of one block, where these are more than one
+_MOST_AHEAD = 16
 _BYTES_KEPT = 4 << 20  # of sends that may be over, before somebody looks
 _SENDS_KEPT = 16
 
 assert HEADER_SIZE <= FIRST_CAPACITY
 
 
+class Windows:
+    """One end's count of the messages of a channel: how many receives of what size are posted ahead."""
+
+    def __init__(self) -> None:
+        self.first = self._block(FIRST_CAPACITY)
+        self._now, self._next = self.first, self.first
+        self._left = self._now[0]
+        self._largest = FIRST_CAPACITY
+
+    @property
+    def capacity(self) -> int:
+        """Of the receive that the next message meets."""
+        return self._now[1]
+
+    def passed(self, announced: int = 0) -> tuple[int, int] | None:
+        """One more message, of which the size is known where it was announced: the block, as number and capacity, that
+        is to be posted now, if any is.
+        """
+        self._largest = max(self._largest, announced + announced // 8)
+        self._left -= 1
+        if self._left:
+            return None
+        self._now, self._next = self._next, self._block(self._largest)
+        self._left = self._now[0]
+        return self._next
+
+    @staticmethod
+    def _block(capacity: int) -> tuple[int, int]:
+        return max(1, min(_MOST_AHEAD, _BYTES_AHEAD // capacity)), capacity
+
+
 class GlooOutgoing(Outgoing):
     """Posts sends, and lets go of them when they are over."""
 
-    def __init__(self, links: "Links", target: int, kind: str, memory: Memory | None = None) -> None:
-        super().__init__(links, memory)
+    def __init__(self, courier: Courier, target: int, kind: str, writer: Writer | None = None) -> None:
+        super().__init__(courier)
         self._target, self._tag = target, tag_of(kind)
-        self._writer = Writer(pinned=self.memory.pinned, device=self.memory.device)
+        self._writer = writer or Writer()
         self._windows = Windows()
-        self._post: Any = self.courier.group.send
+        self._post: Any = courier.group.send
         self._sends: list[tuple[Any, Message | None]] = []
         self._bytes = 0
 
     def send(self, item: Any) -> None:
-        self.post(self.memory.write(self._writer, item))
+        self.post(self._writer.write(item))
 
     def post(self, message: Message) -> None:
+        """What was written leaves as soon as the other end has posted its receive."""
         size = message.buffer.numel()
         if size <= self._windows.capacity:
             self._sends.append((self._post([message.buffer], self._target, self._tag), message))
@@ -61,12 +98,12 @@ class GlooOutgoing(Outgoing):
 class GlooIncoming(Incoming):
     """Receives are posted ahead, by the courier."""
 
-    def __init__(self, links: "Links", source: int, kind: str, fetch: Callable[[int], Tensor] | None = None) -> None:
-        super().__init__(links, source, kind)
-        self._courier = links.courier
-        self._tag = tag_of(kind)
-        self._pinned = links.memory.pinned and fetch is None
-        self._reader = Reader(pinned=self._pinned, fetch=fetch)
+    def __init__(
+        self, courier: Courier, waiting: Waiting, source: int, kind: str, reader: Reader | None = None
+    ) -> None:
+        super().__init__(waiting, source, kind)
+        self._courier, self._tag = courier, tag_of(kind)
+        self._reader = reader or Reader()
         self._windows = Windows()
         self._posted: queue.SimpleQueue[tuple[Any, Blank]] = queue.SimpleQueue()
         for _ in range(2):
@@ -78,8 +115,9 @@ class GlooIncoming(Incoming):
             blank = self._reader.blank(capacity)
             try:
                 work = self._courier.group.recv([blank.buffer], self.source, self._tag)
-            except RuntimeError as error:
-                work = _Failed(error)
+            except RuntimeError as error:  # whoever waits for it is to know
+                work = torch.futures.Future[Any]()
+                work.set_exception(error)
             self._posted.put((work, blank))
 
     def next(self) -> Any:
@@ -92,13 +130,9 @@ class GlooIncoming(Incoming):
         """A message of another kind than the last."""
         size = announced(buffer)
         if size:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._reader.pinned)
             self._courier.group.recv([buffer], self.source, self._tag + 1).wait()
         return self._passed(self._reader.read(buffer), size)
-
-    def close(self) -> None:
-        while not self._posted.empty():
-            self._posted.get()
 
     def _passed(self, tree: Any, size: int = 0) -> Any:
         block = self._windows.passed(size)
@@ -106,12 +140,26 @@ class GlooIncoming(Incoming):
             self._courier.put((self._post, block))
         return tree
 
+    def close(self) -> None:
+        while not self._posted.empty():
+            self._posted.get()
+        self._reader = Reader()  # whatever the old one has opened
 
-class _Failed:
-    """A receive that could not even be posted."""
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+class OverGloo(Carrier):
+    """Reaches everybody."""
 
-    def wait(self) -> None:
-        raise self._error
+    def __init__(self, courier: Courier, waiting: Waiting) -> None:
+        self._courier, self._waiting = courier, waiting
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        return GlooOutgoing(self._courier, target, kind)
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        return GlooIncoming(self._courier, self._waiting, source, kind)
+
+    def break_off(self) -> None:
+        self._courier.group.break_off()
+
+    def close(self) -> None:
+        self._courier.group = None

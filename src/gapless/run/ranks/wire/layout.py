@@ -3,7 +3,6 @@ gradient, and which are to be read with another sign, as conjugates and their pa
 which another process makes its own; nothing is pickled.
 """
 
-import ctypes
 import dataclasses
 import math
 import sys
@@ -19,12 +18,11 @@ from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
 
 ALIGNMENT = 64
-_memmove = ctypes.memmove
 _SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorPlace:
     """Where a tensor is in a message, and how it is laid out there and at its end."""
 
     dtype: torch.dtype
@@ -41,15 +39,6 @@ class Slot:
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made.set_(storage, start // made.itemsize + self.offset, self.sent_shape, self.sent_stride)
         return made
-
-    def shared(self, memory: memoryview, start: int) -> Tensor:
-        """The tensor as it is there, if it is dense."""
-        count = math.prod(self.shape)
-        at = start + self.offset * self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype)
-        if count:
-            made = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=at)
-        return self.finished(made.as_strided(self.shape, self.stride))
 
     def read(self, storage: Any, start: int) -> Tensor:
         """The tensor as it was, as a view if it is dense there."""
@@ -71,44 +60,32 @@ class Slot:
         return made.requires_grad_() if self.requires_grad else made
 
 
-class Layout:
+class TreeLayout:
     """How one kind of tree is written. `described` is what the other end makes its own from."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         self._form: str = described["form"]
-        self._places: list[int] = described["places"]
+        self._leaf_of: list[int] = described["places"]
         self._again: list[tuple[int, int]] = described.get("again", [])
         self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
         self._spec = _spec_from(described) if self._form == "tree" else None
-        self.slots: list[Slot] = []
+        self.places: list[TensorPlace] = []
         self.is_dense = True  # every tensor fills its memory
         end = 0
         for dtype, shape, stride, requires_grad, signs in described["tensors"]:
-            slot = _slot(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end, signs)
-            self.slots.append(slot)
-            self.is_dense &= (slot.sent_shape, slot.sent_stride) == (tuple(shape), tuple(stride))
-            end += padded(math.prod(slot.sent_shape) * slot.dtype.itemsize)
+            place = _place(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end, signs)
+            self.places.append(place)
+            self.is_dense &= (place.sent_shape, place.sent_stride) == (tuple(shape), tuple(stride))
+            end += padded(math.prod(place.sent_shape) * place.dtype.itemsize)
         self.size = end
-        self.is_all_views = all(slot.sent_stride == slot.stride for slot in self.slots)
-        self._spans: list[tuple[Slot, int, int]] = []  # where the bytes of each are in a message without description
-        for slot in self.slots if self.is_dense else ():
-            start = ALIGNMENT + slot.offset * slot.dtype.itemsize
-            self._spans.append((slot, start, start + math.prod(slot.shape) * slot.dtype.itemsize))
-
-    def made(self, data: bytes) -> Any:
-        """The tree of a message, if it is dense, with memory of its own for every tensor."""
-        tensors = []
-        for slot, start, stop in self._spans:
-            made = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
-            _memmove(made.data_ptr(), data[start:stop], stop - start)
-            tensors.append(slot.finished(made))
-        return self.tree(tensors)
+        self.is_all_views = all(place.sent_stride == place.stride for place in self.places)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """With these tensors in it."""
         if self._form == "tensor":
             return tensors[0]
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
+        for place, tensor in zip(self._leaf_of, tensors, strict=True):
             leaves[place] = tensor
         for place, number in self._again:
             leaves[place] = tensors[number]
@@ -161,6 +138,7 @@ def _is_flat(tree: Any) -> bool:
 
 
 def describe(tree: Any) -> dict[str, Any]:
+    """What `TreeLayout` is made from, as JSON can say it."""
     described: dict[str, Any] = {"form": "tensor", "places": [0], "leaves": [None]}
     if isinstance(tree, Tensor):
         tensors = [tree]
@@ -213,18 +191,18 @@ def _kind(tensor: Tensor) -> str:
     return "" if type(tensor) in (Tensor, torch.nn.Parameter) else type(tensor).__name__
 
 
-def _slot(
+def _place(
     dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, start: int, signs: int
-) -> Slot:
+) -> TensorPlace:
     sent = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
     offset, contiguous = start // dtype.itemsize, _contiguous(sent)
     span, dense = _span(sent, stride)
     count = math.prod(sent)
     if dense or count == 0:
-        return Slot(dtype, shape, stride, requires_grad, offset, sent, stride, signs)
+        return TensorPlace(dtype, shape, stride, requires_grad, offset, sent, stride, signs)
     if span is None or span > _SPARSEST * count:  # elements share memory, or too little of it is used
-        return Slot(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape), signs)
-    return Slot(dtype, shape, stride, requires_grad, offset, sent, contiguous, signs)
+        return TensorPlace(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape), signs)
+    return TensorPlace(dtype, shape, stride, requires_grad, offset, sent, contiguous, signs)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, bool]:
@@ -248,6 +226,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def padded(size: int) -> int:
+    """The next multiple of the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

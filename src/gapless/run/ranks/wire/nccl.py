@@ -16,20 +16,20 @@ is the producer's, which the deadlock proof stands on. Three rules keep hosts an
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from gapless.run.lanes import Parcel
+from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
-from gapless.run.ranks.wire.host_memory import DirectMemory
+from gapless.run.ranks.wire.layout import TreeLayout
+from gapless.run.ranks.wire.message import Message, Reader, Writer, new_message
 from gapless.schedule.routes import Channel
-
-if TYPE_CHECKING:
-    from gapless.run.ranks.wire.links import Links
 
 DIRECT = ("activation", "gradient")  # what goes from GPU to GPU; the rest is small, or rare
 _MOST_BLOCKS = 4  # of threads that one transfer takes from computing
@@ -55,13 +55,15 @@ def connected(name: str, ranks: Sequence[int], number: int, *, most_blocks: int 
     return nccl(part_of_store(f"nccl {name}", ranks), number, len(ranks), options)
 
 
-class Communicators:
-    """The groups of a pipeline's channels, and that of its replicas; `gloo` is one of all ranks of the pipeline."""
+class Communicators(Carrier):
+    """The groups of a pipeline's channels, and that of its replicas."""
 
-    def __init__(self, gloo: Any, ranks: Sequence[int], device: int, gpu: torch.device) -> None:
-        self.gpu = gpu
-        self.stream = torch.cuda.Stream(gpu)  # on which nothing waits: receives start at once
-        self._gloo, self._ranks, self._device = gloo, ranks, device
+    def __init__(
+        self, courier: Courier, waiting: Waiting, ranks: Sequence[int], device: int, gpu: torch.device
+    ) -> None:
+        self._courier, self._waiting, self._gpu = courier, waiting, gpu
+        self._stream = torch.cuda.Stream(gpu)  # on which nothing waits: receives start at once
+        self._ranks, self._device = ranks, device
         self._known: set[Channel] = set()  # of all ranks
         self._groups: dict[Channel | str, Any] = {}  # of this one
         self._broken = False
@@ -70,8 +72,8 @@ class Communicators:
         """The group that adds gradients, used once; `gloo` is one of the same ranks."""
         gloo.barrier().wait()
         group = self._groups["dp"] = connected("dp", ranks, number)
-        group.allreduce([torch.zeros(1, device=self.gpu)]).wait()
-        torch.cuda.current_stream(self.gpu).synchronize()
+        group.allreduce([torch.zeros(1, device=self._gpu)]).wait()
+        torch.cuda.current_stream(self._gpu).synchronize()
         return group
 
     def connect(self, channels: Iterable[Channel]) -> None:
@@ -81,7 +83,7 @@ class Communicators:
         new = sorted({channel for channel in channels if channel[2] in DIRECT} - self._known, key=_order)
         if not new:
             return
-        self._gloo.barrier().wait()
+        self._courier.group.barrier().wait()
         for channel in new:
             source, target, kind = channel
             if self._device in (source, target):
@@ -93,11 +95,20 @@ class Communicators:
         self._known.update(new)
 
     def _meet(self, group: Any, *, sends: bool) -> None:
-        _posted(group, group.send if sends else group.recv, torch.zeros(1, dtype=torch.uint8, device=self.gpu)).wait()
-        torch.cuda.current_stream(self.gpu).synchronize()
+        _posted(group, group.send if sends else group.recv, torch.zeros(1, dtype=torch.uint8, device=self._gpu)).wait()
+        torch.cuda.current_stream(self._gpu).synchronize()
 
-    def group(self, channel: Channel) -> Any:
-        return self._groups[channel]
+    def reaches(self, device: int, kind: str) -> bool:
+        return kind in DIRECT
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        group = self._groups[self._device, target, kind]
+        return NcclOutgoing(self._courier, target, kind, group, self._gpu)
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        group = self._groups[source, self._device, kind]
+        reader = DirectReader(group, self._gpu, self._stream)
+        return GlooIncoming(self._courier, self._waiting, source, kind, reader)
 
     def break_off(self) -> None:
         """What waits on the GPU for another rank ends."""
@@ -124,26 +135,43 @@ def _order(channel: Channel) -> tuple[int, Channel]:
     return min(channel[:2]) % 2, channel
 
 
+class DirectWriter(Writer):
+    """Packs tensors into one piece of a GPU's memory, on the stream that has made them: what is sent next is ordered by
+    it.
+    """
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
+        with torch.inference_mode(False):
+            apart = torch.empty(layout.size, dtype=torch.uint8, device=self._gpu)
+        return new_message(layout, number, description, apart=apart)
+
+
 class NcclOutgoing(GlooOutgoing):
     """Posts sends at once, in the thread of the device."""
 
-    def __init__(self, links: "Links", target: int, kind: str) -> None:
-        assert links.direct is not None
-        super().__init__(links, target, kind, DirectMemory(links.direct.gpu))
-        self._group = links.direct.group((links.device, target, kind))
+    def __init__(self, courier: Courier, target: int, kind: str, group: Any, gpu: torch.device) -> None:
+        super().__init__(courier, target, kind, DirectWriter(gpu))
+        self._group = group
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def packed(self, tree: Any) -> Parcel:
+        return Parcel(tree)
 
     def put(self, item: Any) -> None:
         self.send(item)
 
-    def send(self, item: Any) -> None:
-        message = self.memory.write(self._writer, item)
+    def send(self, item: Parcel) -> None:
+        message = self._writer.write(item.tree)
         self.post(message)
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
-        assert message.data is not None
-        if message.data.numel():
-            self._under_way.append((_posted(self._group, self._group.send, message.data), message.data))
+        assert message.apart is not None
+        if message.apart.numel():
+            self._under_way.append((_posted(self._group, self._group.send, message.apart), message.apart))
 
     def is_over(self) -> bool:
         return all(work.is_completed() for work, _ in self._under_way)
@@ -154,24 +182,18 @@ class NcclOutgoing(GlooOutgoing):
         self._under_way.clear()
 
 
-class NcclIncoming(GlooIncoming):
+class DirectReader(Reader):
     """Receives are posted when the message says what comes."""
 
-    def __init__(self, links: "Links", source: int, kind: str) -> None:
-        assert links.direct is not None
-        super().__init__(links, source, kind, self._fetch)
-        self._stream, self._gpu = links.direct.stream, links.direct.gpu
-        self._group = links.direct.group((source, links.device, kind))
+    def __init__(self, group: Any, gpu: torch.device, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._group, self._gpu, self._stream = group, gpu, stream
 
-    def _fetch(self, size: int) -> Tensor:
+    def _data(self, buffer: Tensor, start: int, elsewhere: int, size: int) -> tuple[Tensor, int]:
         with torch.cuda.stream(self._stream):
             data = torch.empty(size, dtype=torch.uint8, device=self._gpu)
             work = _posted(self._group, self._group.recv, data) if size else None
         data.record_stream(torch.cuda.current_stream(self._gpu))
         if work is not None:
             work.wait()  # the stream does, not the host
-        return data
-
-    def close(self) -> None:
-        super().close()
-        self._group = None
+        return data, 0

@@ -20,17 +20,20 @@ import signal
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from gapless.run.ranks.wire.channel import Incoming, Outgoing, tag_of
-from gapless.run.ranks.wire.message import Message, Reader, Writer
-from gapless.run.ranks.wire.segments import Attached, Probe, Segments, file_of
-
-if TYPE_CHECKING:
-    from gapless.run.ranks.wire.links import Links
+from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
+from gapless.run.ranks.wire.shared_memory import (
+    Attached,
+    Probe,
+    Segments,
+    SharingReader,
+    SharingWriter,
+    file_of,
+)
 
 _FRAME = struct.Struct("<iiII")  # source, tag, bytes, and whether the message goes on in another frame
 _ROOM = select.PIPE_BUF - _FRAME.size
@@ -174,13 +177,12 @@ def _without_sigpipe() -> Iterator[None]:
 class PipeOutgoing(Outgoing):
     """Writes into the inbox of another rank."""
 
-    def __init__(self, links: "Links", target: int, kind: str) -> None:
-        super().__init__(links)
-        assert links.inbox is not None
-        self._inbox, self._outbox = links.inbox, links.near[target]
-        self._from = (links.device, tag_of(kind))
+    def __init__(self, courier: Courier, inbox: Inbox, outbox: Outbox, device: int, kind: str) -> None:
+        super().__init__(courier)
+        self._inbox, self._outbox = inbox, outbox
+        self._from = (device, tag_of(kind))
         self._segments = Segments()
-        self._writer = Writer(segments=self._segments)
+        self._writer = SharingWriter(self._segments)
         self._frame_of: dict[int, bytes] = {}  # by the size of a message that fits into one
 
     def put(self, item: Any) -> None:
@@ -197,9 +199,9 @@ class PipeOutgoing(Outgoing):
 
     def _send(self, item: Any) -> None:
         """In the thread of the device, which does not wait."""
-        message = self._writer.write(item)
+        message: Any = self._writer.write(item)
         self.last_size = message.size
-        frames = self._frames(message)
+        frames = self._frames(message.bytes)
         while frames and self._outbox.write(frames[0]):
             del frames[0]
         if frames:
@@ -215,9 +217,9 @@ class PipeOutgoing(Outgoing):
             self._done += 1
 
     def send(self, item: Any) -> None:
-        message = self._writer.write(item)
+        message: Any = self._writer.write(item)
         self.last_size = message.size
-        for frame in self._frames(message):
+        for frame in self._frames(message.bytes):
             self._wait_and_write(frame)
         message.sent()
 
@@ -227,8 +229,8 @@ class PipeOutgoing(Outgoing):
                 raise RuntimeError("Connection closed: this process has broken off")
             self._outbox.wait()
 
-    def _frames(self, message: Message) -> list[tuple[Piece, Piece]]:
-        data, size = message.bytes, len(message.bytes)
+    def _frames(self, data: memoryview) -> list[tuple[Piece, Piece]]:
+        size = len(data)
         if size <= _ROOM:
             frame = self._frame_of.get(size)
             if frame is None:
@@ -247,18 +249,17 @@ class PipeOutgoing(Outgoing):
 
     def close(self) -> None:
         self._segments = Segments()
-        self._writer = Writer()
+        self._writer = SharingWriter(self._segments)
 
 
 class PipeIncoming(Incoming):
     """Reads what comes from one rank."""
 
-    def __init__(self, links: "Links", source: int, kind: str) -> None:
-        super().__init__(links, source, kind)
-        assert links.inbox is not None
-        self._inbox = links.inbox
-        self._came = links.inbox.place(source, tag_of(kind))
-        self._reader = Reader(attached=Attached(links.near[source].process))
+    def __init__(self, waiting: Waiting, source: int, kind: str, inbox: Inbox, process: int) -> None:
+        super().__init__(waiting, source, kind)
+        self._inbox = inbox
+        self._came = inbox.place(source, tag_of(kind))
+        self._reader = SharingReader(Attached(process))
 
     def next(self) -> Any:
         came = self._came
@@ -269,7 +270,47 @@ class PipeIncoming(Incoming):
         return self._reader.read_bytes(came.popleft())
 
     def close(self) -> None:
-        self._reader = Reader()
+        del self._reader  # and the memory that it has opened
+
+
+class ThroughPipes(Carrier):
+    """Reaches the devices of `near`, each with the inbox of its process."""
+
+    shares_memory = True
+
+    def __init__(
+        self, courier: Courier, waiting: Waiting, device: int, inbox: Inbox, near: Mapping[int, Outbox]
+    ) -> None:
+        self._courier, self._waiting, self._device = courier, waiting, device
+        self._inbox, self.near = inbox, dict(near)
+
+    @classmethod
+    def found(cls, courier: Courier, waiting: Waiting, device: int) -> "list[ThroughPipes]":
+        """All ranks of the courier's group call it. None where it is not allowed."""
+        inbox, near = find_near(courier.group, device)
+        return [] if inbox is None else [cls(courier, waiting, device, inbox, near)]
+
+    def reaches(self, device: int, kind: str) -> bool:
+        return device in self.near
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        return PipeOutgoing(self._courier, self._inbox, self.near[target], self._device, kind)
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        return PipeIncoming(self._waiting, source, kind, self._inbox, self.near[source].process)
+
+    def break_off(self) -> None:
+        self._inbox.break_off()
+        for outbox in self.near.values():
+            outbox.break_off()
+
+    def in_child(self) -> None:
+        self._inbox.in_child()
+
+    def close(self) -> None:
+        for outbox in self.near.values():
+            outbox.close(self._device)
+        self._inbox.close()
 
 
 def find_near(group: Any, device: int) -> tuple[Inbox | None, dict[int, Outbox]]:

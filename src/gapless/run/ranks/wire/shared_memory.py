@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import math
 import mmap
 import os
 import struct
@@ -22,9 +23,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gapless.errors import TransportError
-from gapless.run.ranks.wire.layout import ALIGNMENT, padded
+from gapless.run.ranks.wire.layout import ALIGNMENT, TensorPlace, TreeLayout, padded
+from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE, Message, Reader, Writer
 
 _NUMBER_BITS = 31
 _MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and file descriptor
@@ -35,6 +38,8 @@ _IN_USE, _OPENED = 0, 1  # the flags
 _MOST = 32  # segments of a channel: each takes two file descriptors, of which a process may have some thousand
 _MFD_NOEXEC_SEAL = 8  # without it some systems refuse
 _COPIED = bytes([0, 1])  # what the flags are then
+_LARGE = 2 << 10  # bytes; what is smaller is copied more quickly than it is shared
+_memmove = ctypes.memmove
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of file descriptors or memory, in this process
 
 
@@ -49,7 +54,7 @@ class Segment:
         self.capacity = capacity
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self.name = _MARK | number << _NUMBER_BITS | self._descriptor
-        self.messages: dict[int, Any] = {}  # that were made for it, by the number of their layout
+        self.messages: dict[int, PipedMessage] = {}  # that were made for it, by the number of their layout
 
     @property
     def free(self) -> bool:
@@ -212,6 +217,94 @@ def _aligned(size: int) -> memoryview:
     place = memoryview(memory).cast("B")
     start = -buffer.data_ptr() % ALIGNMENT
     return place[start : start + size]
+
+
+class PipedMessage(Message):
+    """One that can be written into a pipe."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with torch.inference_mode(False):  # the caller's mode must not stick to what is used again
+            super().__init__(*args, **options)
+        place = (ctypes.c_char * self.buffer.numel()).from_address(self.buffer.data_ptr())
+        self.bytes = memoryview(place).cast("B")
+
+
+class SharingWriter(Writer):
+    """Writes large tensors into segments, which the other end can open."""
+
+    def __init__(self, segments: Segments) -> None:
+        super().__init__()
+        self._segments = segments
+
+    def _message(self, layout: TreeLayout, number: int, description: bytes) -> PipedMessage:
+        segment = self._segments.take(layout.size) if layout.size >= _LARGE else None
+        if segment is None:
+            return PipedMessage(layout, number, description)
+        message = None if description else segment.messages.get(number)
+        if message is None:
+            message = PipedMessage(layout, number, description, apart=segment.memory[ALIGNMENT:], name=segment.name)
+            if not description:
+                segment.messages[number] = message
+        return message
+
+
+class SharingReader(Reader):
+    """Reads what came through a pipe, and opens the segments that it names."""
+
+    def __init__(self, attached: Attached) -> None:
+        super().__init__()
+        self._attached = attached
+        self._quick: dict[bytes, tuple[TreeLayout, list[tuple[TensorPlace, int, int]]]] = {}  # by header
+
+    def read_bytes(self, data: bytes) -> Any:
+        """The tree of a message, of tensors with memory of their own."""
+        quick = self._quick.get(data[:HEADER_SIZE])
+        if quick is not None:
+            return _made(data, *quick)
+        number, length, elsewhere = HEADER.unpack_from(data)
+        if elsewhere and not length and self._known[number].is_dense:
+            layout = self._known[number]
+            memory = self._attached.memory(elsewhere, layout.size)
+            return layout.tree([_shared(place, memory) for place in layout.places])
+        buffer = torch.empty(len(data), dtype=torch.uint8)
+        _memmove(buffer.data_ptr(), data, len(data))
+        tree = self.read(buffer)
+        number, last = self._last
+        if last is not None and last.is_dense:
+            self._quick[HEADER.pack(number, 0, 0)] = last, [_span(place) for place in last.places]
+        return tree
+
+    def _data(self, buffer: Tensor, start: int, elsewhere: int, size: int) -> tuple[Tensor, int]:
+        if not elsewhere:
+            return buffer, start
+        return torch.frombuffer(self._attached.memory(elsewhere, size), dtype=torch.uint8), ALIGNMENT
+
+
+def _span(place: TensorPlace) -> tuple[TensorPlace, int, int]:
+    """Where the bytes of a dense tensor are in a message without description."""
+    start = ALIGNMENT + place.offset * place.dtype.itemsize
+    return place, start, start + math.prod(place.shape) * place.dtype.itemsize
+
+
+def _made(data: bytes, layout: TreeLayout, spans: Sequence[tuple[TensorPlace, int, int]]) -> Any:
+    """The tree of a dense message, with memory of its own for every tensor."""
+    tensors = []
+    for place, start, stop in spans:
+        made = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        _memmove(made.data_ptr(), data[start:stop], stop - start)
+        tensors.append(place.finished(made))
+    return layout.tree(tensors)
+
+
+def _shared(place: TensorPlace, memory: memoryview) -> Tensor:
+    """A dense tensor as it is in a segment."""
+    made, count = torch.empty(0, dtype=place.dtype), math.prod(place.shape)
+    if count:
+        at = ALIGNMENT + place.offset * place.dtype.itemsize
+        made = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=at)
+    return place.finished(made.as_strided(place.shape, place.stride))
 
 
 class Probe:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gapless.errors import TransportError
-from gapless.run.ranks.wire.courier import Courier
-from gapless.run.ranks.wire.links import Links
-from gapless.run.ranks.wire.pipes import Inbox, Outbox, find_near
+from gapless.run.ranks.wire.channel import Courier
+from gapless.run.ranks.wire.connections import Connections
+from gapless.run.ranks.wire.pipes import Inbox, Outbox, ThroughPipes, find_near
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
 
@@ -21,25 +21,33 @@ def _lost(rank: int, error: BaseException) -> Exception:
     return TransportError(f"rank {rank}: {error}")
 
 
-def _ends(names: tuple[str, ...]) -> list[Links]:
+def _ends(names: tuple[str, ...]) -> list[Connections]:
     inboxes = [Inbox() for _ in names]
     found = []
     for device, name in enumerate(names):
         courier = Courier(None, name, lambda _: None)
         near = {other: Outbox(os.getpid(), inbox.descriptor) for other, inbox in enumerate(inboxes) if other != device}
-        found.append(Links(courier, device, range(len(names)), _lost, inbox=inboxes[device], near=near))
+        made = Connections(courier, device, range(len(names)), _lost)
+        made.carriers.append(ThroughPipes(courier, made.waiting, device, inboxes[device], near))
+        found.append(made)
     return found
 
 
+def _near(links: Connections) -> dict[int, Outbox]:
+    (carrier,) = links.carriers
+    assert isinstance(carrier, ThroughPipes)
+    return carrier.near
+
+
 @pytest.fixture
-def links() -> Iterator[list[Links]]:
+def links() -> Iterator[list[Connections]]:
     made = _ends(("one", "two", "three"))
     yield made
     for each in made:
         each.close()
 
 
-def test_channels_do_not_mix_whatever_the_order_they_are_asked_in(links: list[Links]) -> None:
+def test_channels_do_not_mix_whatever_the_order_they_are_asked_in(links: list[Connections]) -> None:
     for number in range(3):
         links[0].outgoing(1, "activation").put(torch.full((2,), float(number)))
         links[2].outgoing(1, "activation").put(torch.full((3,), 10.0 + number))
@@ -51,7 +59,7 @@ def test_channels_do_not_mix_whatever_the_order_they_are_asked_in(links: list[Li
         assert links[1].incoming(0, "activation").get().tolist() == [0.0 + number] * 2
 
 
-def test_a_message_may_be_longer_than_what_a_pipe_takes_at_once(links: list[Links]) -> None:
+def test_a_message_may_be_longer_than_what_a_pipe_takes_at_once(links: list[Connections]) -> None:
     """Its description alone is."""
     tree = {f"a name that is rather long {number}": torch.tensor(number) for number in range(200)}
     for _ in range(2):
@@ -62,7 +70,7 @@ def test_a_message_may_be_longer_than_what_a_pipe_takes_at_once(links: list[Link
 
 
 @pytest.mark.parametrize("size", [10, 400, 100_000])
-def test_a_device_goes_on_while_nobody_reads(links: list[Links], size: int) -> None:
+def test_a_device_goes_on_while_nobody_reads(links: list[Connections], size: int) -> None:
     """More than the pipe holds: the rest waits with the courier, in order."""
     count = 3000 if size < 1000 else 40
     began = time.monotonic()
@@ -75,7 +83,7 @@ def test_a_device_goes_on_while_nobody_reads(links: list[Links], size: int) -> N
         assert (came == number).all()
 
 
-def test_whoever_waits_raises_when_the_other_end_breaks_off(links: list[Links]) -> None:
+def test_whoever_waits_raises_when_the_other_end_breaks_off(links: list[Connections]) -> None:
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -93,9 +101,9 @@ def test_whoever_waits_raises_when_the_other_end_breaks_off(links: list[Links]) 
     assert "rank 0" in str(raised[0])
 
 
-def test_who_has_left_is_not_waited_for_but_what_it_sent_comes(links: list[Links]) -> None:
+def test_who_has_left_is_not_waited_for_but_what_it_sent_comes(links: list[Connections]) -> None:
     links[0].outgoing(1, "activation").put(torch.ones(1))
-    links[0].near.pop(1).close(0)
+    _near(links[0]).pop(1).close(0)
     assert links[1].incoming(0, "activation").get() == 1
     with pytest.raises(TransportError, match="closed: by device 0"):
         links[1].incoming(0, "activation").get()
@@ -103,10 +111,10 @@ def test_who_has_left_is_not_waited_for_but_what_it_sent_comes(links: list[Links
     assert links[1].incoming(2, "activation").get() == 0
 
 
-def test_a_write_to_an_end_that_is_gone_raises(links: list[Links]) -> None:
+def test_a_write_to_an_end_that_is_gone_raises(links: list[Connections]) -> None:
     inbox = Inbox()
-    links[0].near[1].close(0)
-    links[0].near[1] = Outbox(os.getpid(), inbox.descriptor)
+    _near(links[0])[1].close(0)
+    _near(links[0])[1] = Outbox(os.getpid(), inbox.descriptor)
     inbox.close()
     with pytest.raises(RuntimeError, match="Connection closed"):
         links[0].outgoing(1, "activation").put(torch.zeros(1))
@@ -133,7 +141,7 @@ def test_who_closes_does_not_wait_for_one_that_has_left() -> None:
     made[0].close()
 
 
-def test_as_much_as_one_likes_is_in_flight(links: list[Links]) -> None:
+def test_as_much_as_one_likes_is_in_flight(links: list[Connections]) -> None:
     """More than a process may have open files."""
     before = len(os.listdir("/proc/self/fd"))
     for number in range(1500):
@@ -143,7 +151,7 @@ def test_as_much_as_one_likes_is_in_flight(links: list[Links]) -> None:
     assert len(os.listdir("/proc/self/fd")) - before < 200
 
 
-def test_a_child_does_not_give_back_what_its_parent_has(links: list[Links]) -> None:
+def test_a_child_does_not_give_back_what_its_parent_has(links: list[Connections]) -> None:
     links[0].outgoing(1, "activation").put(torch.ones(10_000))
     mine = links[1].incoming(0, "activation").get()
     child = os.fork()

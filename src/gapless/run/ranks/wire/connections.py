@@ -1,0 +1,160 @@
+"""All connections of this process to the other ranks of its pipeline.
+
+A channel takes the first carrier that reaches its other end: from GPU to GPU by NCCL, through pipes and shared memory on
+one host, over Gloo between hosts.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gapless.errors import GaplessError, TransportError
+from gapless.run.channels import InOrderOfUse, StoppedError
+from gapless.run.lanes import Parcel
+from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
+from gapless.run.ranks.wire.gloo import OverGloo
+from gapless.run.ranks.wire.nccl import Communicators
+from gapless.run.ranks.wire.pinned import OverGlooPinned
+from gapless.run.ranks.wire.pipes import ThroughPipes
+from gapless.schedule.action import Schedule
+from gapless.schedule.routes import Channel, messages
+
+_A_MOMENT = 0.005  # seconds
+Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
+
+
+class Connections:
+    """The channels of this process, and what carries their messages; they outlive the programs that use them."""
+
+    def __init__(self, courier: Courier, device: int, ranks: Sequence[int], explain: Explain) -> None:
+        self.courier, self.device, self.ranks = courier, device, ranks
+        self.rank = ranks[device]
+        self._explain = explain
+        self.waiting = Waiting(self._lost)
+        self.carriers: list[Carrier] = []
+        self.in_parcels = False  # what goes in and out
+        self.stopped = False
+        self._outgoing: dict[tuple[int, str], Outgoing] = {}
+        self._incoming: dict[tuple[int, str], Incoming] = {}
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Every rank is about to use the same channels."""
+        for carrier in self.carriers:
+            carrier.connect(channels)
+
+    def outgoing(self, target: int, kind: str) -> Outgoing:
+        """The near end of a channel."""
+        if (target, kind) not in self._outgoing:
+            self._outgoing[target, kind] = self._carrier(target, kind).outgoing(target, kind)
+        return self._outgoing[target, kind]
+
+    def incoming(self, source: int, kind: str) -> Incoming:
+        """The near end of a channel."""
+        if (source, kind) not in self._incoming:
+            self._incoming[source, kind] = self._carrier(source, kind).incoming(source, kind)
+        return self._incoming[source, kind]
+
+    def _carrier(self, device: int, kind: str) -> Carrier:
+        return next(carrier for carrier in self.carriers if carrier.reaches(device, kind))
+
+    def stop(self) -> None:
+        """Whoever waits here or for this process raises."""
+        if not self.stopped:
+            self.stopped = True
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Whoever waits raises, here and at the other ranks."""
+        for carrier in reversed(self.carriers):
+            carrier.break_off()
+
+    def in_child(self) -> None:
+        """A forked child has copies of what only this process reads."""
+        for carrier in self.carriers:
+            carrier.in_child()
+
+    def check(self) -> None:
+        """Raises if this process can't take part in another step."""
+        failure = self.courier.failure
+        if isinstance(failure, GaplessError):
+            raise failure
+        if self.stopped or failure is not None:
+            raise TransportError(
+                "a step failed or was interrupted, and the connections between the ranks went with it: end all ranks, "
+                "or close the pipeline and make a new one on every rank"
+            ) from failure
+
+    def _lost(self, source: int, error: BaseException) -> Exception:
+        """What is raised where a message will not come."""
+        if self.stopped:
+            return StoppedError()
+        if isinstance(self.courier.failure, GaplessError):
+            return self.courier.failure
+        return self._explain(self.ranks[source], error)
+
+    def close(self, broken: Callable[[], bool] = lambda: False, patience: float = 60.0) -> None:
+        """Everything handed over goes out first, but for so many seconds others are waited for at the most. Programs
+        may outlive the connections, so these let go of them.
+        """
+        deadline = time.monotonic() + patience
+        for outgoing in self._outgoing.values():
+            self.courier.put((Outgoing.settle, outgoing))
+        self.courier.close(broken)
+        for outgoing in self._outgoing.values():
+            while not outgoing.is_over() and not broken() and time.monotonic() < deadline:
+                time.sleep(_A_MOMENT)
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+        for carrier in self.carriers:
+            carrier.close()
+
+
+def connect_all(
+    courier: Courier, device: int, ranks: Sequence[int], explain: Explain, gpu: torch.device | None, *, direct: bool
+) -> Connections:
+    """Every rank of the pipeline calls it. `gpu` is where the tensors of this one are, if not in memory of the host;
+    `direct`: they go to other GPUs by NCCL.
+    """
+    made = Connections(courier, device, ranks, explain)
+    made.in_parcels = gpu is not None
+    if gpu is not None and direct:
+        made.carriers.append(Communicators(courier, made.waiting, ranks, device, gpu))
+    if courier.group is not None:
+        if gpu is None:
+            made.carriers.extend(ThroughPipes.found(courier, made.waiting, device))
+        gloo = OverGloo(courier, made.waiting) if gpu is None else OverGlooPinned(courier, made.waiting, gpu)
+        made.carriers.append(gloo)
+    return made
+
+
+class RankChannels:
+    """What one device sends and receives in one schedule."""
+
+    def __init__(self, schedule: Schedule, connections: Connections) -> None:
+        self._connections = connections
+        self._takers: dict[Channel, InOrderOfUse] = {}
+        produced, consumed = messages(schedule)
+        connections.connect(produced)
+        for channel, uses in consumed.items():
+            source, target, kind = channel
+            if target == connections.device:
+                get, order = connections.incoming(source, kind).get, [produced[channel][each] for each, _ in uses]
+                self._takers[channel] = InOrderOfUse(get, order)
+
+    def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
+        outgoing = self._connections.outgoing(channel[1], channel[2])
+        return outgoing.put_now if idle and not self._connections.in_parcels else outgoing.put
+
+    def receiver(self, channel: Channel) -> Callable[[], Any]:
+        take = self._takers[channel].take
+        return (lambda: Parcel(take())) if self._connections.in_parcels else take
+
+    def stop(self) -> None:
+        self._connections.stop()
+
+    def clear(self) -> None:
+        for taker in self._takers.values():
+            taker.clear()
