@@ -63,25 +63,12 @@ ROOMS = (
 )
 MOST_LINES = {"file": 350, "function": 80}
 OWED: dict[str, set[str]] = {
-    "in_circles": {
-        "run.ranks.wire.channel",
-        "run.ranks.wire.gloo",
-        "run.ranks.wire.links",
-        "run.ranks.wire.nccl",
-        "run.ranks.wire.pipes",
-    },
-    "names_of_several_things": {
-        "Layout",
-        "Whereabouts",
-        "links",
-    },
     "too_long": {
         "pipeline/pipeline.py",
         "pipeline/pipeline.py: __init__",
         "pipeline/planning.py: make_plan",
         "plan/planner.py: planned",
         "run/ranks/many_processes.py",
-        "run/ranks/watch/watch.py",
     },
     "without_a_word": {
         "cli/plan.py: add",
@@ -114,10 +101,6 @@ OWED: dict[str, set[str]] = {
         "plan/search/choices.py: check_recipes",
         "plan/search/judge.py: Judge",
         "plan/search/search.py: Progress",
-        "run/ranks/watch/children.py: Inherited",
-        "run/ranks/wire/host_memory.py: Memory",
-        "run/ranks/wire/layout.py: describe",
-        "run/ranks/wire/layout.py: padded",
     },
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}

@@ -30,8 +30,7 @@ from gapless.run.ranks.state_dict import gather, held, load
 from gapless.run.ranks.stragglers import Pace, Row, planned_work
 from gapless.run.ranks.watch.blame import is_lost
 from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
-from gapless.run.ranks.watch.watch import Call, Watch
-from gapless.run.ranks.watch.whereabouts import Whereabouts
+from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire import nccl
 from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
@@ -71,7 +70,8 @@ class Ranks:
             opened.callback(self._courier.close, lambda: True)
             self._links = self._connect()
             opened.pop_all()
-        self._whereabouts = self._watch.whereabouts = Whereabouts(self._links, lambda: self._watch.under_way)
+        self._whereabouts = self._watch.whereabouts
+        self._whereabouts.connections = self._links
         self._watch.break_off = self._break_off
         self._pace = Pace(self._rows())
         self._sameness = Sameness(self.seat, self._groups.pp, self._groups.dp)
@@ -179,7 +179,7 @@ class Ranks:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def call(self, doing: str, *, leaves: bool = True) -> Call:
+    def call(self, doing: str, *, leaves: bool = True) -> AbstractContextManager[None]:
         """Around everything that all ranks do together: `doing` a step, say."""
         if os.getpid() != self._process:
             raise TransportError(

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 
 class Inherited(Protocol):
+    """What a forked child has too, and must not have."""
+
     def in_child(self) -> None:
         """This is a forked child now: let go of what must not be there twice."""
 

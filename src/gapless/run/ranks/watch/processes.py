@@ -4,8 +4,6 @@ dead, since children that it has forked have it too.
 
 import contextlib
 import os
-import select
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,19 +27,10 @@ class Life:
 
     def __init__(self, process: int, began: int) -> None:
         self._process, self._began = process, began
-        self._over = False
-        self._descriptor = -1
-        try:
-            self._descriptor = os.pidfd_open(process)
-            weakref.finalize(self, os.close, self._descriptor)
-        except ProcessLookupError:
-            self._over = True
-        except (OSError, AttributeError):  # not allowed, not there, or no file descriptor is left: see `_gone`
-            pass
-        self._over = self._over or self._gone()  # its number may be another's by now
 
     @classmethod
     def found(cls, words: Sequence[str | int]) -> "Life | None":
+        """From what `this_process` says there."""
         here = this_process()
         if not here or not words or words[0] != here[0]:
             return None
@@ -49,23 +38,24 @@ class Life:
 
     @property
     def is_over(self) -> bool:
-        if not self._over:
-            self._over = self._has_ended() if self._descriptor >= 0 else self._gone()
-        return self._over
-
-    def _has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _gone(self) -> bool:
+        """Whether it has ended, collected or not; its number may be another's by now."""
         try:
             state, began = _stat(self._process)
-        except (FileNotFoundError, ProcessLookupError):  # or hidden from this user
-            return self._descriptor < 0 or self._has_ended()
+        except (FileNotFoundError, ProcessLookupError):
+            return not self._is_hidden()
         except (OSError, ValueError):
             return False
         return state in _DEAD or began != self._began
+
+    def _is_hidden(self) -> bool:
+        """From this user."""
+        try:
+            os.kill(self._process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
 
 
 def _stat(process: int) -> tuple[str, int]:

@@ -17,11 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
@@ -29,6 +28,7 @@ from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.leaving import Terminating
 from gapless.run.ranks.watch.processes import Life, this_process
 from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
+from gapless.run.ranks.watch.whereabouts import MAKING, Whereabouts
 
 LOG = logging.getLogger("gapless")
 _LONGEST_BEAT = 1.0
@@ -38,7 +38,6 @@ _NEWS_WITHIN = 2.0  # seconds after a connection was lost
 _ROUND_WITHIN = 5.0
 _LOOK = 0.25  # seconds between two looks at the neighbours' processes
 _LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may still come
-_MAKING = "making its pipeline"
 
 
 @dataclass(frozen=True)
@@ -50,35 +49,6 @@ class News:
     text: str
 
 
-class Whereabouts(Protocol):
-    """What this rank is doing; asked from any thread."""
-
-    def words(self) -> str:
-        """As a sentence: rank 2 waited for ..."""
-
-    def last(self) -> str:
-        """The last action, in short."""
-
-    def progress(self) -> object:
-        """Differs from the last one if anything was computed or received since; None while something is computed."""
-
-
-class Nowhere:
-    """Before the connections are there."""
-
-    def __init__(self, me: int) -> None:
-        self._me = me
-
-    def words(self) -> str:
-        return f"rank {self._me} was {_MAKING}"
-
-    def last(self) -> str:
-        return _MAKING
-
-    def progress(self) -> object:
-        return None
-
-
 class Watch:
     """One rank among `ranks`, which are in an order in which those that work together are neighbours."""
 
@@ -87,11 +57,9 @@ class Watch:
             raise ConfigError(f"timeout is {timeout!r}, but it must be a number of seconds above 0")
         self.me, self.timeout = me, timeout
         self.calls = 0  # begun; every rank makes the same
-        self.inside = True  # a call; making the pipeline is the first
-        self.doing = _MAKING  # in the last call
         self.begun = False  # in this call, something that others wait for
         self.news: News | None = None
-        self.whereabouts: Whereabouts = Nowhere(me)
+        self.whereabouts = Whereabouts(me)
         self.break_off: Callable[[], None] = lambda: None
         self.place = ""  # where this rank was when the news came
         self._since = 0.0  # of the news
@@ -137,18 +105,38 @@ class Watch:
 
     # -- a call -----------------------------------------------------------------------------------------------------
 
-    def call(self, doing: str, *, leaves: bool) -> "Call":
-        """`leaves`: where a rank leaves that was asked to. All ranks make the same calls, so they do so in the same."""
-        return Call(self, doing, leaves)
-
-    @property
-    def under_way(self) -> str:
-        """The call that this rank is in, if it is in one."""
-        return self.doing if self.inside else ""
+    @contextlib.contextmanager
+    def call(self, doing: str, *, leaves: bool) -> Iterator[None]:
+        """Around everything that all ranks do together. What is raised inside is told, or explained by what others
+        told. `leaves`: here a rank leaves that was asked to; all ranks make the same calls, so all do so in the same.
+        """
+        self.check()
+        self._settle_leaving()
+        if self.leaving and leaves:
+            LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
+            raise SystemExit(0)
+        self.calls += 1
+        self.begun, self.whereabouts.call = False, doing
+        try:
+            yield
+            self.check()
+        except BaseException as error:
+            if isinstance(error, TransportError) and self.news is not None:
+                raise
+            if is_lost(error):
+                raise self.lost(None, error) from None
+            if (explained := self._explained(error)) is not None:
+                raise explained from error  # which may be the user's own, so its traceback stays
+            if self.begun:
+                self.raised(error)
+                self._told = True
+            raise
+        finally:
+            self.whereabouts.call = ""
 
     def made(self) -> None:
         """The pipeline is; what neighbours believe about this rank is not to be older than that."""
-        self.inside = False
+        self.whereabouts.call = ""
         self._say_where()
 
     def check(self) -> None:
@@ -160,7 +148,7 @@ class Watch:
             self._told = True
             raise TransportError(f"{self.place}: {self.news.text}{again}")
 
-    def settle_leaving(self) -> None:
+    def _settle_leaving(self) -> None:
         """SIGTERM: the first rank picks the call before which all leave, and goes on when everybody knows.
 
         Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
@@ -168,10 +156,6 @@ class Watch:
         if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
             self._leave_before = self.calls + (len(self._ranks) > 1)
             self._pass_round()
-
-    def leave(self) -> None:
-        LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
-        raise SystemExit(0)
 
     @property
     def leaving(self) -> bool:
@@ -219,7 +203,7 @@ class Watch:
             return TransportError(self.news.text)
         return TransportError(f"{words}: {self.news.text}")
 
-    def explained(self, error: BaseException) -> TransportError | None:
+    def _explained(self, error: BaseException) -> TransportError | None:
         """What is raised instead of an error that another rank's end may have caused; None if nobody has ended. The
         others wait for news of this one meanwhile, but longer.
         """
@@ -260,7 +244,7 @@ class Watch:
 
     def _last(self, neighbour: Neighbour) -> str:
         ago = time.monotonic() - neighbour.heard
-        return f"; when last heard from, {ago:.1f} s ago, it was {neighbour.last.get('at', _MAKING)}"
+        return f"; when last heard from, {ago:.1f} s ago, it was {neighbour.last.get('at', MAKING)}"
 
     def _ask(self, rank: int) -> None:
         if self._asked_by is None:
@@ -319,10 +303,10 @@ class Watch:
             if neighbour.left is None and now - neighbour.heard > self.timeout:
                 text = f"rank {neighbour.rank} is silent: rank {self.me} has heard nothing for {self.timeout:g} s"
                 self.tell(News("silent", neighbour.rank, text + self._last(neighbour)))
-        if self.inside and now - self._active > self.timeout:
+        if self.whereabouts.call and now - self._active > self.timeout:
             text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
             self.tell(News("stuck", None, text))
-        if self.news is not None and self.inside and now - self._since > _GRACE:
+        if self.news is not None and self.whereabouts.call and now - self._since > _GRACE:
             _dump_stacks()
             _end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
 
@@ -343,42 +327,6 @@ class Watch:
             neighbour.close()
         if self._terminating is not None:
             self._terminating.leave()
-
-
-class Call:
-    """Around everything that all ranks do together. What is raised inside is told, or explained by what others told."""
-
-    def __init__(self, watch: Watch, doing: str, leaves: bool) -> None:
-        self._watch, self._doing, self._leaves = watch, doing, leaves
-
-    def __enter__(self) -> "Call":
-        watch = self._watch
-        watch.check()
-        watch.settle_leaving()
-        if watch.leaving and self._leaves:
-            watch.leave()
-        watch.calls += 1
-        watch.begun, watch.inside, watch.doing = False, True, self._doing
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        watch = self._watch
-        try:
-            if error is None:
-                watch.check()
-                return
-            if isinstance(error, TransportError) and watch.news is not None:
-                return
-            if is_lost(error):
-                raise watch.lost(None, error) from None
-            explained = watch.explained(error)
-            if explained is not None:
-                raise explained from error  # which may be the user's own, so its traceback stays
-            if watch.begun:
-                watch.raised(error)
-                watch._told = True
-        finally:
-            watch.inside = False
 
 
 def _dump_stacks() -> None:

@@ -2,19 +2,23 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gapless.run.program import Program
 from gapless.run.ranks.wire.connections import Connections
 from gapless.schedule.action import Action
 from gapless.schedule.routes import messages
 
+MAKING = "making its pipeline"
+
 
 class Whereabouts:
-    """`call` names the call that is under way, such as a step, or is empty; parts of it are outside of any action."""
+    """Of one rank, which has no connections while it makes its pipeline."""
 
-    def __init__(self, links: Connections, call: Callable[[], str]) -> None:
-        self._links, self._call = links, call
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.call = MAKING  # that is under way, such as a step; parts of it are outside of any action
+        self.connections: Connections | None = None
         self._program: Program | None = None
         self._running = False
         self.microbatches = 0  # of the last run
@@ -24,49 +28,55 @@ class Whereabouts:
     @contextlib.contextmanager
     def running(self, program: Program) -> Iterator[None]:
         """The actions of a program."""
-        self._links.waiting.since = None
+        assert self.connections is not None
+        waiting = self.connections.waiting
+        waiting.since = None
         self._program, self._running = program, True
         self.microbatches = program.schedule.num_microbatches
-        waited, began = self._links.waiting.seconds, time.monotonic()
+        waited, began = waiting.seconds, time.monotonic()
         try:
             yield
         finally:
             self._running = False
             self.seconds = time.monotonic() - began
-            self.waited = self._links.waiting.seconds - waited + getattr(program.batch.weights, "waited", 0.0)
+            self.waited = waiting.seconds - waited + getattr(program.batch.weights, "waited", 0.0)
 
     def words(self) -> str:
-        links, me = self._links, f"rank {self._links.rank} (device {self._links.device})"
-        incoming, since = links.waiting.channel, links.waiting.since
-        if incoming is None or since is None:
+        """As a sentence: rank 2 (device 2) waited for ..."""
+        made = self.connections
+        me = f"rank {self.rank}" if made is None else f"rank {self.rank} (device {made.device})"
+        incoming, since = (None, None) if made is None else (made.waiting.channel, made.waiting.since)
+        if made is None or incoming is None or since is None:
             return f"{me} was {self.last()}"
         source, kind, action = incoming.source, incoming.kind, self._action() if self._running else None
         uses = {} if self._program is None else messages(self._program.schedule)[1]
-        wanted = [message for message, user in uses.get((source, links.device, kind), ()) if user == action]
+        wanted = [message for message, user in uses.get((source, made.device, kind), ()) if user == action]
         words = f"{me} waited {time.monotonic() - since:.1f} s for the {kind}"
         if wanted:
             words += f" of stage {wanted[0][0]}, microbatch {wanted[0][1]}, which {action} needs,"
-        words += f" from rank {links.ranks[source]} (device {source})"
+        words += f" from rank {made.ranks[source]} (device {source})"
         return words if wanted else f"{words}, {self.last()}"
 
     def last(self) -> str:
-        action, call = self._action(), self._call()
+        """The last action, in short."""
+        action = self._action()
         if action is None:
-            return call or "before its first step"
+            return self.call or "before its first step"
         place = f"stage {action.stage}, action {action}"
         if self._running:
             return f"at {place}"
-        return f"{call or 'between two calls'}, after {place}"
+        return f"{self.call or 'between two calls'}, after {place}"
 
     def progress(self) -> object:
-        """None while an action computes; otherwise it changes whenever something has happened."""
-        since = self._links.waiting.since
-        return None if self._running and since is None else (since, self._running, self._action(), self._call())
+        """None while something is computed; otherwise it changes whenever something has happened."""
+        since = None if self.connections is None else self.connections.waiting.since
+        if self.connections is None or (self._running and since is None):
+            return None
+        return since, self._running, self._action(), self.call
 
     def _action(self) -> Action | None:
-        program = self._program
-        if program is None:
+        if self._program is None or self.connections is None:
             return None
-        device = self._links.device
-        row = program.schedule.rows[device]
-        return row[program.reached[device]] if row else None
+        device = self.connections.device
+        row = self._program.schedule.rows[device]
+        return row[self._program.reached[device]] if row else None

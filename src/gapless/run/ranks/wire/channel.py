@@ -187,7 +187,7 @@ class Incoming(ABC):
 
 
 class Carrier(ABC):
-    """What brings messages to some devices, or to all: of those that reach another device, a channel takes the first."""
+    """Brings messages to some devices, or to all: of those that reach another device, a channel takes the first."""
 
     shares_memory = False  # so that it reaches devices of one host only
 

@@ -1,7 +1,7 @@
 """All connections of this process to the other ranks of its pipeline.
 
-A channel takes the first carrier that reaches its other end: from GPU to GPU by NCCL, through pipes and shared memory on
-one host, over Gloo between hosts.
+A channel takes the first carrier that reaches its other end: NCCL from GPU to GPU, pipes and shared memory on one
+host, Gloo between hosts.
 """
 
 import time

@@ -64,11 +64,11 @@ class TreeLayout:
     """How one kind of tree is written. `described` is what the other end makes its own from."""
 
     def __init__(self, described: dict[str, Any]) -> None:
-        self._form: str = described["form"]
-        self._leaf_of: list[int] = described["places"]
+        self._spec = _spec_from(described) if "spec" in described else None  # a lone tensor has none
+        self._is_list = self._spec is not None and self._spec.type is list and _depth(self._spec) == 1
+        self._leaves = [_constant_from(leaf) for leaf in described.get("leaves", ())]
+        self._leaf_of: list[int] = described.get("places", [])
         self._again: list[tuple[int, int]] = described.get("again", [])
-        self._leaves = [_constant_from(leaf) for leaf in described["leaves"]]
-        self._spec = _spec_from(described) if self._form == "tree" else None
         self.places: list[TensorPlace] = []
         self.is_dense = True  # every tensor fills its memory
         end = 0
@@ -82,16 +82,14 @@ class TreeLayout:
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """With these tensors in it."""
-        if self._form == "tensor":
+        if self._spec is None:
             return tensors[0]
         leaves = list(self._leaves)
         for place, tensor in zip(self._leaf_of, tensors, strict=True):
             leaves[place] = tensor
         for place, number in self._again:
             leaves[place] = tensors[number]
-        if self._form == "list":
-            return leaves
-        return pytree.tree_unflatten(leaves, self._spec)  # type: ignore[arg-type]
+        return leaves if self._is_list else pytree.tree_unflatten(leaves, self._spec)
 
 
 def key_of(tree: Any) -> tuple[list[Tensor], Any]:
@@ -139,23 +137,15 @@ def _is_flat(tree: Any) -> bool:
 
 def describe(tree: Any) -> dict[str, Any]:
     """What `TreeLayout` is made from, as JSON can say it."""
-    described: dict[str, Any] = {"form": "tensor", "places": [0], "leaves": [None]}
-    if isinstance(tree, Tensor):
-        tensors = [tree]
-    elif _is_flat(tree):
-        tensors = [item for item in tree if item is not None]
-        places = [place for place, item in enumerate(tree) if item is not None]
-        described = {"form": "list", "places": places, "leaves": [None] * len(tree)}
-    else:
-        tensors, shape = mb.flatten(tree)
-        assert shape is not None
+    described: dict[str, Any] = {}
+    tensors, shape = mb.flatten(tree)
+    if shape is not None:
         described = {
-            "form": "tree",
+            "spec": _spec_to(shape.spec),
+            "named": sorted(_named_tuples(shape.spec)),
+            "leaves": [_constant(leaf) for leaf in shape.leaves],
             "places": shape.tensors,
             "again": shape.again,
-            "leaves": [_constant(leaf) for leaf in shape.leaves],
-            "named": sorted(_named_tuples(shape.spec)),
-            "spec": _spec_to(shape.spec),
         }
     described["tensors"] = [
         [
@@ -273,12 +263,17 @@ def _spec_from(described: dict[str, Any]) -> pytree.TreeSpec:
     return pytree.treespec_loads(described["spec"])
 
 
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # as older versions of torch say
+
+
+def _depth(spec: pytree.TreeSpec) -> int:
+    return 0 if spec.is_leaf() else 1 + max(map(_depth, _children(spec)), default=0)
+
+
 def _named_tuples(spec: pytree.TreeSpec) -> set[str]:
     """Those in the structure, as module:name; every process has the class itself."""
-    if spec.is_leaf():
-        return set()
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs  # as older versions of torch say
-    found = {name for child in children for name in _named_tuples(child)}
+    found = {name for child in _children(spec) for name in _named_tuples(child)}
     kind = spec.context if spec.type is namedtuple else None
     return found | {f"{kind.__module__}:{kind.__qualname__}"} if kind is not None else found
 
