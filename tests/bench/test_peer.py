@@ -9,6 +9,7 @@ from os import kill
 import pytest
 
 from gapless.bench.peer.contest import Contest
+from gapless.bench.peer.launcher import die_with_parent
 from gapless.bench.peer.peer import Peer
 from gapless.errors import TransportError
 from gapless.schedule.recipes import make_schedule
@@ -81,7 +82,9 @@ def test_ctrl_c_stops_a_benchmark_with_all_its_processes() -> None:
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from gapless.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    with subprocess.Popen([sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+    ) as process:
         assert until(lambda: len(below(process.pid)) == 3)
         started = below(process.pid)
         time.sleep(0.5)

@@ -37,7 +37,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """As people write them: a mask, positions, an embedding tied to the head."""
 
-    def __init__(self, dropout: float = 0.0, depth: int = 3) -> None:
+    def __init__(self, dropout: float = 0.0, depth: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.places = nn.Embedding(16, WIDTH)
@@ -107,7 +107,8 @@ def made(model: type[nn.Module], *args: Any) -> Any:
 def test_a_gpt_with_a_tied_head_has_the_bits_of_its_own_loop(devices: int, schedule: str, remat: str) -> None:
     model = made(Gpt)
     batches = [(ids(), ids()), (ids(7), ids(7)), (ids(6, 9), ids(6, 9))]  # uneven, then longer
-    assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat)
+    once = (devices, schedule) == (2, "interleaved")  # evaluate traces again, and neither schedule nor remat matter
+    assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat, evaluate=once)
 
 
 @pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "stage"), (3, "gpipe", "none")])
@@ -115,7 +116,8 @@ def test_a_unet_has_the_bits_of_its_own_loop_and_its_running_statistics(
     devices: int, schedule: str, remat: str
 ) -> None:
     batches = [(torch.randn(6, 2, 8, 8), torch.randn(6, 2, 8, 8)) for _ in range(3)]
-    assert_exact(made(Unet), batches, loss=F.mse_loss, devices=devices, schedule=schedule, remat=remat)
+    once = devices == 3
+    assert_exact(made(Unet), batches, loss=F.mse_loss, devices=devices, schedule=schedule, remat=remat, evaluate=once)
 
 
 @pytest.mark.parametrize(("devices", "schedule"), [(2, "zb-v"), (4, "1f1b")])
@@ -124,7 +126,8 @@ def test_an_encoder_and_decoder_has_the_bits_of_its_own_loop(devices: int, sched
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # which torch takes in eval mode, but not in a trace
     try:
-        assert_exact(made(Translator), batches, loss=token_loss, devices=devices, schedule=schedule)
+        once = devices == 2
+        assert_exact(made(Translator), batches, loss=token_loss, devices=devices, schedule=schedule, evaluate=once)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -221,19 +224,20 @@ def test_adapters_alone_learn(devices: int, schedule: str, remat: str) -> None:
     for block in model.blocks:
         block.mix = Lora(block.mix)
     batches = [(ids(), ids()) for _ in range(2)]
-    assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat)
+    once = devices == 2
+    assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat, evaluate=once)
     assert {name.rsplit(".")[-2] for name, p in model.named_parameters() if p.requires_grad} == {"a", "b"}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_nothing_is_computed_or_sent_for_a_frozen_first_half(schedule: str) -> None:
-    model = made(Gpt, 0.0, 6)
-    frozen = [model.tokens, model.places, *model.blocks[:4]]
+    model = made(Gpt, 0.0, 3)
+    frozen = [model.tokens, model.places, *model.blocks[:2]]
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     for part in frozen:
         part.requires_grad_(False)
     batches = [(ids(), ids()) for _ in range(2)]
-    assert_exact(model, batches, loss=token_loss, schedule=schedule)
+    assert_exact(model, batches, loss=token_loss, schedule=schedule, evaluate=False)
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=token_loss, schedule=schedule) as pipe:
         pipe.step(ids(), ids())
         _, *crossing = pipe._stages[0].forward(0, pipe._prepared([ids(2)])[0], step=0)

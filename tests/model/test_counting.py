@@ -17,11 +17,12 @@ import gapless
 from tests.run.forked import Launch
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.models.llama.modeling_llama")  # once for all ranks
 
 SIZES = {
     "hidden_size": 8,
     "intermediate_size": 12,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }
@@ -31,7 +32,7 @@ Count = Callable[[dict[str, Tensor]], int]
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes, **rates))  # type: ignore[no-any-return]
 

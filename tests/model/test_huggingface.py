@@ -27,7 +27,7 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
         **SMALL,
         n_positions=16,
         n_embd=8,
-        n_layer=2,
+        n_layer=1,
         n_head=2,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -42,7 +42,7 @@ def llama() -> nn.Module:
         **SMALL,
         hidden_size=8,
         intermediate_size=12,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=16,
@@ -55,7 +55,7 @@ def bert() -> nn.Module:
         **{**SMALL, "use_cache": True},
         hidden_size=8,
         intermediate_size=12,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=16,
         hidden_dropout_prob=0.0,
@@ -186,4 +186,4 @@ def test_sequences_that_are_packed_attend_as_in_the_plain_loop() -> None:
     inputs["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 2, 3]).repeat(6, 1)
     assert_exact(model, [(inputs, None)])
     model.config.use_cache = False  # type: ignore[union-attr]
-    assert_exact(model, [(inputs, None)])
+    assert_exact(model, [(inputs, None)], evaluate=False)

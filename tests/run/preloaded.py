@@ -4,8 +4,11 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.export
+from torch import nn
 
 import gapless.pipeline.pipeline
 import gapless.run.ranks.many_processes  # noqa: F401
 
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # what torch imports at the first use
+# What torch imports at the first use of an optimizer, and of a trace.
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+torch.export.export(nn.Linear(1, 1), (torch.zeros(2, 1),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
