@@ -24,7 +24,7 @@ from gapless.run.ranks.wire.channel import Incoming, Outgoing
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing, OverGloo
 from gapless.run.ranks.wire.groups import connected, network_device
 from gapless.run.ranks.wire.layout import TreeLayout
-from gapless.run.ranks.wire.message import Message, Reader, Writer, new_message
+from gapless.run.ranks.wire.message import Message, Reader, Writer
 from gapless.schedule.recipes import RECIPES
 from tests.pipelines import (
     CASES,
@@ -190,7 +190,7 @@ def test_shapes_change_and_any_tree_crosses(launch: Launch) -> None:
 
 class ApartWriter(Writer):
     def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
-        return new_message(layout, number, description, apart=torch.empty(layout.size, dtype=torch.uint8))
+        return Message(layout, number, description, apart=torch.empty(layout.size, dtype=torch.uint8))
 
 
 class ApartOutgoing(GlooOutgoing):

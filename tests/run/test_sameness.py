@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gapless.errors import ConfigError
 from gapless.run.ranks.fingerprints import UNKNOWN, differ, fingerprints
 from tests.run.crew import Server
-from tests.run.test_watch import pipeline, say
+from tests.run.ranks.watch.test_watch import pipeline, say
 
 
 def layers(count: int = 4, seed: int = 0) -> list[nn.Module]:

@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import socket
-import stat
 import threading
 import time
 from collections import deque
@@ -153,8 +152,6 @@ def _only_new(before: set[tuple[int, str]]) -> tuple[int, str] | None:
 
 def _is_connected(descriptor: int) -> bool:
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             copy.getpeername()
             return copy.family in (socket.AF_INET, socket.AF_INET6)

@@ -155,7 +155,9 @@ class Watch:
         """
         if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
             self._leave_before = self.calls + (len(self._ranks) > 1)
-            self._pass_round()
+            if self._neighbours:
+                self._next.say({"leave": self._leave_before, "for": self._asked_by})
+                self._round.wait(_ROUND_WITHIN)
 
     @property
     def leaving(self) -> bool:
@@ -256,11 +258,6 @@ class Watch:
     def _next(self) -> Neighbour:
         after = self._ranks[(self._ranks.index(self.me) + 1) % len(self._ranks)]
         return next(neighbour for neighbour in self._neighbours if neighbour.rank == after)
-
-    def _pass_round(self) -> None:
-        if self._neighbours:
-            self._next.say({"leave": self._leave_before, "for": self._asked_by})
-            self._round.wait(_ROUND_WITHIN)
 
     # -- signs of life ----------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Message:
 
     __slots__ = ("_spans", "apart", "buffer", "free", "size", "targets")
 
+    @torch.inference_mode(False)  # the caller's mode must not stick to what is used again
     def __init__(
         self,
         layout: TreeLayout,
@@ -86,12 +87,6 @@ class Message:
             self.free.append(self)
 
 
-def new_message(*args: Any, **options: Any) -> Message:
-    """The caller's inference mode must not stick to what is used again."""
-    with torch.inference_mode(False):
-        return Message(*args, **options)
-
-
 class Writer:
     """One end of a channel: makes messages, and knows which layouts the other end knows."""
 
@@ -129,7 +124,7 @@ class Writer:
 
     def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
         """To be filled. Where tensors leave their message there is another one."""
-        return new_message(layout, number, description, pinned=self._pinned)
+        return Message(layout, number, description, pinned=self._pinned)
 
 
 class Blank:

@@ -28,7 +28,7 @@ from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing,
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.layout import TreeLayout
-from gapless.run.ranks.wire.message import Message, Reader, Writer, new_message
+from gapless.run.ranks.wire.message import Message, Reader, Writer
 from gapless.schedule.routes import Channel
 
 DIRECT = ("activation", "gradient")  # what goes from GPU to GPU; the rest is small, or rare
@@ -147,7 +147,7 @@ class DirectWriter(Writer):
     def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
         with torch.inference_mode(False):
             apart = torch.empty(layout.size, dtype=torch.uint8, device=self._gpu)
-        return new_message(layout, number, description, apart=apart)
+        return Message(layout, number, description, apart=apart)
 
 
 class NcclOutgoing(GlooOutgoing):

@@ -225,8 +225,7 @@ class PipedMessage(Message):
     __slots__ = ("bytes",)
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        with torch.inference_mode(False):  # the caller's mode must not stick to what is used again
-            super().__init__(*args, **options)
+        super().__init__(*args, **options)
         place = (ctypes.c_char * self.buffer.numel()).from_address(self.buffer.data_ptr())
         self.bytes = memoryview(place).cast("B")
 

@@ -19,7 +19,7 @@ from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.ring import encoded
 from tests.pipelines import Do
 from tests.run.crew import Server
-from tests.run.test_watch import X, Y, all_threads, pipeline, say
+from tests.run.ranks.watch.test_watch import X, Y, all_threads, pipeline, say
 
 
 class SilentError(Exception):

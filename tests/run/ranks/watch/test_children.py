@@ -21,7 +21,7 @@ from gapless.errors import TransportError
 from gapless.run.ranks.watch.processes import Life, this_process
 from tests.pipelines import Do, mlp
 from tests.run.crew import POLL, Awake, Server
-from tests.run.test_watch import X, Y, pipeline, say
+from tests.run.ranks.watch.test_watch import X, Y, pipeline, say
 
 _FORK = multiprocessing.get_context("fork")
 
