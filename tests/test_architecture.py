@@ -75,7 +75,6 @@ OWED: dict[str, set[str]] = {
         "cli/plan.py: as_json",
         "cli/plan.py: run",
         "cli/plan_report.py: report",
-        "model/grouped.py: run_grouped_mm",
         "pipeline/arguments.py: at_least_one",
         "pipeline/arguments.py: check_data",
         "pipeline/arguments.py: check_options",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -313,3 +315,30 @@ def test_an_operator_keeps_its_own_backward() -> None:
     """It was refused as an autograd.Function is, though the graph has the operator and so its backward."""
     torch.manual_seed(3)
     assert_exact(Operating(), [(torch.randn(6, 4), torch.randn(6, 4))], loss=F.mse_loss)
+
+
+def test_a_pipeline_that_nobody_holds_is_let_go_of_at_once() -> None:
+    """Torch kept the frames in which it first loaded its tracer, and these held the pipeline until a collection."""
+    program = """if True:
+        import gc, weakref
+        import torch, torch.nn.functional as F
+        from torch import nn
+        import gapless
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.last(self.first(x).relu())
+
+        gc.disable()
+        pipe = gapless.Pipeline(Model(), devices=2, microbatches=2, loss=F.mse_loss)
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        held = weakref.ref(pipe)
+        del pipe
+        assert held() is None
+    """
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.stage import microbatch as mb
+from gapless.stage.counted import told
 from gapless.stage.plain import PlainResult, plain_step
 from gapless.stage.stage import Stage
 
@@ -51,7 +52,7 @@ def run_step(
     parts = mb.split(inputs, microbatches)
     targets = [None] * len(parts) if target is None else mb.split(target, len(parts), size=size)
     counts = mb.sizes(size, len(parts))
-    numbers = mb.numbers(loss_weight, counts, targets)
+    numbers = counts if loss_weight is None else told(loss_weight, targets).numbers
     weights = [1.0 if loss_weight == "sum" else number / sum(numbers) for number in numbers]
     losses: list[Tensor] = []
     outputs: list[Any] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
+from gapless.stage.counted import Weighed, told
 from gapless.stage.plain import sum_in_order
 from gapless.stage.share import Share
 
@@ -99,9 +100,8 @@ def test_tensors_hidden_in_a_dataclass_are_refused() -> None:
 
 def test_weights_of_microbatches() -> None:
     targets = [torch.tensor([1, -100, 2]), torch.tensor([-100, -100, 3])]
-    assert mb.numbers(None, [3, 1], targets) == [3.0, 1.0]
-    assert mb.numbers("sum", [3, 1], targets) == [1.0, 1.0]
-    assert mb.numbers(lambda target: (target != -100).sum(), [3, 3], targets) == [2.0, 1.0]
+    assert told("sum", targets) == Weighed([1.0, 1.0], summed=True)
+    assert told(lambda target: (target != -100).sum(), targets) == Weighed([2.0, 1.0])
     assert Share().shares([2.0, 1.0], 3.0, summed=False) == [2 / 3, 1 / 3]
     assert Share().shares([0.0, 0.0], 0.0, summed=False) == [0.0, 0.0]
     assert Share(0.5).shares([2.0, 1.0], 4.0, summed=False) == [0.25, 0.125]

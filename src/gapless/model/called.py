@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from .grouped import traceable
+from .instead import instead
 
 _LOOKS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -30,47 +30,27 @@ def as_called(model: nn.Module) -> Iterator[None]:
     """While it holds, a model that this thread traces behaves as if it were called."""
     with contextlib.ExitStack() as stack:
         for name in _LOOKS:
-            stack.enter_context(_instead(torch.compiler, name, _no_to_others))
+            stack.enter_context(instead(torch.compiler, name, _no_to_others))
         library = sys.modules.get("transformers.utils.import_utils")
         if hasattr(library, "is_fake_tensor"):
-            stack.enter_context(_instead(library, "is_fake_tensor", _no))
+            stack.enter_context(instead(library, "is_fake_tensor", lambda _: _no))
         if hasattr(torch, "_grouped_mm"):
-            stack.enter_context(_instead(torch, "_grouped_mm", traceable))
+            stack.enter_context(instead(torch, "_grouped_mm", traceable))
         stack.callback(model.register_forward_hook(lambda *call: _without_caches(call[-1])).remove)
         yield
 
 
-def _instead(place: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    return _set(place, name, made(getattr(place, name)))
-
-
-@contextlib.contextmanager
-def _set(place: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
-
-
-def _no(original: Callable[..., Any]) -> Callable[..., Any]:
-    thread = threading.get_ident()
-    return lambda *args: threading.get_ident() != thread and original(*args)
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _no_to_others(original: Callable[[], bool]) -> Callable[[], bool]:
     """Torch itself learns the truth, and so does a check."""
-    thread = threading.get_ident()
-
-    def look() -> bool:
-        return original() and (threading.get_ident() != thread or _is_told())
-
-    return look
+    return lambda: original() and _is_told()
 
 
 def _is_told() -> bool:
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)  # of whoever asks
     while frame is not None and frame.f_code.co_name in _LOOKS and _is_torchs(frame):
         frame = frame.f_back  # an older name of the same, which asks for its caller
     if frame is None:

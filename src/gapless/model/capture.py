@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
 from gapless.stage import microbatch as mb
-from gapless.stage.counted import Weighed
+from gapless.stage.counted import Weighed, told
 from gapless.stage.settings import settings
 
-from .counting import Counting, weighed_by
+from .counting import Counting, loss_in, weighed_by
 from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .edition import Edition
 from .graph_cuts import GraphCuts
@@ -36,7 +36,7 @@ _TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 class Captured:
-    """A model and its traces, cut into as many slots as there are stages. `layers`, `module` and `costs` are those of
+    """A model and its traces, cut into as many layers as there are stages. `layers`, `module` and `costs` are those of
     `Layers`.
     """
 
@@ -72,12 +72,12 @@ class Captured:
             return
         again = [edition for edition in self._editions if edition is not self.edition and edition.holds()]
         self.edition = again[0] if again else self._begun()
-        for number, slot in enumerate(self.layers):
-            slot.take(self.edition.pieces[number])
+        for number, layer in enumerate(self.layers):
+            layer.take(self.edition.pieces[number])
 
     def _begun(self) -> Edition:
         first = not self._editions
-        made = Edition(self.module, [slot.pieces if first else [] for slot in self.layers])
+        made = Edition(self.module, [layer.pieces if first else [] for layer in self.layers])
         parts = made.parts()  # what was removed from the model is not held on to
         alike = [each for each in self._editions if each.parts() == parts]
         self._editions = [*alike[1 - _MOST_EDITIONS :], made]
@@ -85,15 +85,15 @@ class Captured:
 
     def costs(self) -> list[int]:
         """Parameters of each stage, and one for its existence."""
-        return [1 + sum(parameter.numel() for parameter in slot.parameters()) for slot in self.layers]
+        return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers]
 
     def settle(self) -> None:
         """Brings parameters and buffers to the devices of their stages."""
-        for slot, device in zip(self.layers, self._devices, strict=True):
-            slot.settle(device)
+        for layer, device in zip(self.layers, self._devices, strict=True):
+            layer.settle(device)
 
     def prepare(self, parts: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Microbatches as the first slot takes them: the number of the trace for it, and its tensors."""
+        """Microbatches as the first layer takes them: the number of the trace for it, and its tensors."""
         # Torch's own modules look at these, and take other kernels where nothing is to be learnt.
         modes = (settings(), *self.edition.modes())
         return [self._prepared(part, modes) for part in parts]
@@ -123,7 +123,7 @@ class Captured:
         if not any(each.has_loss for each in countings):
             return Weighed([float(count) for count in counts])
         if loss_weight is not None:
-            return Weighed(mb.numbers(loss_weight, counts, parts), loss_weight == "sum")
+            return told(loss_weight, parts)
         return weighed_by(countings, [flat for _, *flat in prepared], counts, whole)
 
     def _counting(self, number: int) -> Counting:
@@ -170,8 +170,8 @@ class Captured:
         for name, stages in homes_of(crossing, cuts).items():
             self._homes.setdefault(name, stages)
         moved = [None if target == self._origin else (self._origin, target) for target in self._devices]
-        for slot, piece in zip(self.layers, pieces_of(crossing, cuts, self.module, moved), strict=True):
-            slot.pieces.append(piece)
+        for layer, piece in zip(self.layers, pieces_of(crossing, cuts, self.module, moved), strict=True):
+            layer.pieces.append(piece)
 
     def _places(self, crossing: Crossing) -> list[int]:
         if self._cuts is not None:
@@ -236,13 +236,8 @@ def tensor_names(model: nn.Module) -> list[str]:
 
 
 def flat_of(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """A tuple is positional arguments, a dict keyword arguments."""
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((part,), {})
-    if isinstance(part, tuple):
-        call = (part, {})
-    elif isinstance(part, dict):
-        call = ((), part)
-    flat, spec = pytree.tree_flatten(call)
+    """The leaves of the arguments, and how they are put together."""
+    flat, spec = pytree.tree_flatten(mb.call_of(part))
     for leaf in flat:
         if leaf is not None and not isinstance(leaf, _TRACEABLE):
             raise ConfigError(
@@ -257,11 +252,9 @@ def _key(leaf: Any) -> Any:
 
 
 def find_loss(outputs: Any) -> Tensor | None:
-    """The loss that a model computes itself: `.loss`, `["loss"]`, or its one scalar; None if there is none."""
-    if isinstance(outputs, Tensor):
-        return outputs if outputs.dim() == 0 else None
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-    return loss if isinstance(loss, Tensor) else None
+    """The loss that a model computes itself; None if there is none."""
+    loss = loss_in(outputs, Tensor)
+    return None if loss is not None and loss is outputs and loss.dim() else loss
 
 
 def own_loss(outputs: Any, target: Any = None) -> Tensor:

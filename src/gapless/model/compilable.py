@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-Compiler = Callable[[Any], Any]
+from gapless.stage.compiled import Compiler
 
 
 def in_segments(graph: Graph, own: Callable[[Node], bool], compiler: Compiler) -> Graph:

@@ -11,7 +11,7 @@ cross entropy are taken out of the trace, and run for every microbatch before th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError
 from gapless.stage.counted import IGNORED, Weighed, number_of, unknown
 
-from .operators import draws
+from .operators import draws, needed
 from .piece import home_of
 from .trace import Trace
 
+T = TypeVar("T")
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 _LEAVING_OUT = (
@@ -41,9 +42,9 @@ class Counting:
 
     def __init__(self, trace: Trace, model: nn.Module) -> None:
         self._inputs = trace.inputs
-        loss = _loss_of(trace)
+        loss = loss_in(pytree.tree_unflatten(trace.results, trace.out_spec), Node)
         self.has_loss = loss is not None
-        before = set() if loss is None else _needed([loss])
+        before = set() if loss is None else needed([loss])
         losses = [node for node in trace.nodes if node in before and node.target in _LEAVING_OUT]
         asked = [_asked(node) for node in losses]
         reductions = {each["reduction"] for each in asked}
@@ -55,11 +56,11 @@ class Counting:
 
     def _build(self, asked: Sequence[dict[str, Any]], model: nn.Module) -> None:
         starts = [node for each in asked for node in each.values() if isinstance(node, Node)]
-        needed = _needed(starts)
-        self._used = [node in needed for node in self._inputs]
-        attrs = sorted(node for node in needed if node.op == "get_attr")
+        leading = needed(starts)
+        self._used = [node in leading for node in self._inputs]
+        attrs = sorted(node for node in leading if node.op == "get_attr")
         self._homes = [home_of(model, node) for node in attrs]
-        calls = [node for node in self._inputs[0].graph.nodes if node in needed and node.op == "call_function"]
+        calls = [node for node in self._inputs[0].graph.nodes if node in leading and node.op == "call_function"]
         values = [getattr(owner, name) for owner, name in self._homes]
         if any(isinstance(value, nn.Parameter) or not isinstance(value, Tensor) for value in values):
             self.known = False  # the targets are made by the model itself
@@ -114,7 +115,7 @@ def weighed_by(
     rows = torch.stack(found).cpu().t().tolist()  # for each loss, what the microbatches count
     first = rows[0]
     for row in rows[1:]:
-        if any(one * sum(first) != other * sum(row) for one, other in zip(row, first, strict=True)):
+        if not _same_shares(row, first):
             raise ConfigError(
                 f"the model's own loss has {len(rows)} parts, which count different shares of the microbatches "
                 f"({_shown(first)} and {_shown(row)} of their targets), so no weight of a microbatch is right for "
@@ -142,22 +143,9 @@ def _asked(node: Node) -> dict[str, Any]:
     }
 
 
-def _loss_of(trace: Trace) -> Node | None:
-    """The node that is the model's loss: `.loss`, `["loss"]`, or its one result."""
-    outputs = pytree.tree_unflatten(trace.results, trace.out_spec)
-    if isinstance(outputs, Node):
+def loss_in(outputs: Any, kind: type[T]) -> T | None:
+    """The loss that a model computes itself: `.loss`, `["loss"]`, or the one thing it returns."""
+    if isinstance(outputs, kind):
         return outputs
     found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-    return found if isinstance(found, Node) else None
-
-
-def _needed(starts: Sequence[Node]) -> set[Node]:
-    """Everything that leads to these."""
-    found: set[Node] = set()
-    left = list(starts)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+    return found if isinstance(found, kind) else None

@@ -29,7 +29,8 @@ class Edition:
         self._makeup = self._taken()
 
     def _taken(self) -> Makeup:
-        return Makeup(lambda: [self._model], {module: [*names] for module, names in self._reads.items()})
+        model = [self._model]  # a function that holds us would keep us until Python's collector comes
+        return Makeup(lambda: model, {module: [*names] for module, names in self._reads.items()})
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training."""

@@ -6,10 +6,10 @@ else is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
+
+from .instead import instead
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _VMAP = torch._C._functorch.TransformType.Vmap
@@ -32,8 +34,19 @@ def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
     """While it holds, this thread may do nothing that a trace loses. Yields the attributes in which modules store
     tensors meanwhile: nothing will store them when the trace runs.
     """
-    thread, stored, drawn = threading.get_ident(), list[tuple[nn.Module, str]](), _drawn_outside()
-    with _patched(thread, stored), _Switches():
+    stored, drawn = list[tuple[nn.Module, str]](), _drawn_outside()
+    replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (torch.autograd.Function, "apply", functools.partial(_refusing, "autograd.Function.apply")),
+        (Tensor, "register_hook", functools.partial(_refusing, "register_hook")),
+        (saved_tensors_hooks, "__enter__", _without_hooks_of_ones_own),
+        (torch.inference_mode, "__enter__", _entering_inference),
+        (torch.inference_mode, "__exit__", _leaving_inference),
+        (nn.Module, "__setattr__", functools.partial(_noting, stored)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, name, made in replaced:
+            stack.enter_context(instead(place, name, made))
+        stack.enter_context(_Switches())
         yield stored
     if _drawn_outside() != drawn:
         raise LostError(
@@ -42,83 +55,54 @@ def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
         )
 
 
-@contextlib.contextmanager
-def _patched(thread: int, stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    backward = "whose own backward a trace would lose"
-    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (
-            torch.autograd.Function,
-            "apply",
-            lambda kept: classmethod(_refusing(thread, kept.__func__, "autograd.Function.apply", backward)),
-        ),
-        (Tensor, "register_hook", lambda kept: _refusing(thread, kept, "register_hook", backward)),
-        (saved_tensors_hooks, "__enter__", lambda kept: _without_hooks_of_ones_own(thread, kept)),
-        (torch.inference_mode, "__enter__", lambda kept: _entering_inference(thread, kept)),
-        (torch.inference_mode, "__exit__", lambda kept: _leaving_inference(thread, kept)),
-        (nn.Module, "__setattr__", lambda kept: _noting(thread, kept, stored)),
-    ]
-    before = [place.__dict__[name] for place, name, _ in places]
-    for (place, name, made), original in zip(places, before, strict=True):
-        setattr(place, name, made(original))
-    try:
-        yield
-    finally:
-        for (place, name, _), original in zip(places, before, strict=True):
-            setattr(place, name, original)
-
-
-def _refusing(thread: int, original: Any, what: str, why: str) -> Any:
+def _refusing(what: str, original: Any) -> Any:
     def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
         # An operator's own backward stays with it, and the operator is in the graph.
-        if threading.get_ident() == thread and getattr(first, "__module__", "") != "torch._library.autograd":
-            if first is BackwardHookFunction:
-                raise LostError("a backward hook of a module, which a trace would lose")
-            name = first.__name__ if isinstance(first, type) else "a tensor"
-            raise LostError(f"{what} of {name}, {why}")
-        return original.__get__(first, first)(*args, **kwargs)
+        if getattr(first, "__module__", "") == "torch._library.autograd":
+            return original(first, *args, **kwargs)
+        if first is BackwardHookFunction:
+            raise LostError("a backward hook of a module, which a trace would lose")
+        name = first.__name__ if isinstance(first, type) else "a tensor"
+        raise LostError(f"{what} of {name}, whose own backward a trace would lose")
 
     return refuse
 
 
-def _without_hooks_of_ones_own(thread: int, original: Any) -> Any:
+def _without_hooks_of_ones_own(original: Any) -> Any:
     """Torch's own kinds change where tensors are kept, not what they are."""
 
     def enter(hooks: Any) -> Any:
-        if threading.get_ident() == thread and type(hooks) is saved_tensors_hooks:
+        if type(hooks) is saved_tensors_hooks:
             raise LostError("saved_tensors_hooks, which a trace would lose")
         return original(hooks)
 
     return enter
 
 
-def _noting(thread: int, original: Any, stored: list[tuple[nn.Module, str]]) -> Any:
+def _noting(stored: list[tuple[nn.Module, str]], original: Any) -> Any:
     def store(module: nn.Module, name: str, value: Any) -> None:
         original(module, name, value)
-        if threading.get_ident() == thread and isinstance(value, Tensor) and name in module.__dict__:
+        if isinstance(value, Tensor) and name in module.__dict__:
             stored.append((module, name))
 
     return store
 
 
-def _entering_inference(thread: int, original: Any) -> Any:
+def _entering_inference(original: Any) -> Any:
     """Inference mode leaves no mark in a trace; grad mode, which it switches too, does."""
 
     def enter(mode: Any) -> None:
-        if threading.get_ident() == thread:
-            mode._graded = torch.is_grad_enabled()
-            original(mode)
-            torch._C._set_grad_enabled(not mode.mode)
-        else:
-            original(mode)
+        mode._graded = torch.is_grad_enabled()
+        original(mode)
+        torch._C._set_grad_enabled(not mode.mode)
 
     return enter
 
 
-def _leaving_inference(thread: int, original: Any) -> Any:
+def _leaving_inference(original: Any) -> Any:
     def leave(mode: Any, *error: Any) -> None:
         original(mode, *error)
-        if threading.get_ident() == thread:
-            torch._C._set_grad_enabled(mode._graded)
+        torch._C._set_grad_enabled(mode._graded)
 
     return leave
 

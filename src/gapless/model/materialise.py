@@ -50,7 +50,7 @@ def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, i
                 owners[module] = names.get(module, inner)
             for tensor in empty:
                 if tensor.is_meta:
-                    _allocate(tensor, device)
+                    _move(tensor, device)
                     made[id(tensor)] = tensor
     if callable(init):
         for module, name in owners.items():
@@ -62,14 +62,15 @@ def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, i
     _check_filled(model, made)
 
 
-def _allocate(tensor: Tensor, device: torch.device) -> None:
-    """Memory under the same object, marked as not yet filled."""
-    real: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
-    real.fill_(_mark(real.dtype))
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """The same object with memory elsewhere, which is marked as not yet filled."""
+    made: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+    if not made.is_meta:
+        made.fill_(_mark(made.dtype))
     if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, tensor.requires_grad)
-    real.__dict__.update(tensor.__dict__)
-    swap_tensors(tensor, real)
+        made = nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    swap_tensors(tensor, made)
 
 
 def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:
@@ -80,12 +81,8 @@ def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:
     for layer in layers:
         for _, tensor in _tensors(layer) if isinstance(layer, nn.Module) else ():
             if id(tensor) not in needed and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
-                empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, tensor.requires_grad)
-                empty.__dict__.update(tensor.__dict__)
                 with contextlib.suppress(RuntimeError):
-                    swap_tensors(tensor, empty)
+                    _move(tensor, torch.device("meta"))
 
 
 def _reset(owners: Mapping[nn.Module, str]) -> None:

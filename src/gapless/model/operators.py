@@ -7,7 +7,7 @@ the functions that people write; a trace has the operators below them. This file
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -126,6 +126,18 @@ def answered(function: Any) -> Callable[..., Any]:
         return answer(F.embedding, (indices, weight, None if padding == -1 else padding, None, 2.0, *rest), kwargs)
 
     return embedding if known is F.embedding else call
+
+
+def needed(starts: Iterable[Node]) -> set[Node]:
+    """These nodes and everything that leads to them."""
+    found: set[Node] = set()
+    left = list(starts)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def kept_nodes(graph: Graph) -> list[Node]:

@@ -1,7 +1,7 @@
 """A piece of a traced graph, as Python code that a stage can run like any other layer.
 
     trace     n0 n1 n2 | n3 n4 n5 n6 | n7 n8        nodes in the graph's order, cut in two places
-    slot         0            1           2         a layer of the pipeline: one per stage, with one piece per trace
+    layer        0            1           2         a layer of the pipeline: one per stage, with one piece per trace
     crossing        (t, a, s)      (t, b, s)        the trace's number, then every value that is needed later
 
 Parameters and buffers stay where they are, in the user's model: a piece looks them up by name whenever it runs, so the
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .compilable import Compiler, in_segments
+from gapless.stage.compiled import Compiler
+
+from .compilable import in_segments
 from .operators import COUNTING, PYTHON, UNCOMPILED, Answer, answered, is_heavy
 
 Place = Callable[[int], None]

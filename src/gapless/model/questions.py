@@ -19,6 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
+from .operators import needed
+
 aten = torch.ops.aten
 
 
@@ -60,7 +62,8 @@ class Questions(TorchFunctionMode):
         if proxy is None:
             return None
         node: Node = proxy.proxy.node
-        nodes = _origins(node)
+        origins = needed([node])
+        nodes = [each for each in node.graph.nodes if each in origins]
         if any(_draws(each) for each in nodes):
             return _certain(node)
         placeholders = [each for each in node.graph.nodes if each.op == "placeholder"]
@@ -74,17 +77,6 @@ class Questions(TorchFunctionMode):
             question = apart.submit(_asked, nodes, given, leaves, self._flat).result()
         self.asked.append(question)
         return question.answer
-
-
-def _origins(node: Node) -> list[Node]:
-    """The node and all that it is computed from, in the graph's order."""
-    found, todo = {node}, [node]
-    while todo:
-        for origin in todo.pop().all_input_nodes:
-            if origin not in found:
-                found.add(origin)
-                todo.append(origin)
-    return [each for each in node.graph.nodes if each in found]
 
 
 def _changed(graph: Graph, nodes: set[Node]) -> bool:

@@ -7,11 +7,12 @@ a forward decides by: the rate of a dropout, a scale, a config; an instance has 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from .instead import instead
 
 _TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 Noted = dict[nn.Module, dict[str, None]]
@@ -20,20 +21,15 @@ Noted = dict[nn.Module, dict[str, None]]
 @contextlib.contextmanager
 def noted(reads: Noted) -> Iterator[None]:
     """While it holds, what this thread reads is put into `reads`, by module."""
-    thread, get = threading.get_ident(), object.__getattribute__
 
-    def noting(self: nn.Module, name: str) -> Any:
-        value = get(self, name)
-        if name not in _TORCHS and threading.get_ident() == thread:
-            reads.setdefault(self, {})[name] = None
-        return value
+    def noting(get: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+        def read(module: nn.Module, name: str) -> Any:
+            value = get(module, name)
+            if name not in _TORCHS:
+                reads.setdefault(module, {})[name] = None
+            return value
 
-    before = nn.Module.__dict__.get("__getattribute__")
-    nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
-    try:
+        return read
+
+    with instead(nn.Module, "__getattribute__", noting):
         yield
-    finally:
-        if before is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = before  # type: ignore[method-assign]

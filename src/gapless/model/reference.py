@@ -33,8 +33,8 @@ class Reference:
         model, compiler = uncompiled(model)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._captured = Captured(model, [device])
-        self._slot = self._captured.layers[0]
-        self._slot.compiler = compiler
+        self._layer = self._captured.layers[0]
+        self._layer.compiler = compiler
 
     def step(self, inputs: Any, target: Any = None, *, seed: int = 0, step: int = 0, **options: Any) -> PlainResult:
         """As `plain_step`."""
@@ -44,11 +44,11 @@ class Reference:
         def layer(*args: Any, **kwargs: Any) -> Any:
             nonlocal microbatch
             microbatch += 1
-            return self._slot(*self._captured.prepare([kwargs or args]))
+            return self._layer(*self._captured.prepare([kwargs or args]))
 
-        layer.module = self._slot  # type: ignore[attr-defined]  # whose batch norms count
+        layer.module = self._layer  # type: ignore[attr-defined]  # whose batch norms count
 
-        self._slot.bind(lambda number: seeded(microbatch, number), as_it_is)
+        self._layer.bind(lambda number: seeded(microbatch, number), as_it_is)
 
         def seeded(microbatch: int, number: int) -> None:
             torch.manual_seed(seed_of(seed, step, microbatch, number))

@@ -8,6 +8,7 @@ made; traces are kept, so this happens once for each new kind of batch.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import logging
@@ -15,6 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -100,6 +102,7 @@ def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
 ) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
+    _load_tracer()
     last: Exception | None = None
     before = torch.get_rng_state()
     # Everything dynamic; or what shares its first dimension with the batch; or nothing.
@@ -116,8 +119,11 @@ def _export(
                 as_called(model),
                 Questions(flat) as questions,
             ):
-                dynamic = {**_named(model, args, shapes[0]), **shapes[1]} if attempt != "none" else None
+                dynamic = None
+                if attempt != "none":  # positional arguments under their names, which export asks for
+                    dynamic = {**inspect.signature(model.forward).bind_partial(*shapes[0]).arguments, **shapes[1]}
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+            last = None  # an error holds the frames it went through, and so itself
             return program.module(), questions.asked, _named_in(model, stored)
         except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
@@ -127,6 +133,15 @@ def _export(
             torch.set_rng_state(before)
     assert last is not None
     raise PartitionError(_refusal(model, last)) from last
+
+
+def _load_tracer() -> None:
+    """What torch loads at its first trace holds on to the frames in which it is loaded, and so to whatever pipeline is
+    in them: it is loaded in a thread of its own.
+    """
+    if "torch._dynamo" not in sys.modules:
+        with ThreadPoolExecutor(1) as apart:
+            apart.submit(importlib.import_module, "torch._dynamo").result()
 
 
 @contextlib.contextmanager
@@ -156,20 +171,6 @@ def _dims(leaf: Any, attempt: str, size: int) -> Any:
     if attempt == "all":
         return dict.fromkeys(range(leaf.dim()), Dim.AUTO)
     return {0: Dim.AUTO} if leaf.dim() and leaf.size(0) == size else {}
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], shapes: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments under their names, which export asks for; `*args` take one name for all."""
-    named: dict[str, Any] = {}
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    for number, parameter in enumerate(parameters):
-        if number >= len(args):
-            break
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            named[parameter.name] = tuple(shapes[number:])
-            break
-        named[parameter.name] = shapes[number]
-    return named
 
 
 def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> set[tuple[str, str]]:

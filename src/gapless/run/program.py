@@ -20,7 +20,7 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Routes
 from gapless.schedule.updates import WEIGHT_GRADIENTS
 from gapless.schedule.verify import is_in_order
-from gapless.stage.cell import check_scalar
+from gapless.stage.plain import check_scalar
 from gapless.stage.stage import Stage
 from gapless.stage.turns import Turns
 

@@ -4,72 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .exclusive import exclusively
+from .signature import functions_named
 
 _DEVICE_TYPES = ("cpu", "cuda")
 # What autocast runs in the lower precision, as people call it.
 _CASTING = frozenset(
-    function
-    for place in (torch, Tensor, F)
-    for name in [
-        "linear",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "bmm",
-        "addmm",
-        "addbmm",
-        "baddbmm",
-        "prelu",
-        "scaled_dot_product_attention",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "conv_tbc",
-    ]
-    if (function := getattr(place, name, None)) is not None
+    functions_named(
+        torch,
+        Tensor,
+        F,
+        names="linear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm prelu scaled_dot_product_attention "
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc",
+    )
 )
-_CASTING_ON_CUDA = frozenset(
-    function
-    for place in (torch, Tensor)
-    for name in ["mv", "addmv", "addr"]
-    if (function := getattr(place, name, None)) is not None
-)
-
-
-class _One(NamedTuple):
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
+_CASTING_ON_CUDA = frozenset(functions_named(torch, Tensor, names="mv addmv addr"))
 
 
 class AutocastState:
     """The autocast of the place where it was made, to be entered again elsewhere."""
 
     def __init__(self) -> None:
-        cache = torch.is_autocast_cache_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
         self._states = [
-            _One(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES
         ]
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Autocast as it was."""
         with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype, cache in self._states:
+            for kind, enabled, dtype in self._states:
                 if enabled != torch.is_autocast_enabled(kind) or enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
             yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,7 +69,7 @@ class Calls:
         self._first_layer, self._first_microbatch = first_layer, first_microbatch
         self.draws = Draws(seed)
         self.statistics = Statistics(batchnorm, [*layers, loss])
-        self._mode = Mode(self.draws, self.statistics, TABLE)
+        self.mode = Mode(self.draws, self.statistics, TABLE)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
@@ -88,53 +88,32 @@ class Calls:
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
-                self._mode.excluded.update(id(parameter) for parameter in layer.parameters())
+                self.mode.exclude(layer.parameters())
 
         for layer in layers:
             if is_traced(layer):
-                layer.bind(self.place, self.answer, split=split, exclude=self.exclude)  # type: ignore[attr-defined]
+                layer.bind(self.place, self.answer, split=split, exclude=self.mode.exclude)  # type: ignore[attr-defined]
 
     def place(self, number: int) -> None:
         """The next draw is the `number`-th random call of the model, which counts as its layer."""
         draws = self.draws
         draws.layer = number
-        if self._mode.alone:
+        if self.mode.alone:
             torch.manual_seed(draws.seed_here())
 
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers one call of a traced graph."""
         handler = TABLE.get(function)
         if handler is not None:
-            return handler(self._mode, function, args, kwargs)
+            return handler(self.mode, function, args, kwargs)
         if isinstance(function, OpOverload):
-            return self._mode.draw(function, args, kwargs)
-        with self._mode:
+            return self.mode.draw(function, args, kwargs)
+        with self.mode:
             return function(*args, **kwargs)
-
-    def exclude(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leaves the gradients of these to autograd."""
-        self._mode.excluded.update(id(parameter) for parameter in parameters)
 
     def parts_of(self, layers: range, *, with_loss: bool) -> list[Any]:
         """Some of the layers, and the loss."""
         return [*(self._layers[index][0] for index in layers), *([self._loss] if with_loss else [])]
-
-    @property
-    def deferred(self) -> Mapping[int, tuple[nn.Parameter, bool]]:
-        """What this forward has deferred, by id, and whether it was cast by autocast."""
-        return self._mode.deferred
-
-    @property
-    def casts(self) -> Mapping[Tensor, Any]:
-        """The nodes of the casts that this forward has made itself, in autocast's place."""
-        return self._mode.own_casts
-
-    def cast_anew(self, parameter: Tensor) -> bool:
-        """Has autocast's cast of a parameter made anew by every forward; whether that is news."""
-        if id(parameter) in self._mode.cast_anew:
-            return False
-        self._mode.cast_anew.add(id(parameter))
-        return True
 
     def parameters_of(self, layers: range, *, with_loss: bool) -> list[nn.Parameter]:
         """Those of some of the layers, each once."""
@@ -167,13 +146,13 @@ class Calls:
             self.forget()
         draws.step, draws.microbatch = step, self._first_microbatch + microbatch
         draws.restart()
-        self._mode.begin(records if self._split else None, self._device().type)
-        return alone(default_generators([self._device()])) if self._mode.alone else _NOTHING
+        self.mode.begin(records if self._split else None, self._device().type)
+        return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING
 
     def layer(self, index: int, value: Any) -> Any:
         """Calls layer `index` of the stage."""
         layer, way = self._layers[index]
-        mode, draws = self._mode, self.draws
+        mode, draws = self.mode, self.draws
         draws.layer = self._first_layer + index
         if mode.alone:
             torch.manual_seed(draws.seed_here())
@@ -197,7 +176,7 @@ class Calls:
             return result
         with (
             alone_with_casts() if index in self._casting else _NOTHING,
-            self._mode if self._inside(layer, way) else _NOTHING,
+            self.mode if self._inside(layer, way) else _NOTHING,
             self._first_watched(index, layer) if way is _INSIDE else _NOTHING,
         ):
             return call(*args)
@@ -205,7 +184,7 @@ class Calls:
     def _first_watched(self, index: int, layer: Any) -> AbstractContextManager[None]:
         """Around a call of which nothing is known: the first one tells whether it draws unseen."""
         key = (index, getattr(layer, "training", True))
-        return _NOTHING if self._mode.alone or key in self._watched else self._watch(key)
+        return _NOTHING if self.mode.alone or key in self._watched else self._watch(key)
 
     @contextlib.contextmanager
     def _watch(self, key: tuple[int, bool]) -> Iterator[None]:
@@ -215,7 +194,7 @@ class Calls:
         if touched.casts:
             self._casting.add(key[0])
         if touched.seen:
-            self._mode.alone = True
+            self.mode.alone = True
             raise Restart
 
     def loss(self, outputs: Any, target: Any) -> Any:
@@ -241,7 +220,7 @@ class Calls:
                 start = time.perf_counter()
                 self._backward_with_care(records, edges, grads)
                 self._cold_seconds += time.perf_counter() - start
-        elif autocast_is_on() or self._mode.alone or (self._split and not grads[0].is_cpu):
+        elif autocast_is_on() or self.mode.alone or (self._split and not grads[0].is_cpu):
             self._backward_with_care(records, edges, grads)
         elif self._split:
             with recording.here(records):
@@ -252,18 +231,18 @@ class Calls:
     def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         with (
             without_autocast(),
-            alone() if self._mode.alone else _NOTHING,
+            alone() if self.mode.alone else _NOTHING,
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
             _backward(edges, grads)
 
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
-        self._mode.forget()
+        self.mode.forget()
         self._cold = False
 
     def _inside(self, layer: Any, way: Way) -> bool:
-        if self._mode.cast_anew:
+        if self.mode.cast_anew:
             return True
         if way is Way.OUTSIDE:
             return has_hooks(layer)

@@ -26,7 +26,7 @@ from .deferred import given
 from .intake import Intake, copied
 from .kept import Kept, Work, leaf_of
 from .mode import Restart
-from .plain import detach, without_loss
+from .plain import check_scalar, detach, without_loss
 from .reach import Reached
 from .tie import Place, Tie, running
 
@@ -255,7 +255,7 @@ class Cell:
             return handed
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
-        calls = self._calls
+        calls, mode = self._calls, self._calls.mode
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
             calls.stored.set_elsewhere(stored)
@@ -267,7 +267,7 @@ class Cell:
             self._deferring.clear()
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
-                calls.cast_anew(each.parameter)
+                mode.casts_anew(each.parameter)
         with (
             calls.begin(work.records if defer else None, work.step, work.microbatch),
             Added() as added,
@@ -292,12 +292,14 @@ class Cell:
             self._look(kept)
             self._next_look[defer] = max(work.step + 1, 2 * work.step)
         if defer:  # this run's own, so it need not be copied
-            work.deferred = {**work.deferred, **calls.deferred} if work.deferred else calls.deferred
-            self._deferring.update(calls.deferred)
+            work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
+            self._deferring.update(mode.deferred)
         if self._cast_anew and casts_are_kept():
-            kept.casts = {each: calls.casts[each.parameter] for each in self._ties if each.parameter in calls.casts}
+            kept.casts = {
+                each: mode.own_casts[each.parameter] for each in self._ties if each.parameter in mode.own_casts
+            }
             for each in self._cast_anew:
-                if each in kept.casts or calls.deferred.get(id(each.parameter), (None, False))[1]:
+                if each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]:
                     each.casts(self._place)
         return handed
 
@@ -305,17 +307,17 @@ class Cell:
         """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
         now too, and one of another place.
         """
-        calls, found = self._calls, Reached(kept.edges or ())
-        if both := [each for each in found.parameters if id(each) in calls.deferred]:
-            calls.exclude(both)
+        mode, found = self._calls.mode, Reached(kept.edges or ())
+        if both := [each for each in found.parameters if id(each) in mode.deferred]:
+            mode.exclude(both)
             raise Restart
-        used = dict.fromkeys([*found.parameters, *(each for each, _ in calls.deferred.values())])
+        used = dict.fromkeys([*found.parameters, *(each for each, _ in mode.deferred.values())])
         if self._stray is not None:
             known = {*self._own, *(tie.parameter for tie in self._ties)}
             for each in used:
                 if each not in known:
                     self._stray(self._place, each)
-            if any(id(tie.parameter) in calls.deferred and not tie.is_first(self._place) for tie in self._ties):
+            if any(id(tie.parameter) in mode.deferred and not tie.is_first(self._place) for tie in self._ties):
                 raise Restart
         if not self._intake.casts and any(leaf in found.casts for leaf in kept.leaves):
             self._intake.casts = True
@@ -329,7 +331,7 @@ class Cell:
         Two are enough: a penalty in the loss may turn out to be the third.
         """
         often = [parameter for parameter in found.casts if found.uses[parameter] > 1]
-        news = [self._calls.cast_anew(parameter) for parameter in often]
+        news = [self._calls.mode.casts_anew(parameter) for parameter in often]
         if any(news):
             raise Restart
 
@@ -337,13 +339,3 @@ class Cell:
         tensors, shape = mb.flatten(value)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)
-
-
-def check_scalar(loss: Any) -> None:
-    """Of anything else there is no gradient."""
-    if not isinstance(loss, Tensor):
-        raise GaplessError(f"the loss must return a scalar tensor, and returned a {type(loss).__name__}.")
-    if loss.dim() != 0:
-        raise GaplessError(
-            f"the loss must be a scalar, and has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
-        )

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def weighed(
 ) -> Weighed:
     """What microbatches of `counts` samples count. `targets` are those of the microbatches, `whole` those of all."""
     if loss_weight is not None:
-        return Weighed(mb.numbers(loss_weight, counts, targets), loss_weight == "sum")
+        return told(loss_weight, targets)
     known = _options(loss)
     if known is None:
         return unknown(counts, targets, whole)
@@ -60,6 +60,13 @@ def weighed(
     if known.get("reduction", "mean") == "mean" and "ignore_index" in known and isinstance(whole, Tensor):
         return Weighed(_of_classes(counts, targets, whole, known["ignore_index"], known["weight"]))
     return Weighed([float(count) for count in counts])
+
+
+def told(loss_weight: Callable[[Any], Any] | Literal["sum"], targets: Sequence[Any]) -> Weighed:
+    """As the user says: losses are sums, or a function counts."""
+    if loss_weight == "sum":
+        return Weighed([1.0] * len(targets), summed=True)
+    return Weighed([float(loss_weight(target)) for target in targets])
 
 
 def unknown(counts: Sequence[int], targets: Sequence[Any], whole: Any) -> Weighed:

@@ -197,13 +197,6 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
     return unflatten(merged, rows[0][1])
 
 
-def numbers(loss_weight: LossWeight, counts: Sequence[int], targets: Sequence[Any]) -> list[float]:
-    """What each microbatch counts, before its share of the whole is taken: 1 where losses are sums."""
-    if loss_weight is None:
-        return [float(count) for count in counts]
-    return [1.0 if loss_weight == "sum" else float(loss_weight(target)) for target in targets]
-
-
 def _dims(tensors: list[Tensor], shape: Shape | None, tree: Any, batch_dims: Any) -> list[int | None]:
     if batch_dims is None:
         return [0] * len(tensors)

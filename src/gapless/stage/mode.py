@@ -9,7 +9,7 @@ left to autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,19 +155,25 @@ class Mode(TorchFunctionMode):
     def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
         """Where to put the records of these; `low`: autocast has cast them."""
         assert self._records is not None
-        if not low:
-            if id(weight) not in self.deferred:
-                self.deferred[id(weight)] = (weight, False)
-            if bias is not None and id(bias) not in self.deferred:
-                self.deferred[id(bias)] = (bias, False)
-            return self._records.append
         for each in (weight,) if bias is None else (weight, bias):
-            if not self._casts_all and id(each) in self.deferred:
+            known = id(each) in self.deferred
+            if low and known and not self._casts_all:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
                 self.excluded.add(id(each))
                 raise Restart
-            self.deferred[id(each)] = (each, True)
+            if low or not known:
+                self.deferred[id(each)] = (each, low)
         return self._records.append
+
+    def exclude(self, parameters: Iterable[Parameter]) -> None:
+        """Leaves the gradients of these to autograd."""
+        self.excluded.update(id(parameter) for parameter in parameters)
+
+    def casts_anew(self, parameter: Tensor) -> bool:
+        """Has autocast's cast of a parameter made anew by every forward; whether that is news."""
+        is_news = id(parameter) not in self.cast_anew
+        self.cast_anew.add(id(parameter))
+        return is_news
 
     def exclude_deferred(self) -> None:
         """Leaves to autograd what this forward has deferred so far."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mode import Mode
+from .signature import functions_named
 
 
 def _of_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Any, ...]:
@@ -41,34 +42,30 @@ def recurrent(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return mode.draw(func, args, kwargs) if draws else mode.plain(func, args, kwargs)
 
 
-def _named(*places: Any, names: str) -> list[Callable[..., Any]]:
-    return [getattr(place, name) for place in places for name in names.split() if hasattr(place, name)]
-
-
 # Every function of torch that draws from a default generator, and is not above.
 RANDOM: list[Callable[..., Any]] = [
-    *_named(
+    *functions_named(
         torch,
         names="rand rand_like randint randint_like randn randn_like randperm normal bernoulli multinomial poisson "
         "binomial "
         "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
         "feature_alpha_dropout_ native_dropout rrelu rrelu_ _standard_gamma _sample_dirichlet _fused_dropout",
     ),
-    *_named(
+    *functions_named(
         Tensor,
         names="bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_",
     ),
-    *_named(torch._C._nn, names="rrelu_with_noise rrelu_with_noise_"),
+    *functions_named(torch._C._nn, names="rrelu_with_noise rrelu_with_noise_"),
     # Python functions that a mode is asked about as a whole: what they draw inside it is not asked about again.
-    *_named(
+    *functions_named(
         torch.nn.init,
         names="uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
         "kaiming_normal_ orthogonal_ sparse_",
     ),
-    *_named(
+    *functions_named(
         F,
         names="alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu gumbel_softmax "
         "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
     ),
 ]
-RECURRENT: list[Callable[..., Any]] = _named(torch, names="lstm gru rnn_tanh rnn_relu")
+RECURRENT: list[Callable[..., Any]] = functions_named(torch, names="lstm gru rnn_tanh rnn_relu")

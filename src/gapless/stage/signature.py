@@ -1,4 +1,4 @@
-"""The arguments of a torch call under their names, whether they were given by place or by name."""
+"""Torch's functions by their names, and the arguments of a call by theirs, however they were given."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,3 +14,8 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
 def bound(signature: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, in the order of the signature."""
     return {**signature, **dict(zip(signature, args, strict=False)), **kwargs}
+
+
+def functions_named(*places: Any, names: str) -> list[Callable[..., Any]]:
+    """Those of these names, of any of these places, that this torch has."""
+    return [getattr(place, name) for place in places for name in names.split() if hasattr(place, name)]

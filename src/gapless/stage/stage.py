@@ -101,7 +101,7 @@ class Stage:
         parameter that it should not know.
         """
         self._number, self._shared = number, list(ties)
-        self._calls.exclude([each.parameter for each in ties])
+        self._calls.mode.exclude([each.parameter for each in ties])
         for cell in self._cells:
             cell.tie(number, ties, stray)
 
@@ -118,7 +118,7 @@ class Stage:
 
     def exclude(self, parameter: nn.Parameter) -> None:
         """Leaves the gradient of a parameter to autograd."""
-        self._calls.exclude([parameter])
+        self._calls.mode.exclude([parameter])
 
     @property
     def live(self) -> int:

@@ -7,8 +7,8 @@ off. What the layer itself costs the host is kept small, since it is not what is
 hook. torch.distributed.pipelining splits a backward by walking its graph, which takes a node for each half
 (`separate`):
 
-    x --- begin -------+--- y        begin's backward sleeps `input_grad`
-    w --- hold -------/              hold's backward sleeps `weight_grad`
+    x --- waiting -----+--- y        its backward sleeps `input_grad`
+    w --- waiting ----/              its backward sleeps `weight_grad`
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def wait_until(deadline: float) -> None:
         _sleep(left)
 
 
-class _Begin(torch.autograd.Function):
-    """x, with the first half of the backward."""
+class _Waiting(torch.autograd.Function):
+    """The same tensor, whose backward takes so many seconds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        return x.view_as(x)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -58,26 +58,7 @@ class _Begin(torch.autograd.Function):
         return grads[0], None
 
 
-class _Hold(torch.autograd.Function):
-    """w, with the second half of the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _after(ctx.seconds, grads[0]), None
-
-
-_begin: Any = _Begin.apply
-_hold: Any = _Hold.apply
-
-
-def _after(seconds: float, grad: Tensor) -> Tensor:
-    wait_until(_now() + seconds)
-    return grad
+_waiting: Any = _Waiting.apply
 
 
 def _summed_after(seconds: float, grad: Tensor) -> Tensor:
@@ -114,7 +95,7 @@ class Emulated(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         if self.separate or not x.requires_grad or not torch.is_grad_enabled():
-            y: Tensor = _begin(x, self.seconds[1]) + _hold(weight, self.seconds[2])
+            y: Tensor = _waiting(x, self.seconds[1]) + _waiting(weight, self.seconds[2])
         else:
             y = x + weight.detach()
             y.grad_fn.register_prehook(self._backward)  # type: ignore[union-attr]

@@ -1,0 +1,31 @@
+"""What the thread that traces calls in place of torch's own functions; other threads notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def instead(place: Any, name: str, made: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """While it holds, this thread calls `made(original)` where others call the original: a function of a module, or a
+    method of a class.
+    """
+    before = place.__dict__.get(name)
+    for_class = isinstance(before, classmethod)
+    original = before.__func__ if isinstance(before, classmethod) else getattr(place, name)
+    ours, thread = made(original), threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    setattr(place, name, classmethod(call) if for_class else call)
+    try:
+        yield
+    finally:
+        if before is None:  # it was inherited
+            delattr(place, name)
+        else:
+            setattr(place, name, before)
