@@ -1,5 +1,18 @@
 """The command line: one small file per command, each of which parses, calls and prints.
 
+terminal      all that is printed goes through here
+parser        argparse with errors of one sentence
+options       the options that commands share: sizes, costs, passes, output
+schedules     list all schedules
+show          draw a schedule
+simulate      time and memory of a schedule
+compare       all schedules, ranked
+verify        check a schedule in a file
+plan          cut a model and choose a schedule for it; plan_report is what it prints
+train         train what a config describes
+bench         run a benchmark; its options are the parameters of the benchmark's `run`
+
+A command is a file with `add`, which declares its options and returns what runs it, and a line in COMMANDS.
 What goes wrong is one sentence on standard error and exit code 2 (1 where training itself failed); Ctrl-C is exit code
 130. Results go to standard output.
 """

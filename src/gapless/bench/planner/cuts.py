@@ -9,16 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gapless.bench.planner.subjects import (
-    Subject,
-    planned,
-    random_layers,
-    small_gpt,
-    small_resnet,
-    small_transformer,
-    small_unet,
-    threads_hop,
-)
+from gapless.bench.planner import subjects
+from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import milliseconds, signed, tabular
 from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
 from gapless.plan.cut.partition import equal_counts
@@ -30,21 +22,21 @@ _DEVICES, _MICROBATCHES = 2, 4
 _FINALISTS = 3
 
 SUBJECTS: Sequence[Callable[[], Subject]] = (
-    lambda: small_gpt(width=64, depth=5, vocab=6000, length=32),
-    lambda: small_resnet(101, side=128, samples=2),
-    small_unet,
-    small_transformer,
-    random_layers,
+    lambda: subjects.small_gpt(width=64, depth=5, vocab=6000, length=32),
+    lambda: subjects.small_resnet(101, side=128, samples=2),
+    subjects.small_unet,
+    subjects.small_transformer,
+    subjects.random_layers,
 )
 
 
 def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
     """A row for each model; `quick` is one small model."""
     rows = []
-    for make in [lambda: random_layers(4, samples=4)] if quick else SUBJECTS:
+    for make in [lambda: subjects.random_layers(4, samples=4)] if quick else SUBJECTS:
         subject = make()
         progress(f"measuring {subject.name}")
-        profile = threads_hop(subject.profile("cpu", _DEVICES, seconds))
+        profile = subjects.threads_hop(subject.profile("cpu", _DEVICES, seconds))
         rows.append(_row(subject, profile, rounds, progress))
     return {"rows": rows, "near": NEAR}
 
@@ -58,7 +50,7 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
         contestants: dict[str, Contestant] = {}
         for first in range(1, count):
             cut = (first, count - first)
-            plan = planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
+            plan = subjects.planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
             pipe = stack.enter_context(subject.pipeline(plan, ["cpu"] * _DEVICES, copied=True))
             contestants[_shown(cut)] = timed(partial(pipe.step, inputs, target))
         _, seconds = finals(contestants, [_shown(chosen), _shown(equal)], _FINALISTS, rounds, progress)

@@ -12,6 +12,7 @@ refused in vain.
 Torch's allocator runs with expandable segments. Without them it loses up to a quarter of what comes and goes.
 """
 
+import dataclasses
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +21,9 @@ from typing import Any
 
 import torch
 
+from gapless.bench.planner import subjects
 from gapless.bench.planner.own_memory import keep_apart
-from gapless.bench.planner.subjects import (
-    Subject,
-    planned,
-    small_gpt,
-    small_resnet,
-    small_transformer,
-    small_unet,
-)
+from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import signed, tabular
 from gapless.bench.rounds import Progress
 from gapless.errors import ConfigError
@@ -50,10 +45,10 @@ _SETTINGS = (
 
 
 SUBJECTS: Sequence[Callable[[], Subject]] = (
-    lambda: small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
-    lambda: small_resnet(50, width=64, side=224, samples=16),
-    lambda: small_transformer(width=512, depth=6, vocab=8000, length=256, samples=8),
-    lambda: small_unet(depth=4, width=64, side=256, samples=8),
+    lambda: subjects.small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
+    lambda: subjects.small_resnet(50, width=64, side=224, samples=16),
+    lambda: subjects.small_transformer(width=512, depth=6, vocab=8000, length=256, samples=8),
+    lambda: subjects.small_unet(depth=4, width=64, side=256, samples=8),
 )
 
 
@@ -71,7 +66,7 @@ def run(*, seconds: float, progress: Progress) -> dict[str, Any]:
             profile = subject.profile(gpu, 1, seconds)
             for schedule, devices, M, remat in _SETTINGS:
                 progress(f"{subject.name}: {schedule}, {devices} devices")
-                plan = planned(profile, devices, schedule, M, remat=remat)
+                plan = subjects.planned(profile, devices, schedule, M, remat=remat)
                 rows.append(_row(subject, plan, gpu, lost=profile.reserved))
     tries = [try_ for row in rows for try_ in row["tries"]]
     return {
@@ -118,14 +113,11 @@ def _row(subject: Subject, plan: Plan, gpu: str, lost: int) -> dict[str, Any]:
         "partition": plan.partition,
         "predicted": predicted,
         "predicted_live": live,
-        "parts": [{key: getattr(held, key) for key in _PARTS} for held in plan.memory],
+        "parts": [dataclasses.asdict(held) for held in plan.memory],
         **free,
         "difference": live / free["peaks"] - 1,
         "tries": tries,
     }
-
-
-_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "workspace", "slack", "reserved")
 
 
 def _run(

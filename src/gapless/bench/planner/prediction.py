@@ -10,18 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from gapless.bench.planner import subjects
 from gapless.bench.planner.own_memory import keep_apart
-from gapless.bench.planner.subjects import (
-    Subject,
-    emulated,
-    planned,
-    random_layers,
-    small_gpt,
-    small_resnet,
-    small_transformer,
-    small_unet,
-    threads_hop,
-)
+from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import mebibytes, milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, median, take_turns, timed
 from gapless.pipeline.pipeline import Pipeline
@@ -42,24 +33,24 @@ def settings(quick: bool) -> list[tuple[Subject, int, str]]:
     uneven = [(1.0 + n % 3, 1.5 + n % 3, 1.0 + n % 2) for n in range(24)]
     if quick:
         return [
-            (emulated("emulated, even", even[:4]), 2, "1f1b 4"),
-            (small_gpt(width=32, depth=2, length=8), 2, "gpipe 4"),
+            (subjects.emulated("emulated, even", even[:4]), 2, "1f1b 4"),
+            (subjects.small_gpt(width=32, depth=2, length=8), 2, "gpipe 4"),
         ]
     return [
-        (emulated("emulated, even", even), 4, "1f1b 8, 1f1b 8 remat, gpipe 8, zb-h1 8, interleaved 8, zb-v 8"),
-        (emulated("emulated, uneven", uneven), 3, "1f1b 6, 1f1b 12 remat, zb-h1 12, interleaved 6"),
-        (emulated("emulated, even", even), 8, "1f1b 16, zb-h1 16"),
-        (small_gpt(), 2, "1f1b 4, 1f1b 8, 1f1b 8 remat, gpipe 8, gpipe 8 remat, zb-h1 8, interleaved 8"),
-        (small_resnet(18, width=8, side=64), 2, "1f1b 4, 1f1b 8 remat, gpipe 8, gpipe 8 remat"),
-        (small_unet(side=32), 2, "1f1b 4, gpipe 8 remat, zb-h1 8"),
-        (small_transformer(vocab=1000), 2, "1f1b 4, 1f1b 8 remat, interleaved 8"),
-        (random_layers(8), 2, "1f1b 4, 1f1b 8 remat, zb-h1 8"),
+        (subjects.emulated("emulated, even", even), 4, "1f1b 8, 1f1b 8 remat, gpipe 8, zb-h1 8, interleaved 8, zb-v 8"),
+        (subjects.emulated("emulated, uneven", uneven), 3, "1f1b 6, 1f1b 12 remat, zb-h1 12, interleaved 6"),
+        (subjects.emulated("emulated, even", even), 8, "1f1b 16, zb-h1 16"),
+        (subjects.small_gpt(), 2, "1f1b 4, 1f1b 8, 1f1b 8 remat, gpipe 8, gpipe 8 remat, zb-h1 8, interleaved 8"),
+        (subjects.small_resnet(18, width=8, side=64), 2, "1f1b 4, 1f1b 8 remat, gpipe 8, gpipe 8 remat"),
+        (subjects.small_unet(side=32), 2, "1f1b 4, gpipe 8 remat, zb-h1 8"),
+        (subjects.small_transformer(vocab=1000), 2, "1f1b 4, 1f1b 8 remat, interleaved 8"),
+        (subjects.random_layers(8), 2, "1f1b 4, 1f1b 8 remat, zb-h1 8"),
     ]
 
 
 def _plans(profile: Profile, devices: int, wanted: str) -> list[Plan]:
     words = (each.split() for each in wanted.split(", "))
-    return [planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
+    return [subjects.planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
 
 
 def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
@@ -68,7 +59,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
         sessions = 1 if subject.emulated else _SESSIONS
-        profile = threads_hop(subject.profile("cpu", devices, seconds / sessions))
+        profile = subjects.threads_hop(subject.profile("cpu", devices, seconds / sessions))
         plans = _plans(profile, devices, wanted)
         held = [None if subject.emulated else _live(subject, plan) for plan in plans]
         pairs = _steps(subject, plans, profile, sessions, rounds, seconds / sessions, progress)
@@ -97,7 +88,7 @@ def _steps(
             contestants[f"{subject.name}, {plan.title} ({number})"] = timed(step)
         for session in range(sessions):
             if session:
-                profile = threads_hop(subject.profile("cpu", plans[0].num_devices, seconds))
+                profile = subjects.threads_hop(subject.profile("cpu", plans[0].num_devices, seconds))
             taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
             for mine, plan, values in zip(found, plans, taken.values(), strict=True):
                 mine.append((_predicted(plan, profile), median(values)))
