@@ -14,7 +14,11 @@ HOUSE = TEXT[TEXT.index("## The house") :]
 def test_every_file_and_folder_it_names_is_there() -> None:
     words = set(re.findall(r"`([\w./]+(?:/|\.py|\.js|\.html))`", HOUSE)) - {"cli/COMMAND.py"}
     package = ROOT / "src" / "gapless"
-    homes = [ROOT, package, *(folder for folder in package.rglob("*") if folder.is_dir())]
+    homes = [
+        ROOT,
+        package,
+        *(folder for top in (package, ROOT / "tests") for folder in top.rglob("*") if folder.is_dir()),
+    ]
     assert len(words) > 25
     assert [word for word in sorted(words) if not any((home / word).exists() for home in homes)] == []
 
