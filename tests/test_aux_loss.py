@@ -201,6 +201,6 @@ def test_a_scaler_scales_them_with_the_loss() -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones((), dtype=torch.int64), 0.5])
 def test_anything_but_a_scalar_is_refused(value: Any) -> None:
-    with pytest.raises(GaplessError, match=r"aux_loss takes a scalar tensor of floats, and got .*: reduce it"):
+    with pytest.raises(GaplessError, match=r"aux_loss takes a scalar tensor of floats, but it got .*: reduce it"):
         gapless.aux_loss(value)
     assert gapless.aux_loss(torch.ones(())) == 1.0

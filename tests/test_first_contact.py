@@ -47,8 +47,8 @@ def sequence() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({torch.ones(4)}, "a set holds tensors, and has no order to find them again by: pass a list or a dict"),
-        (Holder(), r"Holder holds tensors \(points\) where none can be seen: register it with .* or pass a dict"),
+        ({torch.ones(4)}, "a set of tensors has no fixed order: pass a list or a dict"),
+        (Holder(), r"Holder holds tensors \(points\) that a pipeline can't see: register it with .* or pass a dict"),
         (
             np.ones((4, 2)),
             r"a numpy array of shape \(4, 2\), which would go whole to every microbatch: pass torch.from_n",

@@ -51,13 +51,15 @@ def read(value: Any, quantity: Quantity) -> float:
         except (ValueError, KeyError):
             found = None
         if found is None:
-            raise ConfigError(f"is {value[:40]!r}, but it is a {quantity.name} such as {quantity.example!r}")
+            raise ConfigError(f"is {value[:40]!r}, but it must be a {quantity.name} such as {quantity.example!r}")
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"is {value!r:.40}, but it is a {quantity.name}: a number, or a text as {quantity.example!r}")
+        raise ConfigError(
+            f"is {value!r:.40}, but it must be a {quantity.name}: a number, or a text as {quantity.example!r}"
+        )
     number = float(number)
     shown = f"is {value[:40]!r}" if isinstance(value, str) else f"is {number:.6g} {quantity.unit}"
     if math.isnan(number):
-        raise ConfigError(f"is nan, but it is a {quantity.name} such as {quantity.example!r}")
+        raise ConfigError(f"is nan, but it must be a {quantity.name} such as {quantity.example!r}")
     if number < 0:
         raise ConfigError(f"{shown}, but it can't be negative")
     if not quantity.least <= number <= quantity.most:

@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_exit_code_1(gapless: Command, tm
         ((), "--stepz 3", "'--stepz' is not understood; did you mean --steps?"),
         ((("clip", "clop"),), "", "{}: train.clop is not understood; did you mean clip?"),
         (((":make", ":made"),), "", "model.name is 'mine.py:made', but mine.py has no function made; did you mean"),
-        (((":batches", ":triples"),), "", "data: batch 1 of mine.py:triples is a tuple of 3, but it is a pair"),
+        (((":batches", ":triples"),), "", "data: batch 1 of mine.py:triples is a tuple of 3, but it must be a pair"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

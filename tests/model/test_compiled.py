@@ -148,15 +148,15 @@ def with_a_compiled_part() -> nn.Module:
     [
         (
             lambda: compiled_in_place(made()),
-            r"this Net was compiled in place, .* leave out its compile\(\) and give compile=True, .* every stage",
+            r"this Net was compiled as a whole, .* leave out its compile\(\) and give compile=True, .* every stage",
         ),
         (
             lambda: compiled_in_place(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
-            r"this Sequential was compiled in place, .* which compile every layer",
+            r"this Sequential was compiled as a whole, .* which compile every layer",
         ),
         (
             with_a_compiled_part,
-            r"last of this Net is compiled, and what is traced is not: leave it uncompiled and give compile=True",
+            r"last of this Net is compiled, but a traced model is not: leave it uncompiled and give compile=True",
         ),
     ],
 )

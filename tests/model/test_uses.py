@@ -106,5 +106,5 @@ def test_a_hook_on_a_tied_parameter_would_see_parts_and_is_refused() -> None:
 
 
 def test_an_unknown_way_to_tie_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tied='sum': it is 'exact' or 'summed'"):
+    with pytest.raises(ConfigError, match="tied is 'sum', but it must be 'exact' or 'summed'"):
         gapless.Pipeline(sequence(), devices=2, microbatches=2, loss=token_loss, tied="sum")  # type: ignore[arg-type]

@@ -134,11 +134,11 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
         ({"devices": "cpu"}, "devices is 'cpu', but it must say how many"),
         ({"devices": ["cpu", "cuda:7"]}, "device cuda:7 is not there: this machine has"),
         ({"devices": ["gpu:0"]}, "device 'gpu:0' is neither cpu nor cuda"),
-        ({"seconds": float("nan")}, "seconds is nan, but it is a number of at least 0"),
-        ({"slack": -1.0}, "slack is -1.0, but it is a number of at least 0"),
+        ({"seconds": float("nan")}, "seconds is nan, but it must be a number of at least 0"),
+        ({"slack": -1.0}, "slack is -1.0, but it must be a number of at least 0"),
         ({"devices": 0}, "devices is 0, but it must be a whole number of at least 1"),
         ({"memory": ["1GiB"]}, "memory lists 1 devices, but there are 2"),
-        ({"memory": "24 GiBi"}, "memory is '24 GiBi', but it is a number of bytes"),
+        ({"memory": "24 GiBi"}, "memory is '24 GiBi', but it must be a number of bytes"),
     ],
 )
 def test_what_makes_no_sense_is_said(more: dict[str, object], message: str) -> None:

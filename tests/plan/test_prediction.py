@@ -90,7 +90,7 @@ def test_links_that_differ_take_their_own_time() -> None:
 
 
 def test_devices_without_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the speed of device 1 is 0, but it is a number above 0"):
+    with pytest.raises(ConfigError, match="the speed of device 1 is 0, but it must be a number above 0"):
         check_devices([Device(), Device(speed=0)])
     with pytest.raises(ConfigError, match="the memory of device 0 is 0 bytes, but it must be above 0"):
         check_devices([Device(0)])

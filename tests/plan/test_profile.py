@@ -105,9 +105,9 @@ def test_what_devices_lose_by_each_other_is_a_part_of_their_time() -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(BLOCK, company=company, entry=3)
     assert str(caught.value) == (
-        "entry is 3, but it is an object with forward, backward; "
-        "company, forward: by_forward is 1, but it is a part of a whole: from 0 to below 1; "
-        "backward is 0.5, but it is an object with by_forward, by_backward; and 1 more"
+        "entry is 3, but it must be an object with forward, backward; "
+        "company, forward: by_forward is 1, but it must be a share from 0 to below 1; "
+        "backward is 0.5, but it must be an object with by_forward, by_backward; and 1 more"
     )
 
 
@@ -122,18 +122,24 @@ def test_the_link_between_two_devices_is_the_innermost_that_has_both() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"forward": float("nan")}, "layer 0 (block): forward is nan, but it is a time such as '1.5 ms'"),
+        ({"forward": float("nan")}, "layer 0 (block): forward is nan, but it must be a time such as '1.5 ms'"),
         ({"forward": -1e-3}, "layer 0 (block): forward is -0.001 seconds, but it can't be negative"),
-        ({"forward": "12 MiB"}, "layer 0 (block): forward is '12 MiB', but it is a time such as '1.5 ms'"),
+        ({"forward": "12 MiB"}, "layer 0 (block): forward is '12 MiB', but it must be a time such as '1.5 ms'"),
         ({"forward": 1500}, "layer 0 (block): forward is 1500 seconds, but a time of at most 100 seconds is expected"),
         ({"forward": None}, "layer 0 (block) has no forward"),
         ({"forward": {"median": -1}}, "layer 0 (block): forward is -1 seconds, but it can't be negative"),
-        ({"forward": {"mean": 1}}, "layer 0 (block): forward is {'mean': 1}, but it is a time: a number, or a text as"),
-        ({"activation": "6 ms"}, "layer 0 (block): activation is '6 ms', but it is a number of bytes such as '24 MiB'"),
+        (
+            {"forward": {"mean": 1}},
+            "layer 0 (block): forward is {'mean': 1}, but it must be a time: a number, or a text as",
+        ),
+        (
+            {"activation": "6 ms"},
+            "layer 0 (block): activation is '6 ms', but it must be a number of bytes such as '24 MiB'",
+        ),
         ({"parameters": 0.5}, "layer 0 (block): parameters is 0.5 bytes, but bytes are whole: is the unit right"),
         ({"foward": 1}, "layer 0 (block) has 'foward', which is not understood; did you mean forward?"),
         ({"layer": 3}, "layer 0 is missing: the first one is 3"),
-        ({"repeat": 0}, "layer 0 (block): repeat is 0, but it is a whole number of at least 1"),
+        ({"repeat": 0}, "layer 0 (block): repeat is 0, but it must be a whole number of at least 1"),
         ({"repeat": 10**8}, "layer 0 (block) ends at layer 100000000, but a profile has at most 1,000,000"),
         ({"forward": 0}, "no time was measured: the forward of all 1 layers takes 0 seconds"),
     ],
@@ -147,19 +153,19 @@ def test_a_bad_layer_is_one_clear_sentence(change: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"samples": 0}, "the profile: samples is 0, but it is a whole number of at least 1"),
+        ({"samples": 0}, "the profile: samples is 0, but it must be a whole number of at least 1"),
         ({"reserved": -1}, "the profile: reserved is -1 bytes, but it can't be negative"),
-        ({"slack": -0.1}, "the profile: slack is -0.1, but it is a number of at least 0"),
-        ({"slack": "5%"}, "the profile: slack is '5%', but it is a number of at least 0"),
+        ({"slack": -0.1}, "the profile: slack is -0.1, but it must be a number of at least 0"),
+        ({"slack": "5%"}, "the profile: slack is '5%', but it must be a number of at least 0"),
         ({"layer": []}, "the profile has 'layer', which is not understood; did you mean layers?"),
-        ({"links": 3}, '"links" is no list'),
+        ({"links": 3}, '"links" is not a list'),
         ({"links": [{"bandwidth": 100}]}, "link 0: bandwidth is 100 bytes/s, but a bandwidth from 100000 to 1e+15"),
         ({"links": [{"latency": 8}]}, "link 0: latency is 8 seconds, but a time of at most 1 seconds is expected"),
         (
             {"links": [{"name": "a", "devices": 8}, {"name": "b", "devices": 12}]},
             "link 1 (b) connects 12 devices, but the level within has 8",
         ),
-        ({"links": [{"name": "a"}, {"name": "b"}]}, "link 0 (a) says no number of devices: only the outermost link"),
+        ({"links": [{"name": "a"}, {"name": "b"}]}, "link 0 (a) has no number of devices: only the last link"),
     ],
 )
 def test_a_bad_profile_is_one_clear_sentence(more: dict[str, Any], message: str) -> None:

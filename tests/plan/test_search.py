@@ -160,9 +160,9 @@ def test_more_devices_than_layers_leave_some_idle() -> None:
     [
         ({"devices": 0}, "devices is 0, but a plan needs at least 1"),
         ({"minibatch": 0}, "minibatch is 0, but a plan needs at least 1"),
-        ({"microbatches": 99}, "99 microbatches can't be made of a minibatch of 16 samples"),
+        ({"microbatches": 99}, "a minibatch of 16 samples can't be cut into 99 microbatches: use fewer"),
         ({"recipes": ["zbv"]}, "there is no schedule named 'zbv'; did you mean zb-v?"),
-        ({"recipes": ["pipedream"]}, "pipedream can't be planned with, since it has no flush; use 1f1b, "),
+        ({"recipes": ["pipedream"]}, "the planner can't use pipedream, since it has no flush; use 1f1b, "),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, object], message: str) -> None:
@@ -207,9 +207,9 @@ def test_a_plan_is_written_and_read_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "that is no plan: it has no 'recipe'"),
+        ("{}", "this is not a plan: it has no 'recipe'"),
         ("[", "Expecting value"),
-        ("3", "that is no plan: "),
+        ("3", "this is not a plan: "),
     ],
 )
 def test_a_file_that_is_no_plan_is_said(tmp_path: Path, text: str, message: str) -> None:

@@ -66,7 +66,7 @@ def refused() -> None:
         last: Any = model[5]
         weight = last.weight
         last.weight = model[0].weight
-        with pytest.raises(PartitionError, match=r"device 1 uses 0\.weight, which was on device 0 alone"):
+        with pytest.raises(PartitionError, match=r"device 1 uses 0\.weight, which only device 0 has trained"):
             pipe.step(x, y)
         last.weight = weight
         assert same(pipe.step(x, y).loss, loop(plain, x, y))

@@ -64,7 +64,7 @@ _MADE = gapless.make_schedule
         ({"schedule": _MADE("1f1b", devices=3, microbatches=4)}, ScheduleError, "is for 3 devices and 4 microbatches"),
         ({"schedule": _MADE("1f1b", devices=2, microbatches=5)}, ScheduleError, "but this step has 2 devices and 4"),
         ({"schedule": "1f1bb"}, ScheduleError, "there is no schedule named '1f1bb'; did you mean 1f1b?"),
-        ({"schedule": "pipedream"}, ScheduleError, "pipedream updates weights on its way"),
+        ({"schedule": "pipedream"}, ScheduleError, "pipedream updates weights during a step"),
         ({"schedule": 3}, ConfigError, "schedule is a int"),
         ({"devices": 0}, ConfigError, "devices is 0"),
         ({"devices": []}, ConfigError, "devices is an empty list"),
@@ -78,7 +78,7 @@ _MADE = gapless.make_schedule
         ({"microbatches": 0}, ConfigError, "microbatches is 0"),
         ({"microbatches": 2.5}, ConfigError, "microbatches is 2.5"),
         ({"stages_per_device": 2}, ConfigError, "1f1b takes 1 stage per device, not 2"),
-        ({"remat": "stages"}, ConfigError, "remat='stages': it is 'none', 'stage' or 'layer'"),
+        ({"remat": "stages"}, ConfigError, "remat is 'stages', but it must be 'none', 'stage' or 'layer'"),
         ({"remat": ["none"]}, ConfigError, "remat lists 1 stages, but the schedule has 2"),
         ({"remat": ["none", "all"]}, ConfigError, "remat='all'"),
         ({"loss": "mse"}, ConfigError, "loss is 'mse', but it must be a function"),
@@ -157,7 +157,7 @@ def test_outputs_that_do_not_fit_the_next_stage_name_that_stage() -> None:
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(call: str) -> None:
     with pipeline(loss=lambda out, goal: (out - goal) ** 2) as pipe:
-        with pytest.raises(gapless.GaplessError, match=r"must be a scalar, and has the shape \(2, 6\)"):
+        with pytest.raises(gapless.GaplessError, match=r"must be a scalar, but it has the shape \(2, 6\)"):
             getattr(pipe, call)(X, Y)
         assert pipe.steps == 0
 
@@ -174,7 +174,7 @@ def test_a_step_without_gradients_is_refused_and_leaves_no_trace(remat: Remat, m
     model = mlp()
     reference = copy.deepcopy(model)
     with pipeline(model, remat=remat) as pipe:
-        with mode(), pytest.raises(ConfigError, match="gradients, which are switched off here"):
+        with mode(), pytest.raises(ConfigError, match="gradients, but they are switched off here"):
             pipe.step(X, Y)
         pipe.step(X, Y)
     gapless.plain_step([*reference], X, Y, loss=F.mse_loss, microbatches=4)

@@ -59,7 +59,7 @@ def links_and_plans() -> None:
     assert len(gapless.measure_links(square)) == 1
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
     assert len(gapless.measure_links(cube["dp", "pp"])) == 1  # of each plane its own
-    with pytest.raises(ConfigError, match=r"several ranks of the mesh are one device \(tp\)"):
+    with pytest.raises(ConfigError, match=r"a device of this mesh has several ranks \(tp\)"):
         gapless.measure_links(cube)
     with pytest.raises(ConfigError, match="both are given"):
         gapless.make_plan(_model(), torch.zeros(4, 8), devices=2, mesh=line)

@@ -270,7 +270,7 @@ def test_bad_options_are_told_all_at_once() -> None:
     with pytest.raises(ConfigError) as told:
         optimal(line(2), 0, memory_limit=float("nan"), objective="time", time_limit=0, num_workers=0)  # type: ignore[arg-type]
     assert str(told.value) == (
-        "`optimal` was given 0 microbatches, but a schedule needs at least 1; and a memory limit of nan, but it is a "
-        "number of at least 0, or None for no limit; and an objective of 'time', but it is makespan or span; and a "
-        "time limit of 0 seconds, but it takes more than 0; and 0 workers, but it takes at least 1"
+        "`optimal` was given 0 microbatches, but a schedule needs at least 1; and a memory limit of nan, but it must "
+        "be a number of at least 0, or None for no limit; and an objective of 'time', but it must be makespan or "
+        "span; and a time limit of 0 seconds, but it takes more than 0; and 0 workers, but it takes at least 1"
     )

@@ -37,7 +37,7 @@ def test_a_correct_schedule_has_no_violations() -> None:
         ("0: 0F0 0F1 0B0", ["0.3 complete: 0B1 is missing"]),
         ("0: 0F0 0I0 0F1 0B1", ["0.4 complete: 0W0 is missing"]),
         ("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1", ["0.1 dependency: 0B0 waits for 1I0, which is missing"]),
-        ("0: 0F0 0F0 0B0", ["0.1 complete: 0F0 is there twice on device 0"]),
+        ("0: 0F0 0F0 0B0", ["0.1 complete: 0F0 occurs twice on device 0"]),
         ("0: 0F0 0B0 0I0 0W0", ["0.4 complete: 0B0 is there beside its own I or W, which it stands for"]),
         ("0: 0B0 0F0", ["0.0 dependency: 0B0 waits for 0F0, which comes later on the same device"]),
         ("0: 0F0 0W0 0I0", ["0.1 dependency: 0W0 waits for 0I0, which comes later on the same device"]),
@@ -97,7 +97,7 @@ def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
 def test_all_violations_are_reported_at_once() -> None:
     # A missing action, one that is there twice, one on the wrong device, and two in the wrong order.
     assert found("0: 0F0 0F1 0F1 0B0 0B1 0W2\n1: 1B0 1F0 1B1 1F1 0F2 0I2") == [
-        "0.2 complete: 0F1 is there twice on device 0",
+        "0.2 complete: 0F1 occurs twice on device 0",
         "0.3 dependency: 0B0 waits for 1I0 on device 1, which itself waits before 1B0",
         "1.0 dependency: 1B0 waits for 1F0, which comes later on the same device",
         "1.2 order: 1B1 comes before 1F1, which it needs, on the same device",

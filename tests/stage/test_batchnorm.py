@@ -215,7 +215,7 @@ def test_batch_norm_in_training_can_be_refused() -> None:
 
 def test_what_cannot_be_deferred_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6))
-    with pytest.raises(ConfigError, match="a SyncBatchNorm moves its statistics together with other processes"):
+    with pytest.raises(ConfigError, match="a SyncBatchNorm updates its statistics with other processes"):
         gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss, batchnorm="deferred")
-    with pytest.raises(ConfigError, match="batchnorm='later': it is 'deferred', 'microbatch' or 'error'"):
+    with pytest.raises(ConfigError, match="batchnorm is 'later', but it must be 'deferred', 'microbatch' or 'error'"):
         gapless.plain_step(model, *batch(), loss=F.mse_loss, microbatches=2, batchnorm="later")  # type: ignore[arg-type]

@@ -236,7 +236,7 @@ def test_an_error_in_a_layer_leaves_nothing_behind_and_the_next_forward_works() 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     stage = Stage([nn.Linear(8, 8)], first_layer=0, loss=lambda outputs, target: outputs)
     with pytest.raises(
-        GaplessError, match=r"the loss must be a scalar, and has the shape \(2, 8\): reduce it, with mean"
+        GaplessError, match=r"the loss must be a scalar, but it has the shape \(2, 8\): reduce it, with mean"
     ):
         stage.forward(0, torch.randn(2, 8), step=0)
     number: Any = 3.0

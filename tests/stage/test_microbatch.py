@@ -69,7 +69,7 @@ def test_batch_dims_say_where_to_cut() -> None:
     with pytest.raises(ConfigError, match=r"batch_dims names \['y'\], which the batch does not have"):
         mb.split(tree, 2, {"y": 0})
     with pytest.raises(
-        ConfigError, match=r"shape \(2, 5\) is to be cut along dimension 1, but the batch has 6 samples"
+        ConfigError, match=r"shape \(2, 5\) can't be cut along dimension 1, since the batch has 6 samples"
     ):
         mb.split((torch.zeros(4, 6), torch.zeros(2, 5)), 3, 1)
 
@@ -94,7 +94,7 @@ def test_tensors_hidden_in_a_dataclass_are_refused() -> None:
     class Hidden:
         x: Tensor
 
-    with pytest.raises(ConfigError, match=r"Hidden holds tensors \(x\) where none can be seen"):
+    with pytest.raises(ConfigError, match=r"Hidden holds tensors \(x\) that a pipeline can't see"):
         mb.flatten({"h": Hidden(torch.zeros(2))})
 
 
@@ -160,5 +160,5 @@ def test_a_mapping_of_any_kind_is_cut_as_the_dict_it_is(kind: Any) -> None:
 
 
 def test_a_mapping_within_a_batch_that_hides_tensors_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Encoded holds tensors \(x\) where none can be seen: pass a dict"):
+    with pytest.raises(ConfigError, match=r"Encoded holds tensors \(x\) that a pipeline can't see: pass a dict"):
         mb.split({"y": torch.zeros(4), "more": Encoded(x=torch.zeros(4))}, 2)

@@ -65,11 +65,11 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         "did you mean AdamW?",
         "train.clipp is not understood",
         "did you mean clip?",
-        "data.minibatch is '6', but it is a whole number of at least 1",
+        "data.minibatch is '6', but it must be a whole number of at least 1",
         "pipeline.devices has 'gpu', but a device is 'cpu', or as 'cuda:0'",
         "pipeline.schedule is 'zbh1', but there is no schedule named 'zbh1'",
         "did you mean zb-h1?",
-        "train.steps is 0, but it is a whole number of at least 1",
+        "train.steps is 0, but it must be a whole number of at least 1",
     ]
 
 
@@ -79,32 +79,36 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         ("mine.py:make", "gtp", "model.name is 'gtp', which is not known; did you mean gpt?"),
         ("mine.py:make", "lstm", "it is gpt, resnet, transformer, unet, or your own as 'file.py:function'"),
         ("mine.py:make", "mine.py:", "model.name is 'mine.py:', which is not known"),
-        ('"mine.py:make"', "3", "model.name is 3, but it is a text"),
+        ('"mine.py:make"', "3", "model.name is 3, but it must be a text"),
         ("cross_entropy", "entropy", "loss.name is 'entropy', which is not known; did you mean cross_entropy?"),
-        ('"cross_entropy"', '""', "loss.name is '', but it is a text"),
+        ('"cross_entropy"', '""', "loss.name is '', but it must be a text"),
         (
             '"cross_entropy"',
             '"mse_loss"\narguments = { size_average = false }',
-            "loss.arguments has 'size_average', which torch has given up: use reduction, as 'mean' or 'sum'",
+            "loss.arguments has 'size_average', which torch has replaced: use reduction, as 'mean' or 'sum'",
         ),
         (
             '"cross_entropy"',
             '"torch.nn.functional:mse_loss"\narguments = { reduce = false }',
-            "loss.arguments has 'reduce', which torch has given up: use reduction, as 'mean' or 'sum'",
+            "loss.arguments has 'reduce', which torch has replaced: use reduction, as 'mean' or 'sum'",
         ),
         ("AdamW", "SparseAdam", "optimizer.name is 'SparseAdam', which is not known"),  # for sparse gradients alone
-        ("{ lr = 0.01 }", "0.01", "optimizer.arguments is 0.01, but it is a table, as { width = 64, depth = 8 }"),
+        ("{ lr = 0.01 }", "0.01", "optimizer.arguments is 0.01, but it must be a table, as { width = 64, depth = 8 }"),
         ("minibatch = 6", "", "data.minibatch is missing: samples in a step, as 16"),
         ('name = "mine.py:batches"', "", "data.name is missing: python-source, or 'file.py:function'"),
-        ('["cpu", "cpu"]', "0", "pipeline.devices is 0, but it is a whole number of at least 1"),
-        ('["cpu", "cpu"]', '"cpu"', "pipeline.devices is 'cpu', but it is a number, or a list as ['cuda:0', 'cuda:1']"),
-        ("microbatches = 4", "memory = '24 GB/s'", "pipeline.memory is '24 GB/s', but it is a number of bytes"),
-        ("microbatches = 4", "remat = 'all'", "pipeline.remat is 'all', but it is none, stage, layer, or a list"),
-        ("microbatches = 4", "partition = 3", "pipeline.partition is 3, but it is a list of whole numbers"),
+        ('["cpu", "cpu"]', "0", "pipeline.devices is 0, but it must be a whole number of at least 1"),
+        (
+            '["cpu", "cpu"]',
+            '"cpu"',
+            "pipeline.devices is 'cpu', but it must be a number, or a list as ['cuda:0', 'cuda:1']",
+        ),
+        ("microbatches = 4", "memory = '24 GB/s'", "pipeline.memory is '24 GB/s', but it must be a number of bytes"),
+        ("microbatches = 4", "remat = 'all'", "pipeline.remat is 'all', but it must be none, stage, layer, or a list"),
+        ("microbatches = 4", "partition = 3", "pipeline.partition is 3, but it must be a list of whole numbers"),
         ("microbatches = 4", "mocrobatches = 4", "pipeline.mocrobatches is not understood; did you mean microbatches?"),
-        ("clip = 0.5", "clip = nan", "train.clip is nan, but it is a number above 0"),
+        ("clip = 0.5", "clip = nan", "train.clip is nan, but it must be a number above 0"),
         ("clip = 0.5", "zzz = 1", "train.zzz is not understood; train takes steps, clip, seed"),
-        ("seed = 7", "seed = -1", "train.seed is -1, but it is a whole number of at least 0"),
+        ("seed = 7", "seed = -1", "train.seed is -1, but it must be a whole number of at least 0"),
         ("seed = 7", "seed = = 7", "it is not TOML: Invalid value (at line 25, column 8)"),
         (
             "microbatches = 4",
@@ -124,8 +128,8 @@ def test_a_config_without_a_model_says_how_to_give_one() -> None:
     with pytest.raises(ConfigError) as error:
         parse_config("model = 3", Path())
     assert str(error.value) == (
-        "model is 3, but it is a table: write [model] and below it name = ...; [data] is missing: write [data] and "
-        "below it name = ..."
+        "model is 3, but it must be a table: write [model] and below it name = ...; [data] is missing: write [data] "
+        "and below it name = ..."
     )
 
 

@@ -27,7 +27,7 @@ def test_the_seed_decides_what_is_drawn() -> None:
 
 
 def test_a_context_longer_than_the_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="context is 1000000000, but it is a whole number from 1 to "):
+    with pytest.raises(ConfigError, match="context is 1000000000, but it must be a whole number from 1 to "):
         python_source(1, seed=0, context=10**9)
 
 
@@ -57,8 +57,8 @@ def test_a_function_that_takes_no_size_gives_what_it_has(tmp_path: Path) -> None
             (":batches", ":another_size"),
             "data: batch 1 of mine.py:another_size has 6 samples in its inputs and 4 in its target: the first",
         ),
-        ((":batches", ":triples"), "data: batch 1 of mine.py:triples is a tuple of 3, but it is a pair (inputs,"),
-        ((":batches", ":number"), "data: mine.py:number returned 3, but it returns an iterable of batches"),
+        ((":batches", ":triples"), "data: batch 1 of mine.py:triples is a tuple of 3, but it must be a pair (inputs,"),
+        ((":batches", ":number"), "data: mine.py:number returned 3, but it must return an iterable of batches"),
         ((":batches", ":batch"), "data.name is 'mine.py:batch', but mine.py has no function batch; did you mean"),
         (("mine.py:batches", "none.py:f"), "data.name is 'none.py:f', but there is no file "),
         (("mine.py:batches", "a.b.c:f"), "data.name is 'a.b.c:f', but there is no module a: a file is 'file.py:f"),

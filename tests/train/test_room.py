@@ -35,7 +35,7 @@ MUCH = 1000 * BILLION  # more than any machine has room for
         ("depth = 2", f"depth = {BILLION}", r"depth is 1,000,000,000, but gpt takes up to 10,000 layers"),
         ("minibatch = 4", f"minibatch = {MUCH}", r"a minibatch of 1,000,000,000,000 samples of 8 tokens takes 1.* TiB"),
         ("= { context = 8 }\n\n[pipe", f"= {{ context = {MUCH} }}\n\n[pipe", r"4 samples of 1,000,000,000,000 tokens"),
-        ("microbatches = 2", f"microbatches = {BILLION}", r"1000000000 microbatches can't be made of a minibatch of 4"),
+        ("microbatches = 2", f"microbatches = {BILLION}", r"samples can't be cut into 1000000000 microbatches"),
         ('["cpu", "cpu"]', f"{BILLION}", r"devices is 1,000,000,000, but a process has at most 4,096"),
         (
             "microbatches = 2",

@@ -148,7 +148,7 @@ def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
         ),
         (
             [(":make", ":number"), ("depth = 5, dropout = 0.25", "")],
-            "model: mine.py:number returned 3, but it returns a module or a list of layers",
+            "model: mine.py:number returned 3, but it must return a module or a list of layers",
         ),
         (
             [("depth = 5", "dept = 5")],
@@ -166,11 +166,11 @@ def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
         ([('["cpu", "cpu"]', '["cuda:77"]')], "device cuda:77 is not there: this machine has"),
         (
             [("microbatches = 4", "")],
-            "pipeline.microbatches is missing: into how many parts a minibatch is cut, as 8, or plan =",
+            "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan =",
         ),
         (
             [("microbatches = 4", "microbatches = 40")],
-            "40 microbatches can't be made of a minibatch of 6 samples",
+            "a minibatch of 6 samples can't be cut into 40 microbatches: use fewer",
         ),
         (
             [("microbatches = 4", "microbatches = 4\npartition = [1, 1]")],
@@ -190,7 +190,10 @@ def test_a_plan_from_a_file_must_be_for_this(tmp_path: Path, config: Config) -> 
     asked = config.changed(plan="plan.json")
     assert build(asked).plan() == plan
     for other, message in (
-        (asked.changed(minibatch=9), "the plan plan.json is for a minibatch of 6, but data.minibatch is 9: make one"),
+        (
+            asked.changed(minibatch=9),
+            "the plan plan.json is for a minibatch of 6, but data.minibatch is 9: make a plan",
+        ),
         (asked.changed(schedule="zb-h1"), "schedule is zb-h1, but the plan plan.json has 1f1b: leave it out"),
         (asked.changed(microbatches=2), "microbatches is 2, but the plan has 3: leave out what the plan says"),
         (asked.changed(devices=1), "the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 1 device"),

@@ -30,14 +30,14 @@ from gapless.cli.terminal import complain, flush
 from gapless.errors import GaplessError
 
 COMMANDS = {
-    "schedules": "the table of all schedules",
+    "schedules": "list all schedules",
     "show": "draw a schedule, or print it as text, CSV or JSON",
-    "simulate": "what a schedule costs in time and memory",
-    "compare": "all schedules, ranked for these costs and this memory",
+    "simulate": "compute what a schedule costs in time and memory",
+    "compare": "rank all schedules for given costs and memory",
     "verify": "check a schedule in a file, and prove that it can't hang",
-    "plan": "how to cut a model, with which schedule, whether it fits and how long a step takes",
-    "train": "train what a config describes: a model, its data, its optimizer",
-    "bench": "measure: schedules against their bound, and gapless against its peers",
+    "plan": "choose how to cut a model and which schedule to run, and predict time and memory",
+    "train": "train the model that a config describes",
+    "bench": "measure schedules against their bound, and gapless against its peers",
 }
 
 

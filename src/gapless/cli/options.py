@@ -44,23 +44,23 @@ def add_all(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="K", help="devices (default 4)")
-    sizes.add_argument("--microbatches", "-M", type=int, default=8, metavar="M", help="microbatches (default 8)")
+    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="K", help="number of devices (default 4)")
+    sizes.add_argument(
+        "--microbatches", "-M", type=int, default=8, metavar="M", help="number of microbatches (default 8)"
+    )
     sizes.add_argument(
         "--stages-per-device", type=int, metavar="V", help="stages per device (default: the recipe's own)"
     )
     sizes.add_argument(
-        "--minibatches", type=int, default=8, metavar="N", help="minibatches that 2bw is shown for (default 8)"
+        "--minibatches", type=int, default=8, metavar="N", help="2bw: number of minibatches to show (default 8)"
     )
-    sizes.add_argument(
-        "--replicas", type=_integers, metavar="R,R", help="pipedream: how often each stage is replicated"
-    )
+    sizes.add_argument("--replicas", type=_integers, metavar="R,R", help="pipedream: replicas of each stage")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group(
         "costs",
-        "a single number is per device and microbatch, shared by the device's stages; a list 1,2,1,1 is per stage",
+        "a single number is for a device and a microbatch, and its stages share it; a list as 1,2,1,1 is per stage",
     )
     for option, default, what in (
         ("forward", 1, "time of a forward"),
@@ -68,41 +68,48 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         ("weight-grad", 1, "time of the weight gradient"),
         ("recompute", 0, "time of a recompute"),
         ("update", 0, "time of a weight update"),
-        ("activation", 1, "memory an activation takes from F to W"),
-        ("boundary", 0, "memory of a stage's input: what is sent, and what a recomputed stage keeps"),
+        ("activation", 1, "memory of an activation, held from F to W"),
+        ("boundary", 0, "memory of a stage's input: it is sent, and kept if the stage is recomputed"),
     ):
         costs.add_argument(
             f"--{option}", type=_per_stage, default=default, metavar="X", help=f"{what} (default {default})"
         )
     costs.add_argument(
-        "--kept-for-weight-grad", type=_per_stage, metavar="X", help="the part kept from I to W (default: all)"
+        "--kept-for-weight-grad",
+        type=_per_stage,
+        metavar="X",
+        help="the part of the activation held from I to W (default: all)",
     )
     costs.add_argument(
         "--latency", type=_number, default=0, metavar="X", help="time of a hop between devices (default 0)"
     )
-    costs.add_argument("--bandwidth", type=_number, metavar="X", help="boundary memory per unit of time a link carries")
     costs.add_argument(
-        "--memory-limit", metavar="X", help="per device, in the unit of --activation, or 2x for twice 1f1b's"
+        "--bandwidth", type=_number, metavar="X", help="boundary memory that a link carries per unit of time"
     )
     costs.add_argument(
-        "--objective", choices=("makespan", "span"), default="makespan", help="what is best (default makespan)"
+        "--memory-limit",
+        metavar="X",
+        help="memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b",
+    )
+    costs.add_argument(
+        "--objective", choices=("makespan", "span"), default="makespan", help="what to minimise (default makespan)"
     )
 
 
 def _add_passes(parser: argparse.ArgumentParser) -> None:
     passes = parser.add_argument_group("passes", "changes to the schedule, in this order")
-    passes.add_argument("--split", action="store_true", help="run a B as I W where that gains")
-    passes.add_argument("--fuse", action="store_true", help="run an I and its W as one B where nobody waits")
+    passes.add_argument("--split", action="store_true", help="run a B as I and W where that saves time")
+    passes.add_argument("--fuse", action="store_true", help="run an I and its W as one B where no device waits")
     passes.add_argument(
         "--remat",
         nargs="?",
         const="early",
         choices=("early", "late"),
-        help="recompute activations: as early as memory allows, or late",
+        help="recompute activations, early (the default: as early as memory allows) or late",
     )
-    passes.add_argument("--forward-only", action="store_true", help="for inference")
+    passes.add_argument("--forward-only", action="store_true", help="keep only the forwards, for inference")
     passes.add_argument("--updates", action="store_true", help="add the weight updates")
-    passes.add_argument("--transfers", action="store_true", help="write out sends and receives")
+    passes.add_argument("--transfers", action="store_true", help="add the sends and receives")
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +127,7 @@ def file_to_write(path: str) -> str:
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {printable(str(file.parent)[:200])}: make it first")
     if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{printable(str(file)[:200])} is a folder, but a file is written")
+        raise argparse.ArgumentTypeError(f"{printable(str(file)[:200])} is a folder: name a file")
     return path
 
 
@@ -149,7 +156,7 @@ def refuse_ranks(command: str) -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdecimal() and int(ranks) > 1:
         raise ConfigError(
-            f"`{command}` runs in one process, but torchrun started {ranks} of them, each of which would do all of it: "
+            f"`{command}` runs in one process, but torchrun started {ranks}, and each would do the whole job: "
             "start it without torchrun; to train with a process per device, write a script as in docs/cluster.md"
         )
 

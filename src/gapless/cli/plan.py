@@ -24,34 +24,40 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     parser.add_argument(
         "source",
         metavar="PROFILE",
-        help="a JSON file with the costs of the layers (docs/planning.md), or a CONFIG, a .toml file with a model and "
-        "its data (docs/training.md), which is measured",
+        help="a JSON file with the costs of the layers (docs/planning.md), or a .toml config with a model and data, "
+        "which is then measured (docs/training.md)",
     )
     sizes = parser.add_argument_group("devices and sizes")
-    sizes.add_argument("--devices", "-K", type=int, metavar="N", help="devices there are (default: the config's, or 4)")
-    sizes.add_argument("--memory", metavar="SIZE", help="of each device, as 24GiB; a list 24GiB,16GiB is per device")
-    sizes.add_argument("--speeds", metavar="X,X", help="of the devices, where they differ; 1 is as profiled")
-    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: as the file says)")
-    sizes.add_argument("--microbatches", "-M", type=int, metavar="M", help="only so many (default: several are tried)")
-    measured = parser.add_argument_group("of a config")
-    measured.add_argument("--seconds", type=float, metavar="S", help="to measure, about (default 10)")
+    sizes.add_argument("--devices", "-K", type=int, metavar="N", help="number of devices (default: the config's, or 4)")
+    sizes.add_argument(
+        "--memory", metavar="SIZE", help="memory of each device, as 24GiB, or a list such as 24GiB,16GiB"
+    )
+    sizes.add_argument("--speeds", metavar="X,X", help="speeds of the devices, if they differ; 1 is as profiled")
+    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: from the file)")
+    sizes.add_argument(
+        "--microbatches", "-M", type=int, metavar="M", help="number of microbatches (default: try several)"
+    )
+    measured = parser.add_argument_group("measuring a config")
+    measured.add_argument("--seconds", type=float, metavar="S", help="about how many seconds to measure (default 10)")
     measured.add_argument(
-        "--profile", type=options.file_to_write, metavar="FILE", help="write what was measured, to plan with it again"
+        "--profile", type=options.file_to_write, metavar="FILE", help="write the measured profile, to plan again later"
     )
     searched = parser.add_argument_group("search")
-    searched.add_argument("--schedules", metavar="NAME,NAME", help="only these (default: all with a flush, and auto)")
-    searched.add_argument("--shard-optimizer", action="store_true", help="replicas share out the optimizer's state")
+    searched.add_argument(
+        "--schedules", metavar="NAME,NAME", help="schedules to try (default: auto and all with a flush)"
+    )
+    searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     searched.add_argument(
         "--slack",
         type=float,
         metavar="X",
-        help=f"memory an allocator loses, as a share (default: the profile's, or {SLACK})",
+        help=f"share of memory that the allocator loses (default: the profile's, or {SLACK})",
     )
     searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
-    searched.add_argument("--top", type=int, default=10, metavar="N", help="plans in the table (default 10)")
+    searched.add_argument("--top", type=int, default=10, metavar="N", help="number of plans to list (default 10)")
     options.add_outputs(parser)
     parser.add_argument(
-        "--write", type=options.file_to_write, metavar="FILE", help="write the best plan, as a Pipeline takes it"
+        "--write", type=options.file_to_write, metavar="FILE", help="write the best plan, to train with"
     )
     return run
 
@@ -130,7 +136,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("slack", "time_limit", "seconds"):
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it is a number of at least 0")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it must be a number of at least 0")
 
 
 def _schedules(arguments: argparse.Namespace) -> tuple[str, ...] | None:

@@ -14,7 +14,7 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     """Adds the command to the parser and returns what runs it."""
     parser = options.parser(commands, "show", purpose, "gapless show zb-v --devices 4 --microbatches 8")
     options.add_name(parser)
-    parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="default grid")
+    parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="how to print it (default grid)")
     options.add_all(parser)
     return run
 

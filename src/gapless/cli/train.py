@@ -30,18 +30,18 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
     )
     instead = parser.add_argument_group("instead of what the config says")
     instead.add_argument(
-        "--plan", metavar="auto|FILE", help="plan first, or take the plan that `gapless plan --write` wrote"
+        "--plan", metavar="auto|FILE", help="make a plan first, or use one from `gapless plan --write`"
     )
     for name, letter, what in (
-        ("steps", "N", "how many"),
-        ("devices", "K", "devices"),
-        ("microbatches", "M", "microbatches; with --plan auto only so many"),
+        ("steps", "N", "number of steps"),
+        ("devices", "K", "number of devices"),
+        ("microbatches", "M", "number of microbatches, also for --plan auto"),
     ):
         short = [f"-{letter}"] if letter in "KM" else []
         instead.add_argument(f"--{name}", *short, type=int, metavar=letter, help=what)
-    instead.add_argument("--schedule", metavar="NAME", help="schedule; with --plan auto only this one")
+    instead.add_argument("--schedule", metavar="NAME", help="schedule, also for --plan auto")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end, and progress to standard error"
+        "--json", action="store_true", help="print one JSON object at the end; progress goes to standard error"
     )
     return run
 

@@ -151,8 +151,8 @@ def _placed(crossing: Crossing, low: Sequence[int], high: Sequence[int]) -> list
         places = [place for place in range(start, last + 1) if crossing.allowed[place]]
         if not places:
             raise PartitionError(
-                f"this kind of batch leads to another graph, in which cut {len(cuts)} can't be where the first batch "
-                "or the plan has it: pass batches that take the same way through the model, or cut it by hand with "
+                f"this batch takes another path through the model, on which cut {len(cuts)} can't stay where the first "
+                "batch or the plan has it: pass batches that take the same path, or cut the model by hand with "
                 "layers="
             )
         cuts.append(min(places, key=lambda place: crossing.bytes[place]))

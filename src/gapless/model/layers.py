@@ -53,8 +53,8 @@ class Layers:
         more = more_than_its_layers(model) if by_hand is None else None
         if more is not None:
             raise ConfigError(
-                f"this {type(model).__name__} was a sequence when the pipeline was made, and has {more} now, which a "
-                "pipeline that calls its layers would ignore: make a new pipeline"
+                f"this {type(model).__name__} was a sequence when the pipeline was made, but has {more} now, which "
+                "the pipeline would ignore: make a new pipeline"
             )
         if by_hand is not None or isinstance(model, nn.Module | Sequence):
             return Layers(model, by_hand)
@@ -109,8 +109,8 @@ def check_no_hooks_for_all(model: Any) -> None:
     """
     if _has_any_global_hook() and isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         raise ConfigError(
-            f"hooks are registered for all modules, and no pipeline calls this {type(model).__name__} as a whole, so "
-            "they would not see it: register them on the modules they are for, or remove them around the step"
+            f"hooks for all modules would never see this {type(model).__name__}, as a pipeline calls only its parts: "
+            "register them on the modules they are for, or remove them during the step"
         )
 
 

@@ -33,7 +33,7 @@ def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
     if loss is not None and not _takes_two(loss):
         raise ConfigError(
             f"loss is {named(loss)}{inspect.signature(loss)}, but it is called with the outputs and the target: give "
-            "it two arguments, of which it may leave one unused"
+            "it two parameters; it may ignore one"
         )
     if not (loss_weight is None or loss_weight == "sum" or callable(loss_weight)):
         raise ConfigError(f"loss_weight is {loss_weight!r:.40}, but it must be None, 'sum' or a function of a target")
@@ -151,13 +151,13 @@ def check_compiled(model: Any, *, traced: bool) -> None:
     way_out = f"compile=True, or options of torch.compile, which compile every {'stage' if traced else 'layer'}"
     if model._compiled_call_impl is not None:
         raise ConfigError(
-            f"this {type(model).__name__} was compiled in place, as a whole, and a pipeline cuts it: leave out its "
+            f"this {type(model).__name__} was compiled as a whole, but a pipeline cuts it: leave out its "
             f"compile() and give {way_out}"
         )
     parts = [name for name, part in model.named_modules() if traced and name and is_compiled(part)]
     if parts:
         raise ConfigError(
-            f"{parts[-1]} of this {type(model).__name__} is compiled, and what is traced is not: leave it uncompiled "
+            f"{parts[-1]} of this {type(model).__name__} is compiled, but a traced model is not: leave it uncompiled "
             f"and give {way_out}, or give the layers with layers="
         )
 
@@ -167,14 +167,14 @@ def check_uncounted(partition: Sequence[int] | None, model: Any) -> None:
         more = more_than_its_layers(model)
         subject = "a module" if more is None else f"this {type(model).__name__}, which has {more},"
         raise PartitionError(
-            f"partition counts the layers of a sequence, and {subject} is traced and cut by cost: leave it out, or "
+            f"partition counts the layers of a sequence, but {subject} is traced and cut by cost: leave it out, or "
             "give the layers with layers="
         )
 
 
 def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
     if value not in known:
-        raise ConfigError(f"{word}={value!r}: it is {' or '.join(repr(name) for name in known)}")
+        raise ConfigError(f"{word} is {value!r}, but it must be {' or '.join(repr(name) for name in known)}")
     return value
 
 
@@ -218,7 +218,7 @@ def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) ->
     if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
         raise ScheduleError(
             f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but "
-            f"this step has {num_devices} devices and {microbatches} microbatches; one by name is made for any number"
+            f"this step has {num_devices} devices and {microbatches} microbatches: pass its name, which fits any sizes"
         )
     verify(schedule).raise_if_wrong()
     return schedule

@@ -41,7 +41,7 @@ def check_stay(before: Uses, after: Uses, devices: Sequence[int], names: Mapping
         new = sorted({devices[stage] for stage in stages} - there)
         if new:
             raise PartitionError(
-                f"after an edit of the model device {new[0]} uses {names.get(parameter, 'a parameter')}, which was on "
-                f"device {min(there)} alone: that rank has not trained it, and its optimizer does not know it; edit "
-                "the model before the pipeline is made, or load pipe.state_dict() into a new model for a new pipeline"
+                f"after an edit of the model, device {new[0]} uses {names.get(parameter, 'a parameter')}, which only "
+                f"device {min(there)} has trained: edit the model before you make the pipeline, or load "
+                "pipe.state_dict() into a new model and make a new pipeline"
             )

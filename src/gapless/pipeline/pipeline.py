@@ -210,7 +210,9 @@ class Pipeline:
         if scaler is not None:
             self._world.check_scaler()
         if not torch.is_grad_enabled():
-            raise ConfigError("step computes gradients, which are switched off here: leave no_grad, or use evaluate")
+            raise ConfigError(
+                "step computes gradients, but they are switched off here: call it outside no_grad, or use evaluate"
+            )
         check_no_hooks_for_all(self._called_as_a_whole)
         parts, targets, counts = self._split(inputs, target)
         parts = [_apart(part) for part in parts]
@@ -568,8 +570,8 @@ class Pipeline:
         partition = followed(before.layers, self.partition, now.layers)
         if partition is None and not self._is_whole:
             raise PartitionError(
-                f"after an edit the model has {len(now.layers)} layers in another order, so that layers would change "
-                "their ranks: edit the model before the pipeline is made"
+                f"after an edit, the model has {len(now.layers)} layers in another order, so some would change "
+                "their rank: edit the model before you make the pipeline"
             )
         self._model = now
         self.partition = partition or layers_per_stage(now, self.schedule.num_stages, None)

@@ -33,8 +33,8 @@ class Schedules:
         else:
             if not find_recipe(asked).synchronous:
                 raise ScheduleError(
-                    f"{asked} updates weights on its way; a Pipeline runs schedules that do not: "
-                    "`gapless schedules` tells which do"
+                    f"{asked} updates weights during a step, which a Pipeline does not: choose another "
+                    "from `gapless schedules`"
                 )
             schedule = make_schedule(
                 asked,

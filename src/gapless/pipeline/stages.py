@@ -78,7 +78,7 @@ def warn_of_unsplit(stages: Sequence[Stage]) -> None:
     count = sum(stage.num_compiled for stage in stages if stage.split)
     if count:
         warnings.warn(
-            f"compiled layers can't defer their weight gradients, and stages whose backward is split have {count} of "
-            "them: there these come with the input gradients",
+            f"{count} compiled layers are in stages with a split backward: compiled layers can't defer their weight "
+            "gradients, so these are computed with the input gradients",
             stacklevel=5,
         )

@@ -200,10 +200,10 @@ class Plan:
                 cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
             )
         except GaplessError as error:
-            raise ConfigError(f"that is no plan: {error}") from None
+            raise ConfigError(f"this is not a plan: {error}") from None
         except (KeyError, TypeError, ValueError) as error:
             missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:120]
-            raise ConfigError(f"that is no plan: {missing}") from None
+            raise ConfigError(f"this is not a plan: {missing}") from None
 
     def write(self, path: str | Path) -> None:
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in self.to_json().items()]

@@ -266,7 +266,7 @@ def _devices(devices: Devices) -> list[torch.device]:
 
 def _check_number(name: str, value: float | None) -> None:
     if value is not None and not 0 <= value < math.inf:
-        raise ConfigError(f"{name} is {value!r}, but it is a number of at least 0")
+        raise ConfigError(f"{name} is {value!r}, but it must be a number of at least 0")
 
 
 def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int | None]:

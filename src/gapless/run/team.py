@@ -60,8 +60,8 @@ class Team:
         """A forked child has everything but the threads."""
         if self._holders:
             raise TransportError(
-                f"process {os.getpid()} was forked from process {self._process} in the middle of a step, of which it "
-                "has only a part: fork between two steps, or make a pipeline in the child"
+                f"process {os.getpid()} was forked from process {self._process} in the middle of a step, and it "
+                "has only a part of it: fork between two steps, or make a pipeline in the child"
             )
         self._begin()
 

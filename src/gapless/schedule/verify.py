@@ -92,7 +92,7 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
             if places.setdefault(action, (device, position)) != (device, position):
                 other = places[action][0]
                 where = f"on device {device}" if other == device else f"on devices {other} and {device}"
-                message = f"{action} is there twice {where}"
+                message = f"{action} occurs twice {where}"
                 twice.append(Violation("complete", device, position, message))
     return places, twice
 

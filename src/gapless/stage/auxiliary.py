@@ -47,7 +47,7 @@ def aux_loss(value: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         what = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise GaplessError(
-            f"aux_loss takes a scalar tensor of floats, and got {what}: reduce it, with mean() for example."
+            f"aux_loss takes a scalar tensor of floats, but it got {what}: reduce it, with mean() for example."
         )
     return value if _adding.add is None else _adding.add(value)
 

@@ -230,17 +230,17 @@ def _add(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _check(option: str, layers: Sequence[Any]) -> None:
     if option not in ("deferred", "microbatch", "error"):
-        raise ConfigError(f"batchnorm={option!r}: it is 'deferred', 'microbatch' or 'error'.")
+        raise ConfigError(f"batchnorm is {option!r}, but it must be 'deferred', 'microbatch' or 'error'.")
     for layer in layers:
         modules = list(layer.modules()) if isinstance(layer, nn.Module) else []
         if option == "deferred" and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             raise ConfigError(
-                "a SyncBatchNorm moves its statistics together with other processes, once for each microbatch: "
+                "a SyncBatchNorm updates its statistics with other processes at every microbatch and can't defer that: "
                 "use batchnorm='microbatch', or a BatchNorm."
             )
         if option == "deferred" and is_compiled(layer) and any(isinstance(module, _BatchNorm) for module in modules):
             raise ConfigError(
-                "a compiled layer moves the statistics of its batch norm unseen: use batchnorm='microbatch', or leave "
+                "a compiled layer can't defer the statistics of its batch norm: use batchnorm='microbatch', or leave "
                 "that layer uncompiled."
             )
 

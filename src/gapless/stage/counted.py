@@ -40,8 +40,8 @@ class Weighed:
         """Raises if it matters what the loss takes its mean over; `others` are the shares of other replicas."""
         if any(not share == self.kept for share in (self.kept, *others)):
             raise ConfigError(
-                f"targets of {IGNORED} are spread unevenly over the microbatches, and it is not known whether the loss "
-                "takes its mean over the others alone: pass loss_weight=, a function that counts what the mean is "
+                f"targets of {IGNORED} are spread unevenly over the microbatches, and gapless can't tell whether the "
+                "loss averages over the other targets only: pass loss_weight=, a function that counts what the mean is "
                 f"over, as lambda target: (target != {IGNORED}).sum(); without a target it gets the microbatch's inputs"
             )
 

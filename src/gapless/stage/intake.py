@@ -44,8 +44,8 @@ class Intake:
         """Learns from a run whether the layers change their input."""
         if changed and not seen:
             raise GaplessError(
-                "a layer changed its input in place that had not done so before, under autocast, where that can't be "
-                "undone: let it make a new tensor."
+                "under autocast, a layer changed its input in place for the first time, which can't be "
+                "undone: make it return a new tensor."
             )
         self.tried = True
         self.guarded = self.guarded or changed

@@ -88,7 +88,7 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
     kind = type(leaf).__name__
     if isinstance(leaf, set | frozenset):
         if any(isinstance(each, Tensor) for each in leaf):
-            raise ConfigError(f"a {kind} holds tensors, and has no order to find them again by: pass a list or a dict.")
+            raise ConfigError(f"a {kind} of tensors has no fixed order: pass a list or a dict.")
         return
     if isinstance(leaf, Mapping):
         held, way_out = leaf, ""
@@ -100,7 +100,9 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         way_out = "register it with torch.utils._pytree.register_pytree_node, or "
     hidden = [str(name) for name, value in held.items() if isinstance(value, Tensor)]
     if hidden:
-        raise ConfigError(f"{kind} holds tensors ({', '.join(hidden)}) where none can be seen: {way_out}pass a dict.")
+        raise ConfigError(
+            f"{kind} holds tensors ({', '.join(hidden)}) that a pipeline can't see: {way_out}pass a dict."
+        )
 
 
 def _as_dict(tree: Any) -> Any:
@@ -156,8 +158,8 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
             columns.append([tensor] * count)
         elif tensor.size(dim) != size:
             raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} is to be cut along dimension {dim}, "
-                f"but the batch has {size} samples."
+                f"a tensor of shape {tuple(tensor.shape)} can't be cut along dimension {dim}, "
+                f"since the batch has {size} samples."
             )
         else:
             columns.append(list(tensor.tensor_split(count, dim)))

@@ -127,10 +127,10 @@ def without_loss(outputs: Any, aux: Tensor | None) -> list[Tensor]:
 def check_scalar(loss: Any) -> None:
     """Of anything else there is no gradient."""
     if not isinstance(loss, Tensor):
-        raise GaplessError(f"the loss must return a scalar tensor, and returned a {type(loss).__name__}.")
+        raise GaplessError(f"the loss must return a scalar tensor, but it returned a {type(loss).__name__}.")
     if loss.dim() != 0:
         raise GaplessError(
-            f"the loss must be a scalar, and has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
+            f"the loss must be a scalar, but it has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
         )
 
 

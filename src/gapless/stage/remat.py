@@ -55,8 +55,8 @@ class RematCell(Cell):
         intake.tried = True
         if intake.guarded and not was_copied:
             raise GaplessError(
-                "a layer changed its input in place that had not done so before, and remat needs that input again: "
-                "use remat='none' for its stage, or let it make a new tensor."
+                "a layer changed its input in place for the first time, but remat needs that input again: "
+                "use remat='none' for its stage, or make it return a new tensor."
             )
         self._kept[work.microbatch] = kept
         if then is not None:
@@ -87,7 +87,7 @@ def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, 
     if remat == "none":
         return [Cell(calls, range(len(layers)), 0, with_loss=with_loss)]
     if remat not in ("stage", "layer"):
-        raise ConfigError(f"remat={remat!r}: it is 'none', 'stage' or 'layer'.")
+        raise ConfigError(f"remat is {remat!r}, but it must be 'none', 'stage' or 'layer'.")
     loss = calls.parts_of(range(0), with_loss=with_loss)
     bounds = _bounds(layers, loss) if remat == "layer" else [0, len(layers)]
     return [

@@ -222,8 +222,8 @@ class Stage:
                 )
         if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
-                f"the schedule takes the forwards of stage {self._number} out of microbatch order, and its layers "
-                "change buffers, which depend on that order: choose a schedule with forwards in order"
+                f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "
+                "change buffers that depend on that order: choose a schedule with forwards in order"
             )
         statistics.finish()
         self._calls.stored.clear()

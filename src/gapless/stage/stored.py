@@ -165,8 +165,8 @@ class _Reads(TorchFunctionMode):
         note = self._notes.by_id.get(id(arg))
         if note is not None and note.tensor is arg and note.owner is not self._owner:
             raise GaplessError(
-                f"a layer keeps a tensor in {note.name}, and another stage or the loss uses it, when it may be another "
-                f"microbatch's: {_WAY_OUT}."
+                f"a layer keeps a tensor in {note.name}, and another stage or the loss reads it, when it may belong "
+                f"to another microbatch: {_WAY_OUT}."
             )
 
 

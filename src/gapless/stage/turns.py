@@ -40,8 +40,8 @@ class Turns:
         parameters = self._parameters()
         if any(each._post_accumulate_grad_hooks for each in parameters):
             raise ConfigError(
-                "a parameter has a hook that runs after its gradient was added, and this schedule takes backwards out "
-                "of microbatch order, so that gradients wait to be added: choose another schedule, or remove the hook"
+                "a parameter has a hook that runs after its gradient is added, but this schedule runs backwards out "
+                "of microbatch order and adds gradients later: choose another schedule, or remove the hook"
             )
         before = [each.grad for each in parameters]
         for each in parameters:

@@ -160,7 +160,7 @@ def parse_config(text: str, folder: Path) -> Config:
         loss = _part(tables.table("loss", {}), LOSSES, "name", "arguments", usual=usual)
         for key in sorted({"size_average", "reduce"} & set(loss.arguments)):
             if loss.where.startswith("torch.nn.functional:"):
-                tables.fault(f"loss.arguments has {key!r}, which torch has given up: use reduction, as 'mean' or 'sum'")
+                tables.fault(f"loss.arguments has {key!r}, which torch has replaced: use reduction, as 'mean' or 'sum'")
     optimizer = _part(tables.table("optimizer", {}), OPTIMIZERS, "name", "arguments", usual="AdamW")
     training = tables.table("train", {})
     training.allow("steps", "clip", "seed")
@@ -243,7 +243,7 @@ class _Table:
     def table(self, key: str, default: Mapping[str, Any] | None = None) -> "_Table":
         found = self._data.get(key, default)
         if not isinstance(found, Mapping):
-            given = f"[{key}] is missing" if found is None else f"{key} is {found!r:.40}, but it is a table"
+            given = f"[{key}] is missing" if found is None else f"{key} is {found!r:.40}, but it must be a table"
             self.fault(f"{given}: write [{key}] and below it name = ...")
             return _Table(key, {}, [])  # which has no more to complain about
         return _Table(key, found, self._faults)
@@ -266,14 +266,14 @@ class _Table:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"is {value!r:.40}, but it is a text")
+        raise ConfigError(f"is {value!r:.40}, but it must be a text")
     return value
 
 
 def _whole(least: int = 1) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
-            raise ConfigError(f"is {value!r:.40}, but it is a whole number of at least {least}")
+            raise ConfigError(f"is {value!r:.40}, but it must be a whole number of at least {least}")
         return value
 
     return read
@@ -281,14 +281,14 @@ def _whole(least: int = 1) -> Callable[[Any], int]:
 
 def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"is {value!r:.40}, but it is a number above 0")
+        raise ConfigError(f"is {value!r:.40}, but it must be a number above 0")
     return float(value)
 
 
 def _listed(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple[Any, ...]]:
     def each(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or not value:
-            raise ConfigError(f"is {value!r:.40}, but it is {what}")
+            raise ConfigError(f"is {value!r:.40}, but it must be {what}")
         return tuple(map(read, value))
 
     return each
@@ -296,7 +296,7 @@ def _listed(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple[Any,
 
 def _arguments(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"is {value!r:.40}, but it is a table, as {{ width = 64, depth = 8 }}")
+        raise ConfigError(f"is {value!r:.40}, but it must be a table, as {{ width = 64, depth = 8 }}")
     return value
 
 
@@ -332,5 +332,5 @@ def _remat(value: Any) -> Any:
     allowed = f"{', '.join(_REMAT)}, or a list with one of these per stage"
     for each in value if isinstance(value, list) and value else [value]:
         if each not in _REMAT:
-            raise ConfigError(f"is {each!r:.40}, but it is {allowed}")
+            raise ConfigError(f"is {each!r:.40}, but it must be {allowed}")
     return tuple(value) if isinstance(value, list) else value

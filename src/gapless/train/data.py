@@ -40,7 +40,7 @@ def _each(config: Config, found: Any) -> Iterator[Batch]:
             iterator = iter(found)
     except TypeError:
         raise ConfigError(
-            f"data: {name} returned {_shown(found)}, but it returns an iterable of batches (inputs, target)"
+            f"data: {name} returned {_shown(found)}, but it must return an iterable of batches (inputs, target)"
         ) from None
     number = 0
     while True:
@@ -51,7 +51,9 @@ def _each(config: Config, found: Any) -> Iterator[Batch]:
             except StopIteration:
                 return
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ConfigError(f"data: batch {number} of {name} is {_shown(batch)}, but it is a pair (inputs, target)")
+            raise ConfigError(
+                f"data: batch {number} of {name} is {_shown(batch)}, but it must be a pair (inputs, target)"
+            )
         _check_target(config, f"data: batch {number} of {name}", *batch)
         yield batch[0], batch[1]
 
@@ -98,8 +100,8 @@ def python_source(minibatch: int, seed: int, context: int = 64) -> Iterator[Batc
     text = _standard_library()
     if not isinstance(context, int) or not 0 < context < len(text):
         raise ConfigError(
-            f"data.arguments: context is {context!r}, but it is a whole number from 1 to {len(text) - 1:,}: the bytes "
-            "there are"
+            f"data.arguments: context is {context!r}, but it must be a whole number from 1 to {len(text) - 1:,}, the "
+            "number of bytes"
         )
     return _windows(text, minibatch, seed, context)
 

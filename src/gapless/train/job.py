@@ -87,8 +87,8 @@ class Job:
         layout, minibatch = self.config.pipeline, self.config.minibatch
         if plan.minibatch != minibatch:
             raise ConfigError(
-                f"the plan {asked} is for a minibatch of {plan.minibatch}, but data.minibatch is {minibatch}: make one "
-                "for this"
+                f"the plan {asked} is for a minibatch of {plan.minibatch}, but data.minibatch is {minibatch}: make a "
+                "plan for that size"
             )
         if layout.schedule not in (None, plan.recipe):
             raise ConfigError(
@@ -100,7 +100,7 @@ class Job:
         layout = self.config.pipeline
         if plan is None and layout.microbatches is None:
             raise ConfigError(
-                "pipeline.microbatches is missing: into how many parts a minibatch is cut, as 8, or plan = 'auto'"
+                "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan = 'auto'"
             )
         self._check(layout.microbatches)
         with own.importable(self.config), own.told("cutting the model"):
@@ -121,7 +121,8 @@ class Job:
     def _check(self, microbatches: int | None) -> None:
         if microbatches is not None and microbatches > self.config.minibatch:
             raise ConfigError(
-                f"{microbatches} microbatches can't be made of a minibatch of {self.config.minibatch} samples"
+                f"a minibatch of {self.config.minibatch} samples can't be cut into {microbatches} microbatches: "
+                "use fewer"
             )
 
 
@@ -142,7 +143,7 @@ def build(config: Config) -> Job:
     model = own.call(make, config.model, config)
     if not isinstance(model, nn.Module | list | tuple):
         raise ConfigError(
-            f"model: {config.model.name} returned {model!r:.40}, but it returns a module or a list of layers"
+            f"model: {config.model.name} returned {model!r:.40}, but it must return a module or a list of layers"
         )
     source = batches(config, files)
     first = next(source)
@@ -168,7 +169,9 @@ def _optimizer(config: Config, files: own.Files) -> Optimizer:
     def made(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         found = own.call(make, part, config, parameters)
         if not isinstance(found, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer: {part.name} returned {found!r:.40}, but it returns a torch.optim.Optimizer")
+            raise ConfigError(
+                f"optimizer: {part.name} returned {found!r:.40}, but it must return a torch.optim.Optimizer"
+            )
         return found
 
     made([nn.Parameter(torch.zeros(1, 1))])

@@ -72,7 +72,7 @@ def resnet(depth: int = 18, *, classes: int = 1000, width: int = 64, channels: i
     `width` is that of the first group; each of the others is twice as wide as the one before it.
     """
     if depth not in _BLOCKS:
-        raise ValueError(f"a ResNet of depth {depth} is not known: it is one of {', '.join(map(str, _BLOCKS))}")
+        raise ValueError(f"a ResNet of depth {depth} is not known: choose one of {', '.join(map(str, _BLOCKS))}")
     block: type[Basic] | type[Bottleneck] = Basic if depth < 50 else Bottleneck
     stem = nn.Sequential(
         _conv(channels, width, 7, stride=2), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)

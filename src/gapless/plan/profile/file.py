@@ -133,7 +133,7 @@ class _Reader:
         self._check_keys("the profile", data, _PROFILE_KEYS)
         links = data.get("links", [])
         if not isinstance(links, list):
-            self.faults.append('"links" is no list')
+            self.faults.append('"links" is not a list')
             links = []
         made = Profile(
             name=printable(str(data.get("profile", ""))),
@@ -156,7 +156,7 @@ class _Reader:
         """What stands under that key; nothing where it is not there."""
         found = data.get(place, {})
         if not isinstance(found, dict):
-            self.faults.append(f"{place} is {found!r:.40}, but it is an object with {', '.join(known)}")
+            self.faults.append(f"{place} is {found!r:.40}, but it must be an object with {', '.join(known)}")
             return {}
         self._check_keys(place, found, known)
         return found
@@ -220,7 +220,7 @@ class _Reader:
         overlap = self._bytes(place, row, "overlap", 0)
         if overlap > activation:
             self.faults.append(
-                f"{place}: overlap is {overlap} bytes, but it is a part of the activation's {activation}"
+                f"{place}: overlap is {overlap} bytes, but it must be a part of the activation's {activation}"
             )
         return Layer(
             name=name,
@@ -258,7 +258,9 @@ class _Reader:
             self._check_keys(place, row, _LINK_KEYS)
             devices = self._count(place, row, "devices", 2) if row.get("devices") is not None else None
             if devices is None and number < len(rows) - 1:
-                self.faults.append(f"{place} says no number of devices: only the outermost link, the last, may do so")
+                self.faults.append(
+                    f"{place} has no number of devices: only the last link, the outermost, may leave it out"
+                )
             if devices is not None and (devices <= within or devices % within):
                 self.faults.append(
                     f"{place} connects {devices} devices, but the level within has {within}: from the innermost out, "
@@ -288,7 +290,7 @@ class _Reader:
     def _count(self, place: str, row: dict[str, Any], key: str, default: int) -> int:
         def read(value: Any) -> int:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**53:
-                raise ConfigError(f"is {value!r:.40}, but it is a whole number of at least 1")
+                raise ConfigError(f"is {value!r:.40}, but it must be a whole number of at least 1")
             return value
 
         return self._number(place, row, key, read, default)
@@ -325,17 +327,17 @@ class _Reader:
 
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(f"is {value!r:.40}, but it is a number of at least 0")
+        raise ConfigError(f"is {value!r:.40}, but it must be a number of at least 0")
     return float(value)
 
 
 def _above_zero(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"is {value!r:.40}, but it is a number above 0")
+        raise ConfigError(f"is {value!r:.40}, but it must be a number above 0")
     return float(value)
 
 
 def _part(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ConfigError(f"is {value!r:.40}, but it is a part of a whole: from 0 to below 1")
+        raise ConfigError(f"is {value!r:.40}, but it must be a share from 0 to below 1")
     return float(value)

@@ -25,7 +25,8 @@ def check_devices(devices: Sequence[Device]) -> None:
     for number, device in enumerate(devices):
         if not 0 < device.speed < float("inf"):
             raise ConfigError(
-                f"the speed of device {number} is {device.speed:g}, but it is a number above 0, 1 as measured"
+                f"the speed of device {number} is {device.speed:g}, but it must be a number above 0; 1 is "
+                "the speed that was measured"
             )
         if device.memory is not None and device.memory <= 0:
             raise ConfigError(f"the memory of device {number} is {device.memory} bytes, but it must be above 0")

@@ -115,4 +115,4 @@ def check_recipes(recipes: Sequence[str]) -> None:
         recipe = find_recipe(name)
         if not recipe.synchronous or name in ("optimal", "naive"):
             reason = "it has no flush" if not recipe.synchronous else "it is too slow to be one of many"
-            raise ConfigError(f"{name} can't be planned with, since {reason}; use {', '.join((*RECIPES, 'auto'))}")
+            raise ConfigError(f"the planner can't use {name}, since {reason}; use {', '.join((*RECIPES, 'auto'))}")

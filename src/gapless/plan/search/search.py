@@ -101,7 +101,9 @@ def search(
         minibatch = profile.minibatch or 4 * len(there) * profile.samples
     _at_least_one("minibatch", minibatch)
     if microbatches is not None and _at_least_one("microbatches", microbatches) > minibatch:
-        raise ConfigError(f"{microbatches} microbatches can't be made of a minibatch of {minibatch} samples")
+        raise ConfigError(
+            f"a minibatch of {minibatch} samples can't be cut into {microbatches} microbatches: use fewer"
+        )
     check_reach(profile, len(there))
     _check_layers(profile, there)
     judge = Judge(Drafts(profile, there, shard_optimizer=shard_optimizer, slack=slack))

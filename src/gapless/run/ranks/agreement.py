@@ -34,8 +34,8 @@ class Agreement:
             self._reach(facts, check)
         except RuntimeError as error:
             raise TransportError(
-                "the store through which the ranks meet is gone, and with it the process that held it, rank 0 or "
-                f"torchrun's agent: {str(error).splitlines()[0]}"
+                "the ranks have lost the store they meet in, since the process that held it has ended (rank 0 or "
+                f"torchrun's agent): {str(error).splitlines()[0]}"
             ) from None
 
     def _reach(self, facts: Mapping[str, Any], check: Callable[[], None]) -> None:

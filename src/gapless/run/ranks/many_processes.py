@@ -356,8 +356,8 @@ class Ranks:
 
     def check_scaler(self) -> None:
         raise ConfigError(
-            "a GradScaler decides on each rank alone whether its gradients are finite, so ranks would skip different "
-            "steps: use bfloat16, which needs none, or devices= in one process"
+            "a GradScaler checks on each rank alone whether gradients are finite, so ranks would skip different "
+            "steps: use bfloat16, which needs no scaler, or devices= in one process"
         )
 
     # -- the model --------------------------------------------------------------------------------------------------

@@ -36,17 +36,17 @@ class Pending:
         changed = sum(parameter._version != version for parameter, version in self._versions)
         if changed:
             raise ConfigError(
-                f"{changed} of {len(self._versions)} parameters were changed after {self._words()}, whose gradients "
-                "the replicas had not exchanged, so their weights differ now: load them again, and let the last step "
-                "before optimizer.step() be one with sync=True"
+                f"{changed} of {len(self._versions)} parameters changed after {self._words()}, before the "
+                "replicas exchanged gradients, so their weights differ now: load them again, and make the last step "
+                "before optimizer.step() one with sync=True"
             )
 
     def check_nothing(self, call: str) -> None:
         """Raises if a call needs gradients that are complete."""
         if self.steps:
             raise ConfigError(
-                f"{call} came after {self._words()}, whose gradients the replicas have not exchanged yet: let the last "
-                "step before it be one with sync=True, or drop them with zero_grad() of the pipeline"
+                f"{call} came after {self._words()}, whose gradients the replicas have not exchanged yet: make the "
+                "last step before it one with sync=True, or drop them with the pipeline's zero_grad()"
             )
 
     def _words(self) -> str:

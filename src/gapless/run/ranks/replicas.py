@@ -134,8 +134,8 @@ class Buckets:
                     continue
                 if now is not None and local(now).any():
                     raise ConfigError(
-                        "gradients were changed after a step with sync=False, while earlier ones were set aside that "
-                        "the replicas had exchanged before: set all to zero before the first step with sync=False"
+                        "gradients changed after a step with sync=False, while those of an earlier exchange were set "
+                        "aside: call zero_grad() before the first step with sync=False"
                     )
                 befores[number] = None
 

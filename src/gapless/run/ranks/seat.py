@@ -88,8 +88,8 @@ def in_one_line(mesh: Any) -> Seat:
     seat = take_seat(mesh)
     if seat.num_devices * seat.num_replicas != mesh.size():
         raise ConfigError(
-            "several ranks of the mesh are one device (tp), and only links between single ranks are measured: give "
-            "links by hand"
+            "a device of this mesh has several ranks (tp), but links are measured between single ranks only: pass "
+            "links="
         )
     ranks = tuple(mesh.mesh.flatten().tolist())
     me = dist.get_rank()

@@ -219,7 +219,7 @@ def _check(recipe: Recipe, request: Request) -> None:
     if request.replicas is not None and recipe.name != "pipedream":
         raise ConfigError(f"{recipe.name} has no replicated stages; only pipedream takes replicas")
     if request.objective not in ("makespan", "span"):
-        raise ConfigError(f"objective is {request.objective!r}, but it is makespan or span")
+        raise ConfigError(f"objective is {request.objective!r}, but it must be makespan or span")
     asked, allowed = request.stages_per_device, recipe.stages_per_device
     if asked is not None and (asked < 1 or (allowed is not None and asked not in allowed)):
         takes = " or ".join(map(str, allowed)) if allowed else "at least 1"

@@ -50,7 +50,8 @@ def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: i
     K, M, total = num_devices, num_microbatches, num_microbatches * minibatches
     if M < K:
         raise ScheduleError(
-            f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions would not do"
+            f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions of the "
+            "weights are not enough"
         )
     rows = []
     for r in range(K):

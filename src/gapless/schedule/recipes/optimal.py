@@ -131,9 +131,11 @@ def _check(num_microbatches: int, memory_limit: Number | None, objective: str, t
     if num_microbatches < 1:
         faults.append(f"{num_microbatches} microbatches, but a schedule needs at least 1")
     if memory_limit is not None and not (math.isfinite(memory_limit) and memory_limit >= 0):
-        faults.append(f"a memory limit of {memory_limit!r}, but it is a number of at least 0, or None for no limit")
+        faults.append(
+            f"a memory limit of {memory_limit!r}, but it must be a number of at least 0, or None for no limit"
+        )
     if objective not in ("makespan", "span"):
-        faults.append(f"an objective of {objective!r}, but it is makespan or span")
+        faults.append(f"an objective of {objective!r}, but it must be makespan or span")
     if not time_limit > 0:
         faults.append(f"a time limit of {time_limit!r} seconds, but it takes more than 0")
     if workers < 1:

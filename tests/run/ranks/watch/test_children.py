@@ -152,7 +152,7 @@ def test_a_child_forked_in_the_middle_of_a_step_is_told_so() -> None:
 
     def fork(x: torch.Tensor) -> torch.Tensor:
         def child() -> None:
-            with pytest.raises(TransportError, match="in the middle of a step, of which it has only a part"):
+            with pytest.raises(TransportError, match="in the middle of a step, and it has only a part"):
                 pipe.step(X, Y)
 
         if not codes:

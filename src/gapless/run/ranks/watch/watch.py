@@ -113,7 +113,7 @@ class Watch:
         self.check()
         self._settle_leaving()
         if self.leaving and leaves:
-            LOG.warning("rank %d leaves after %d calls: SIGTERM came to rank %d", self.me, self.calls, self._asked_by)
+            LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, self.calls, self._asked_by)
             raise SystemExit(0)
         self.calls += 1
         self.begun, self.whereabouts.call = False, doing
@@ -143,7 +143,7 @@ class Watch:
         """Raises if an earlier call has failed, on any rank."""
         if self.news is not None:
             self._known.wait(_NEWS_WITHIN)
-            again = "; the connections between the ranks went with it: end all ranks, or close the pipeline and make "
+            again = "; that closed the connections between the ranks: end all ranks, or close the pipeline and make "
             again = f"{again}a new one on every rank" if self._told else ""
             self._told = True
             raise TransportError(f"{self.place}: {self.news.text}{again}")

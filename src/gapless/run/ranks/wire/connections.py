@@ -82,7 +82,7 @@ class Connections:
             raise failure
         if self.stopped or failure is not None:
             raise TransportError(
-                "a step failed or was interrupted, and the connections between the ranks went with it: end all ranks, "
+                "a step failed or was interrupted, which closed the connections between the ranks: end all ranks, "
                 "or close the pipeline and make a new one on every rank"
             ) from failure
 

@@ -149,7 +149,7 @@ class Attached:
             if isinstance(error, OSError) and error.errno not in _NONE_LEFT:
                 raise _gone(self._process, error) from None
             raise TransportError(
-                f"a message of {size} bytes can't be taken in: this process has no file descriptor or no memory left "
+                f"a message of {size} bytes can't be received: this process has no file descriptor or no memory left "
                 f"({error}); raise its limits (ulimit -n, ulimit -v), or close what it does not need"
             ) from None
         finally:
