@@ -5,13 +5,14 @@ sends. Consumers may want another order than the producer's: whatever carries th
 """
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gapless.schedule.action import Schedule
+from gapless.schedule.pools import receive_buffers
 from gapless.schedule.routes import Channel, messages
 
-_STOP = object()
+_STOP, _NOTHING = object(), object()
 
 
 class StoppedError(Exception):
@@ -39,43 +40,55 @@ class Transport(Protocol):
 class InOrderOfUse:
     """Takes the messages of one channel in the order they are used in, which may differ from the order they come in.
 
-    `get` waits for the next one that comes; `order` has the number of each as it was produced. What came early is kept.
+    `get` waits for the next one that comes; `order` has the number of each as it was produced. What came early is kept
+    in one of `slots` places, as many as the proof that nothing hangs says: message n in place n modulo `slots`.
     """
 
-    def __init__(self, get: Callable[[], Any], order: Sequence[int]) -> None:
+    def __init__(self, get: Callable[[], Any], order: Sequence[int], slots: int) -> None:
         self._get, self._order = get, order
-        self._early: dict[int, Any] = {}
+        self._early: list[Any] = [_NOTHING] * slots
         self._came = self._taken = 0
-        if list(order) == sorted(order):
+        if slots == 1:
             self.take = get  # type: ignore[method-assign]
 
     def take(self) -> Any:
         """What is used next."""
         number, early = self._order[self._taken], self._early
-        while number not in early:
-            early[self._came] = self._get()
+        while self._came <= number:
+            slot = self._came % len(early)
+            assert early[slot] is _NOTHING, f"message {self._came} finds its place taken: more than {len(early)} wait"
+            early[slot] = self._get()
             self._came += 1
         self._taken += 1
         if self._taken == len(self._order):
             self._taken = self._came = 0
-        return early.pop(number)
+        slot = number % len(early)
+        message, early[slot] = early[slot], _NOTHING
+        return message
 
     def clear(self) -> None:
         """The next message is the first of a step."""
-        self._early.clear()
+        self._early[:] = [_NOTHING] * len(self._early)
         self._came = self._taken = 0
+
+
+def takers(schedule: Schedule, gets: Mapping[Channel, Callable[[], Any]]) -> dict[Channel, InOrderOfUse]:
+    """What takes from each of these channels. It has as many slots as `verify` reports buffers."""
+    produced, consumed = messages(schedule)
+    slots = receive_buffers(schedule)
+    return {
+        channel: InOrderOfUse(get, [produced[channel][message] for message, _ in consumed[channel]], slots[channel])
+        for channel, get in gets.items()
+    }
 
 
 class ThreadChannels:
     """What crosses between the devices of one process, for one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
-        produced, consumed = messages(schedule)
+        produced, _ = messages(schedule)
         self._queues: dict[Channel, queue.SimpleQueue[Any]] = {channel: queue.SimpleQueue() for channel in produced}
-        self._takers = {
-            channel: InOrderOfUse(_unless_stopped(self._queues[channel]), [produced[channel][each] for each, _ in uses])
-            for channel, uses in consumed.items()
-        }
+        self._takers = takers(schedule, {channel: _unless_stopped(each) for channel, each in self._queues.items()})
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         return self._queues[channel].put

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gapless.errors import GaplessError, TransportError
-from gapless.run.channels import InOrderOfUse, StoppedError
+from gapless.run.channels import StoppedError, takers
 from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import OverGloo
@@ -135,14 +135,11 @@ class RankChannels:
 
     def __init__(self, schedule: Schedule, connections: Connections) -> None:
         self._connections = connections
-        self._takers: dict[Channel, InOrderOfUse] = {}
-        produced, consumed = messages(schedule)
-        connections.connect(produced)
-        for channel, uses in consumed.items():
-            source, target, kind = channel
-            if target == connections.device:
-                get, order = connections.incoming(source, kind).get, [produced[channel][each] for each, _ in uses]
-                self._takers[channel] = InOrderOfUse(get, order)
+        channels, _ = messages(schedule)
+        connections.connect(channels)
+        mine = [channel for channel in channels if channel[1] == connections.device]
+        gets = {(source, to, kind): connections.incoming(source, kind).get for source, to, kind in mine}
+        self._takers = takers(schedule, gets)
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         outgoing = self._connections.outgoing(channel[1], channel[2])
