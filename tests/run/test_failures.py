@@ -80,7 +80,7 @@ _MADE = gapless.make_schedule
         ({"stages_per_device": 2}, ConfigError, "1f1b takes 1 stage per device, not 2"),
         ({"remat": "stages"}, ConfigError, "remat is 'stages', but it must be 'none', 'stage' or 'layer'"),
         ({"remat": ["none"]}, ConfigError, "remat lists 1 stages, but the schedule has 2"),
-        ({"remat": ["none", "all"]}, ConfigError, "remat='all'"),
+        ({"remat": ["none", "all"]}, ConfigError, "remat is 'all', but it must be"),
         ({"loss": "mse"}, ConfigError, "loss is 'mse', but it must be a function"),
         ({"loss_weight": "mean"}, ConfigError, "loss_weight is 'mean', but it must be None, 'sum' or a function"),
         ({"intra_op_threads": 0}, ConfigError, "intra_op_threads is 0"),
