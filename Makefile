@@ -64,12 +64,12 @@ BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist work
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.
-SLOW_theory := tests/bench tests/cli tests/plan tests/schedule tests/train tests/view
+SLOW_theory := tests/bench tests/cli tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
 SLOW_models := tests/model tests/stage tests/zoo
 SLOW_lives := $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
 SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))
 SLOW_random := tests/test_random_models.py
-SLOW_exact := $(filter-out $(SLOW_random),$(wildcard tests/test_*.py))
+SLOW_exact := $(filter-out $(SLOW_random) tests/test_units.py,$(wildcard tests/test_*.py))
 SHARDS := theory models lives ranks random exact
 
 slow: $(SHARDS:%=slow-%)

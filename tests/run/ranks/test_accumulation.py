@@ -15,7 +15,7 @@ import gapless
 from gapless.errors import ConfigError, TransportError
 from tests.pipelines import SEED, assert_same, mlp, tokens
 from tests.run.forked import Launch
-from tests.run.test_distributed import logits_loss, tied_layers
+from tests.run.ranks.test_many_processes import logits_loss, tied_layers
 
 Grads = dict[str, Tensor]
 

@@ -19,7 +19,7 @@ from gapless.model.reference import Reference
 from gapless.plan.plan import Plan
 from tests.pipelines import SEED, assert_same, tokens
 from tests.run.forked import Launch
-from tests.run.test_distributed import TiedGpt, line, logits_loss
+from tests.run.ranks.test_many_processes import TiedGpt, line, logits_loss
 
 
 def captured_models() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.errors import ConfigError, TransportError
 from tests.run.forked import Launch
-from tests.run.test_distributed import line
+from tests.run.ranks.test_many_processes import line
 
 
 def stacked(terms: Any) -> Tensor:

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 from gapless.errors import ConfigError, PartitionError
 from tests.model.by_hand import loop, same
-from tests.model.test_edited import EDITS, Net, _layers
+from tests.model.test_edition import EDITS, Net, _layers
 from tests.run.forked import Launch
-from tests.run.test_distributed import line
+from tests.run.ranks.test_many_processes import line
 
 KEPT = ("replace", "append", "freeze", "hook", "parametrize", "new_parameter", "eps", "other_class", "delete")
 

@@ -77,7 +77,7 @@ def torchrun(hosts: Hosts, ranks: int, what: str, file: Path, timeout: float) ->
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)]
     words += ["--master-addr", ADDRESSES[0], "--master-port", "29500"]
     commands = [
-        [*words, "--node-rank", str(node), "--local-addr", address, "-m", "tests.run.test_hosts", what, str(file)]
+        [*words, "--node-rank", str(node), "--local-addr", address, "-m", "tests.run.ranks.test_hosts", what, str(file)]
         for node, address in enumerate(ADDRESSES)
     ]
     hosts.launch(commands, timeout)

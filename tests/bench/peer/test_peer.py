@@ -14,8 +14,7 @@ from gapless.bench.peer.peer import Peer
 from gapless.errors import TransportError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.verify import verify
-
-from .processes import alive, below, needs_proc, until
+from tests.bench.processes import alive, below, needs_proc, until
 
 pytestmark = needs_proc
 EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
