@@ -33,13 +33,13 @@ SCHEDULES = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "aut
 COSTS = gapless.Costs(
     forward=SECONDS, input_grad=SECONDS, weight_grad=SECONDS, latency=DELAY, bandwidth=RATE, boundary=BYTES
 )
-WARM_UP, LEAST, LONGEST = 2, 3, 20  # steps of a schedule, and seconds in all
+WARM_UP, LEAST, LONGEST = 2, 3, 60  # steps of a schedule, and seconds in all
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
-        found = torchrun(hosts, ranks, "exact", tmp_path / "found.json", timeout=110)
+        found = torchrun(hosts, ranks, "exact", tmp_path / "found.json", timeout=250)
     assert found["exact"] == ["1f1b", "zb-v"]
     *near, (name, devices, latency, bandwidth) = found["links"]
     assert (name, devices) == ("between hosts", None)
@@ -52,7 +52,7 @@ def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -
 def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: Path) -> None:
     """Its process can't be seen from here, so it is the connection: the child closes its copy."""
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
-        found = torchrun(hosts, 1, "dies", tmp_path / "found.json", timeout=110)
+        found = torchrun(hosts, 1, "dies", tmp_path / "found.json", timeout=250)
     assert "rank 1 is dead: its connection to rank 0 was closed" in found["words"]
     print(f"noticed after {found['seconds']:.2f} s")
     assert found["seconds"] < 10  # and not after 20, when its child ends
@@ -61,7 +61,7 @@ def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: 
 @pytest.mark.slow
 def test_two_hosts_take_as_long_as_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
-        found = torchrun(hosts, 1, "measured", tmp_path / "found.json", timeout=110)
+        found = torchrun(hosts, 1, "measured", tmp_path / "found.json", timeout=250)
     measured = found["seconds"]
     for name, seconds in measured.items():
         predicted = found["predicted"][name]

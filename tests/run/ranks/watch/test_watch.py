@@ -123,11 +123,14 @@ def test_a_rank_that_is_killed_is_named_by_all_others_which_end(server: Server, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_rank_killed_at_any_moment_is_named_by_all_others_fifty_times(server: Server, tmp_path: Path) -> None:
-    chance = random.Random(7)
-    took = [kill_one(server, tmp_path, chance) for _ in range(50)]
-    print(f"{len(took)} of 50, the slowest after {max(took):.1f} s, half of them within {sorted(took)[25]:.1f} s")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(20, 30))
+def test_a_rank_killed_at_any_of_fifty_moments_is_named_by_all_others(
+    server: Server, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    took = [kill_one(server, tmp_path, chance) for _ in range(5)]
+    print(f"seed {seed}: after {', '.join(f'{seconds:.1f}' for seconds in sorted(took))} s")
     assert max(took) < 30
 
 
