@@ -242,9 +242,9 @@ def test_nothing_is_computed_or_sent_for_a_frozen_first_half(schedule: str) -> N
     assert_exact(model, batches, loss=token_loss, schedule=schedule, evaluate=False)
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=token_loss, schedule=schedule) as pipe:
         pipe.step(ids(), ids())
-        _, *crossing = pipe._stages[0].forward(0, pipe._prepared([ids(2)])[0], step=0)
+        _, *crossing = pipe._staged.stages[0].forward(0, pipe._staged.prepared([ids(2)])[0], step=0)
         assert not any(value.requires_grad for value in crossing if isinstance(value, Tensor))
-        pipe._stages[0].drop()
+        pipe._staged.stages[0].drop()
     assert all(p.grad is None for part in frozen for p in part.parameters())
 
 

@@ -100,7 +100,7 @@ def test_a_model_from_torch_compile_is_compiled_in_pieces_and_keeps_its_names() 
         assert pipe.module() is model
         (x, y), *_ = batches()
         losses = pipe.step(x, y).losses
-        assert all(is_compiled(layer) for stage in pipe._stages for layer in stage.layers)
+        assert all(is_compiled(layer) for stage in pipe._staged.stages.values() for layer in stage.layers)
         assert pipe.compile_seconds > 0
     wanted = gapless.plain_step(compiled(plain, **EAGER), x, y, loss=F.mse_loss, microbatches=2)
     assert_same(losses, wanted.losses, "losses")

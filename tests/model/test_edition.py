@@ -381,7 +381,7 @@ def test_what_no_forward_reads_and_what_it_counts_itself_is_no_edit() -> None:
     model = Configured()
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
-        captured: Any = pipe._model
+        captured: Any = pipe._staged.model
         for epoch in range(3):
             model.epoch = epoch
             pipe.step(x, y)

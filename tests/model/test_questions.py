@@ -47,7 +47,7 @@ def test_there_are_as_many_traces_as_answers() -> None:
     with gapless.Pipeline(Asking(), devices=2, microbatches=3, loss=F.mse_loss) as pipe:
         for empty in ((), (1,), (2, 5), (0,)):
             pipe.step(masked(6, *empty), torch.randn(6, 4))
-        assert pipe._model.num_traces == 2  # type: ignore[union-attr]
+        assert pipe._staged.model.num_traces == 2  # type: ignore[union-attr]
 
 
 class OfWeights(Net):

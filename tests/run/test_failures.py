@@ -284,7 +284,7 @@ def test_an_error_on_any_device_at_any_action_surfaces_once_and_the_next_step_is
         functions = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
         assert functions[-2:] == ["reach", "explode"]
         assert functions.count("explode") == 1
-        assert all(stage.live == 0 for stage in pipe._stages)
+        assert all(stage.live == 0 for stage in pipe._staged.stages.values())
 
         fragile.disarm()
         for parameter in pipe.parameters():

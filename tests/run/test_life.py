@@ -229,7 +229,7 @@ def test_the_microbatches_alive_on_each_device_are_those_of_the_schedule(schedul
         pipe = pipes[0]
         device = int(threading.current_thread().name.rsplit(maxsplit=1)[1])
         here = [s for s in range(pipe.schedule.num_stages) if pipe.schedule.placement.device(s, 0) == device]
-        most[device] = max(most[device], sum(pipe._stages[stage].live for stage in here))
+        most[device] = max(most[device], sum(pipe._staged.stages[stage].live for stage in here))
         return x
 
     model = [layer for _ in range(8) for layer in (nn.Linear(6, 6), Do(count))]

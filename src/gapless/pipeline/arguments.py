@@ -3,17 +3,18 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
 from gapless.model.layers import Layers, more_than_its_layers
 from gapless.model.materialise import on_meta
-from gapless.pipeline.agreed import named
 from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
-from gapless.run.one_process import Alone
+from gapless.run.one_process import OneProcess
+from gapless.run.world import World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
@@ -21,11 +22,17 @@ from gapless.schedule.verify import verify
 from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
 
-if TYPE_CHECKING:
-    from gapless.run.ranks.many_processes import Ranks
+
+def named(value: Any) -> str:
+    """A function, by its name; anything else as it is."""
+    if callable(value):
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return repr(value)
 
 
 def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
+    """They are of the kinds that are understood."""
     if not isinstance(schedule, str | Schedule | Plan):
         raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule or a Plan")
     if loss is not None and not callable(loss):
@@ -77,7 +84,7 @@ def _most(devices: int) -> str:
 
 def check_plan(
     plan: Plan,
-    world: "Alone | Ranks",
+    world: World,
     microbatches: int | None,
     partition: Sequence[int] | None,
     remat: str | Sequence[str],
@@ -85,7 +92,7 @@ def check_plan(
     stages_per_device: int | None,
 ) -> None:
     """It is for these devices, and nothing else was asked for than what it says."""
-    replicas = 1 if isinstance(world, Alone) else len(world.seat.dp_ranks)
+    replicas = world.num_replicas
     if (plan.mesh.replicas, plan.num_devices) != (replicas, len(world.devices)):
         raise ConfigError(
             f"the plan is for {_pipelines(plan.mesh.replicas, plan.num_devices)}, but there "
@@ -124,6 +131,7 @@ def asked_for(asked: str | Schedule | Plan, microbatches: int) -> str | Schedule
 
 
 def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
+    """Nothing of it is on the meta device."""
     empty = on_meta([layer])
     if empty:
         raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
@@ -163,6 +171,7 @@ def check_compiled(model: Any, *, traced: bool) -> None:
 
 
 def check_uncounted(partition: Sequence[int] | None, model: Any) -> None:
+    """A model that is traced has no layers to count."""
     if partition is not None:
         more = more_than_its_layers(model)
         subject = "a module" if more is None else f"this {type(model).__name__}, which has {more},"
@@ -173,29 +182,36 @@ def check_uncounted(partition: Sequence[int] | None, model: Any) -> None:
 
 
 def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
+    """The value, which must be one of those known."""
     if value not in known:
         raise ConfigError(f"{word} is {value!r}, but it must be {' or '.join(repr(name) for name in known)}")
     return value
 
 
 def check_where(devices: Any, mesh: Any) -> None:
+    """One of the two is given, and not both."""
     if (devices is None) == (mesh is None):
         given = "neither is given" if mesh is None else "both are given"
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
 
 
-def world_of(devices: Devices | None, mesh: Any, timeout: float) -> "Alone | Ranks":
-    """One process with a thread per device, or one of many processes."""
+def world_of(devices: Devices | World | None, mesh: Any, timeout: float, intra_op_threads: int | None) -> World:
+    """One process with a thread per device, or one of many processes; or one that the caller has made."""
     check_where(devices, mesh)
-    if devices is not None:
-        return Alone(torch_devices(devices))
-    from gapless.run.ranks.many_processes import Ranks
-    from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
+    if intra_op_threads is not None:
+        at_least_one("intra_op_threads", intra_op_threads)
+    if devices is None:
+        from gapless.run.ranks.many_processes import ManyProcesses
+        from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
 
-    return Ranks(take_seat(mesh), timeout)
+        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads)
+    if isinstance(devices, int | str | torch.device | Sequence):
+        return OneProcess(torch_devices(devices), intra_op_threads)
+    return devices
 
 
 def at_least_one(word: str, value: int | None) -> int:
+    """The value, which must be a whole number above 0."""
     if value is None:
         raise ConfigError(f"{word}= is missing: give a whole number of at least 1")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -215,6 +231,7 @@ def stages_per_device_of(
 
 
 def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:
+    """A schedule of the user's, which must be for these sizes, and right."""
     if schedule.num_devices != num_devices or schedule.num_microbatches != microbatches:
         raise ScheduleError(
             f"the schedule is for {schedule.num_devices} devices and {schedule.num_microbatches} microbatches, but "
@@ -225,6 +242,7 @@ def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) ->
 
 
 def layers_per_stage(model: Layers, num_stages: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+    """As asked for, or balanced by parameters."""
     if asked is None:
         return balanced(model.costs(), num_stages)
     counts = tuple(asked)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gapless.model.layers import Layer
 from gapless.pipeline.arguments import check_where
-from gapless.pipeline.links import in_one_line, levels
+from gapless.pipeline.link_levels import levels
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Progress, planned
 from gapless.plan.profile.machine import Mesh
@@ -85,29 +85,46 @@ def make_plan(
     if devices is not None:
         return planned(model, example, target, devices=devices, memory=memory, links=links, **options).found.best
 
-    from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
+    return _planned_on_ranks(model, example, target, mesh=mesh, memory=memory, links=links, timeout=timeout, **options)
+
+
+def _planned_on_ranks(
+    model: nn.Module | Sequence[Layer],
+    example: Any,
+    target: Any,
+    *,
+    mesh: "DeviceMesh | None",
+    memory: Memory | None,
+    links: Sequence[Link] | None,
+    timeout: float,
+    replicas: bool,
+    **options: Any,
+) -> Plan:
+    """The first rank plans for all, with the hops between them as they are measured."""
+    from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
+    from gapless.run.ranks.seat import take_seat
 
     seat = take_seat(mesh)
     if memory is None and seat.torch_device.type == "cuda":
         memory = torch.cuda.get_device_properties(seat.torch_device).total_memory
     shape = None if replicas else Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
-    with in_one_line(seat.mesh, timeout) as ranks:
-        hops = ranks.hops()
-        together = all(hop.near for hop in hops)
+    with in_one_line(mesh, timeout) as line:
+        hops = line.hops()
 
         def made() -> str:
             best = planned(
                 model,
                 example,
                 target,
-                devices=ranks.devices,
+                devices=line.devices,
                 memory=memory,
                 links=levels(hops) if links is None else links,
                 mesh=shape,
                 threads=torch.get_num_threads(),
-                side_by_side=len(ranks.devices) if together else 1,
+                side_by_side=len(line.devices) if all(hop.near for hop in hops) else 1,
+                replicas=replicas,
                 **options,
             ).found.best
             return json.dumps(best.to_json())
 
-        return Plan.from_json(json.loads(ranks.from_first(made)))
+        return Plan.from_json(json.loads(line.from_first(made)))

@@ -1,7 +1,7 @@
 """The stages of this process, made from the layers that a partition gives them."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,7 +36,7 @@ def make_stages(
     init: Init | None,
     compiler: Compiler | None,
     **options: Any,
-) -> list[Stage]:
+) -> dict[int, Stage]:
     """Those of `here`, on their devices, which `devices` has for every stage; layers of others are let go of."""
     halves = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
     parts = layers_of(model, partition)
@@ -45,7 +45,7 @@ def make_stages(
         stored = Stored(never_set=model.never_set)
     else:
         stored = Stored(model.module, elsewhere=elsewhere)
-    stages = []
+    stages = {}
     for stage in here:
         layers, device = parts[stage], devices[stage]
         if init is not None:
@@ -54,27 +54,26 @@ def make_stages(
             if isinstance(layer, nn.Module):
                 check_data(layer)
                 layer.to(device)
-        stages.append(
-            Stage(
-                compiled(layers, compiler),
-                first_layer=sum(partition[:stage]),
-                remat=remat[stage],
-                split=stage in halves,
-                loss=loss if stage == len(parts) - 1 else None,
-                spread=stage == 0 and isinstance(model, Layers),
-                stored=stored,
-                **options,
-            )
+        stages[stage] = Stage(
+            compiled(layers, compiler),
+            first_layer=sum(partition[:stage]),
+            remat=remat[stage],
+            split=stage in halves,
+            loss=loss if stage == len(parts) - 1 else None,
+            spread=stage == 0 and isinstance(model, Layers),
+            stored=stored,
+            **options,
         )
     shared = shared_buffers(model.module, [*parts[:-1], [*parts[-1], loss]])
-    for made in stages:
+    for made in stages.values():
         made.share_buffers(shared)
     if isinstance(model, Layers):  # a traced module may have to be traced again
-        release(elsewhere, [part for stage in stages for part in (*stage.layers, stage.loss)])
+        release(elsewhere, [part for stage in stages.values() for part in (*stage.layers, stage.loss)])
     return stages
 
 
-def warn_of_unsplit(stages: Sequence[Stage]) -> None:
+def warn_of_unsplit(stages: Iterable[Stage]) -> None:
+    """Where a compiled layer makes all of a backward that the schedule splits."""
     count = sum(stage.num_compiled for stage in stages if stage.split)
     if count:
         warnings.warn(

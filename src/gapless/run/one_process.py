@@ -1,4 +1,4 @@
-"""One process, a thread per device: there is nobody else to talk to. `Ranks` has the same face."""
+"""One process, a thread per device: there is nobody else to talk to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,29 +10,47 @@ from torch import Tensor, nn
 from gapless.model.uses import tie, uses_of
 from gapless.run.channels import ThreadChannels, Transport
 from gapless.run.clip import clip_grad_norm
-from gapless.run.execute import measured
-from gapless.run.lanes import make_lane
-from gapless.run.program import Batch, Program
-from gapless.schedule.action import Action, Schedule
+from gapless.run.execute import execute, measured
+from gapless.run.lanes import Lane, make_lane
+from gapless.run.program import Program
+from gapless.run.team import make_team
+from gapless.run.world import Ran
+from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
-from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
 
-class Alone:
-    """All devices are here."""
+class OneProcess:
+    """All devices are here. `lanes` and `channels` may be others than the usual, for a benchmark."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = list(devices)
-        self.lanes = [make_lane(device) for device in self.devices]
+    tied: Tied = "exact"
+    replica, num_replicas = 0, 1
+    one_process = True
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        intra_op_threads: int | None = None,
+        *,
+        lanes: Sequence[Lane] | None = None,
+        channels: Callable[[Schedule], Transport] = ThreadChannels,
+    ) -> None:
+        self.devices: Sequence[torch.device] = list(devices)
         self.here: Sequence[int] = range(len(self.devices))
-        self.tied: Tied = "exact"
+        self._lanes = [make_lane(device) for device in self.devices] if lanes is None else lanes
+        self._channels = channels
+        self._team = make_team(self.here, intra_op_threads)
+        self._ties: list[Tie] = []
 
-    def first_microbatch(self, microbatches: int) -> int:
-        return 0
+    def making(self) -> AbstractContextManager[object]:
+        """Nobody waits for it."""
+        return nullcontext()
+
+    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
+        """With whom?"""
 
     def adopt(
         self,
@@ -41,72 +59,53 @@ class Alone:
         parts: Sequence[Sequence[Any]],
         schedule: Schedule,
         tied: Tied,
-    ) -> list[Tie]:
-        """Ties what several stages share; `parts` are the layers of each stage."""
-        devices = [self.devices[schedule.placement.device(stage, 0)] for stage in range(schedule.num_stages)]
-        return tie(module, stages, uses_of(parts), devices, tied)
-
-    def channels(self, schedule: Schedule) -> Transport:
-        return ThreadChannels(schedule)
-
-    def agree(self, facts: Mapping[str, Any]) -> None:
-        """With whom?"""
-
-    def refuse(self, error: BaseException) -> None:
-        """Nobody to tell."""
-
-    def call(self, doing: str) -> AbstractContextManager[object]:
-        """Nothing can go wrong elsewhere."""
-        return nullcontext()
-
-    def compare_weights(self, module: nn.Module) -> None:
-        """With whose?"""
-
-    def check_start(self) -> None:
-        """There is one model."""
-
-    def check_batch(
-        self, inputs: Any, target: Any, numbers: Sequence[float], schedule: Schedule, *, inference: bool
     ) -> None:
-        """There is one batch."""
+        for each in self._ties:
+            each.release()
+        devices = [self.devices[schedule.placement.device(stage, 0)] for stage in range(schedule.num_stages)]
+        self._ties = tie(module, stages, uses_of(parts), devices, tied)
 
-    def made(self) -> None:
-        """Nobody waits for it."""
+    def program(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        loss: Callable[[Any, Any], Tensor | None],
+        costs: Costs | None,
+        *,
+        recorded: bool,
+    ) -> Program:
+        channels = self._channels(schedule)
+        return Program(schedule, stages, self._lanes, loss, channels, here=self.here, recorded=recorded)
 
-    def running(self, program: Program, costs: Costs | None) -> AbstractContextManager[object]:
-        return nullcontext()
+    @property
+    def busy(self) -> bool:
+        return self._team.busy
 
     @property
     def stopping(self) -> bool:
         return False
 
-    def weights(self, counted: Weighed, room: int, part: Share) -> Sequence[float]:
+    def call(self, doing: str) -> AbstractContextManager[object]:
+        return self._team.held()
+
+    def weights(
+        self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
+    ) -> Sequence[float]:
         counted.check_kept()
-        return part.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+        return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 
-    def begin(self) -> None:
-        """Nothing to set aside."""
-
-    def after(self, schedule: Schedule) -> Mapping[Action, Callable[[Batch], None]]:
-        return {}
-
-    def end(self, ties: Sequence[Tie]) -> None:
-        for each in ties:
+    def run(self, program: Program, weights: Sequence[float]) -> Ran:
+        if program.inference:
+            execute(program, self._team)
+            return Ran(program.losses, tuple(weights))
+        for each in self._ties:
+            each.begin()
+        execute(program, self._team)
+        for each in self._ties:
             each.end()
-
-    def give_up(self) -> None:
-        """Nobody to tell."""
-
-    def losses(
-        self, schedule: Schedule, losses: Sequence[Tensor], weights: Sequence[float]
-    ) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-        return tuple(losses), tuple(weights)
-
-    def release(self) -> None:
-        """Nothing to give back."""
-
-    def check_scaler(self) -> None:
-        """A scaler sees all gradients."""
+        for stage in program.stages.values():
+            stage.finish()
+        return Ran(program.losses, tuple(weights), measured(program, "measured") if program.recorded else None)
 
     def holds(self, tensor: Tensor) -> bool:
         return True
@@ -123,8 +122,5 @@ class Alone:
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, norm_type)
 
-    def measured(self, program: Program) -> Timeline:
-        return measured(program, "measured")
-
     def close(self) -> None:
-        """Nothing to end but the threads, which are the team's."""
+        self._team.close()

@@ -52,7 +52,7 @@ class Program:
         schedule: Schedule,
         stages: Mapping[int, Stage],
         lanes: Sequence[Lane],
-        loss: Callable[[Any, Any], Tensor] | None,
+        loss: Callable[[Any, Any], Tensor | None],
         channels: Transport,
         *,
         here: Sequence[int],
@@ -165,10 +165,12 @@ class Program:
         def infer(inputs: Any) -> None:
             outputs = work.infer(inputs)
             batch.outputs[microbatch] = outputs
-            if loss is not None and batch.targets:
+            if batch.targets:
+                target = batch.targets[microbatch]
                 with torch.no_grad():
-                    value = loss(outputs, lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)))
-                check_scalar(value)
+                    value = loss(outputs, lane.unpack(Parcel(target, borrowed=True)))
+                if target is not None:
+                    check_scalar(value)
                 batch.losses[microbatch] = value
 
         return infer
@@ -217,7 +219,28 @@ class Program:
 
         return timed
 
+    def give(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        weights: Sequence[float | Tensor] = (),
+        *,
+        step: int = 0,
+        want_outputs: bool = False,
+    ) -> None:
+        """What the next run works on, each per microbatch."""
+        batch, count = self.batch, self.schedule.num_microbatches
+        batch.inputs, batch.targets, batch.weights = inputs, targets, weights
+        batch.step, batch.want_outputs = step, want_outputs
+        batch.outputs, batch.losses = [None] * count, [None] * count
+
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """Those that the last run has found here."""
+        return tuple(loss for loss in self.batch.losses if loss is not None)
+
     def stop(self) -> None:
+        """Every device stops before its next action; those that wait are woken."""
         self.stopping.append(True)
         self.channels.stop()
 

@@ -118,6 +118,12 @@ class Team:
         self._threads = []
 
 
+def make_team(devices: Sequence[int], intra_op_threads: int | None) -> Team:
+    """A thread for each of these devices; by default they share the caller's intra-op threads."""
+    threads = max(1, torch.get_num_threads() // len(devices)) if intra_op_threads is None else intra_op_threads
+    return Team([f"gapless device {device}" for device in devices], threads)
+
+
 class Closing(Protocol):
     """What has an end."""
 

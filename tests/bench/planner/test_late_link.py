@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gapless.bench.planner.late_link import delay
+from gapless.bench.planner.late_link import late
 from gapless.pipeline.pipeline import Pipeline
 
 
@@ -16,9 +16,7 @@ def test_a_late_link_makes_a_step_longer_and_changes_nothing_else() -> None:
     for latency in (0.0, 0.05):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-        with Pipeline(model, devices=["cpu"] * 3, microbatches=2, loss=F.mse_loss) as pipe:
-            if latency:
-                delay(pipe, latency)
+        with Pipeline(model, devices=late(["cpu"] * 3, latency), microbatches=2, loss=F.mse_loss) as pipe:
             begin = time.perf_counter()
             pipe.step(x, y)
             seconds.append(time.perf_counter() - begin)

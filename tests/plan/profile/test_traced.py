@@ -109,7 +109,7 @@ def planned(model: nn.Module, *batch: Any, **options: Any) -> Plan:
 def assert_stages(pipe: gapless.Pipeline, plan: Plan) -> None:
     assert plan.cuts is not None
     parameters = dict(pipe.module().named_parameters(remove_duplicate=False))
-    for stage, names in zip(pipe._stages, plan.cuts.parameters, strict=True):
+    for stage, names in zip(pipe._staged.stages.values(), plan.cuts.parameters, strict=True):
         assert set(stage.parameters()) == {parameters[name] for name in names if name in parameters}
 
 

@@ -104,7 +104,7 @@ def check(case: Case, mesh: DeviceMesh, name: str, microbatches: int, remat: Any
         **options,
     ) as pipe:
         got = train(pipe, model, case, microbatches, 3, lambda whole: whole)
-        same_steps(got, expected(case, depth, microbatches, 3), pipe._has_last, f"{case.name} {name} {remat}")
+        same_steps(got, expected(case, depth, microbatches, 3), pipe._staged.has_last, f"{case.name} {name} {remat}")
 
 
 # -- the matrix --------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def exact(
     reference = copy.deepcopy(model)
     asked: dict[str, Any] = {"microbatches": 4, "seed": SEED, **options}
     with gapless.Pipeline(model, mesh=mesh, loss=loss, **asked) as pipe:
-        links: Any = pipe._world._links  # type: ignore[union-attr]
+        links: Any = pipe._world._links  # type: ignore[attr-defined]
         pipes, _ = links.carriers
         assert pipes.near  # all ranks are on one host
         pipes.near = pipes.near if shared else {}
@@ -149,7 +149,7 @@ def exact(
             ours = pipe.step(inputs, target, outputs=True)
             plain = gapless.plain_step(reference, inputs, target, loss=loss, step=number, **plain_options)
             assert_same(ours.loss, plain.loss, f"step {number}, loss")
-            if pipe._has_last:
+            if pipe._staged.has_last:
                 assert_same(ours.outputs, plain.outputs, f"step {number}, outputs")
             names = dict(reference.named_parameters())
             for name, parameter in pipe.named_parameters():
@@ -249,7 +249,7 @@ def own_way() -> None:
         with gapless.Pipeline(
             model, mesh=mesh, microbatches=4, loss=loss, seed=SEED, schedule=schedule, tied="exact"
         ) as pipe:
-            links: Any = pipe._world._links  # type: ignore[union-attr]
+            links: Any = pipe._world._links  # type: ignore[attr-defined]
             links.carriers = [*links.carriers[:-1], CarriedApart(links, groups)]
             links.carriers[0].near = {}
             for number in range(3):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gapless.bench.planner.late_link import delay
+from gapless.bench.planner.late_link import late
 from gapless.bench.planner.subjects import Subject, emulated
 from gapless.bench.report import milliseconds, signed, tabular
 from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
@@ -110,9 +110,7 @@ def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, pro
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         for plan in plans:
-            pipe = stack.enter_context(subject.pipeline(plan, ["cpu"] * place.K))
-            if place.latency:
-                delay(pipe, place.latency / 1e3)
+            pipe = stack.enter_context(subject.pipeline(plan, late(["cpu"] * place.K, place.latency / 1e3)))
             contestants[plan.recipe] = timed(partial(pipe.step, inputs, target))
         first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
     quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))

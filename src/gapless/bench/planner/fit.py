@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gapless.bench.planner import subjects
-from gapless.bench.planner.own_memory import keep_apart
+from gapless.bench.planner.own_memory import Apart
 from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import signed, tabular
 from gapless.bench.rounds import Progress
@@ -132,8 +132,7 @@ def _run(
         torch.cuda.memory._record_memory_history("all", context=None)
     pipe: Pipeline | None = None
     try:
-        pipe = subject.pipeline(plan, [gpu] * plan.num_devices, copied=True)
-        keep_apart(pipe)
+        pipe = subject.pipeline(plan, Apart([gpu] * plan.num_devices), copied=True)
         optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)
         inputs, target = subject.batch(plan.minibatch)
         for _ in range(2):

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gapless.pipeline.pipeline import Pipeline
-from gapless.run.channels import Transport
-from gapless.schedule.action import Schedule
+from gapless.run.channels import ThreadChannels, Transport
+from gapless.run.one_process import OneProcess
 from gapless.schedule.routes import Channel
+from gapless.stage.devices import Devices, torch_devices
 from gapless.zoo.emulated import wait_until
 
 
@@ -42,12 +42,6 @@ class LateChannels:
         self._inner.clear()
 
 
-def delay(pipe: Pipeline, seconds: float) -> None:
-    """Every message of this pipeline, which has not run yet, arrives so much later."""
-    world: Any = pipe._world
-    channels = world.channels
-
-    def late(schedule: Schedule) -> Transport:
-        return LateChannels(channels(schedule), seconds)
-
-    world.channels = late
+def late(devices: Devices, seconds: float) -> OneProcess:
+    """Devices between which every message arrives so much later."""
+    return OneProcess(torch_devices(devices), channels=lambda schedule: LateChannels(ThreadChannels(schedule), seconds))

@@ -4,27 +4,33 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gapless.pipeline.pipeline import Pipeline
-from gapless.run.lanes import CudaLane, Lane, Parcel
+from gapless.run.lanes import CudaLane, Lane, Parcel, make_lane
+from gapless.run.one_process import OneProcess
 from gapless.stage import microbatch as mb
+from gapless.stage.devices import Devices, torch_devices
 
 Around = Callable[[], AbstractContextManager[object]]
 
 
-def keep_apart(pipe: Pipeline, around: Sequence[Around] | None = None) -> None:
-    """Before the first step. `around`: of each device, what to do around a copy."""
-    lanes: list[Any] = pipe._world.lanes
-    for device, lane in enumerate(lanes):
-        copying = _copying(lane, around[device] if around else nullcontext)
-        if isinstance(lane, CudaLane):
-            lane.unpack = copying  # type: ignore[assignment, method-assign]
-        else:
-            lanes[device] = _Apart(lane, copying)
+class Apart(OneProcess):
+    """`around`: of each device, what to do around a copy."""
+
+    def __init__(self, devices: Devices, around: Sequence[Around] | None = None) -> None:
+        places = torch_devices(devices)
+        doing = around or [nullcontext] * len(places)
+        super().__init__(places, lanes=[_apart(make_lane(each), do) for each, do in zip(places, doing, strict=True)])
+
+
+def _apart(lane: Any, around: Around) -> Any:
+    """A lane that is no longer one of those which share a memory."""
+    copying = _copying(lane, around)
+    if not isinstance(lane, CudaLane):
+        return _Apart(lane, copying)
+    lane.unpack = copying  # type: ignore[assignment, method-assign]
+    return lane
 
 
 class _Apart:
-    """A lane that is no longer one of those which share a memory."""
-
     def __init__(self, lane: Lane, unpack: Callable[[Parcel], Any]) -> None:
         self._lane, self.unpack = lane, unpack
 

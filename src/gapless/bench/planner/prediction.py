@@ -6,12 +6,12 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from gapless.bench.planner import subjects
-from gapless.bench.planner.own_memory import keep_apart
+from gapless.bench.planner.own_memory import Apart
 from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import mebibytes, milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, median, take_turns, timed
@@ -21,7 +21,11 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.contention import in_company
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
+from gapless.run.program import Program
+from gapless.run.world import World
+from gapless.schedule.action import Schedule
 from gapless.schedule.simulate import simulate
+from gapless.stage.stage import Stage
 
 OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
 _SESSIONS = 3
@@ -101,28 +105,38 @@ def _predicted(plan: Plan, profile: Profile) -> float:
     return float(simulate(plan.schedule, in_company(stages.costs, plan.schedule, profile.company)).makespan)
 
 
-def _pipeline(subject: Subject, plan: Plan) -> Pipeline:
-    return subject.pipeline(plan, ["cpu"] * plan.num_devices, copied=True)
+def _pipeline(subject: Subject, plan: Plan, devices: World | None = None) -> Pipeline:
+    return subject.pipeline(plan, devices or ["cpu"] * plan.num_devices, copied=True)
+
+
+class _Metered(Apart):
+    """Devices whose actions are weighed, each by a meter of its own."""
+
+    def __init__(self, meters: Sequence[StorageMeter]) -> None:
+        super().__init__(["cpu"] * len(meters), [meter.on for meter in meters])
+        self._meters = meters
+
+    def program(self, schedule: Schedule, stages: Mapping[int, Stage], *args: Any, **options: Any) -> Program:
+        for number, stage in stages.items():
+            meter = self._meters[schedule.placement.device(number, 0)]
+            for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
+                setattr(stage, name, _metered(getattr(stage, name), meter))
+        return super().program(schedule, stages, *args, **options)
+
+
+def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with meter.on():
+            return call(*args, **kwargs)
+
+    return run
 
 
 def _live(subject: Subject, plan: Plan) -> int:
     """The most bytes that the actions of a device have made and that are there at a time, summed over the devices."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
-
-    def watched(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with meter.on():
-                return call(*args, **kwargs)
-
-        return run
-
     inputs, target = subject.batch(plan.minibatch)
-    with _pipeline(subject, plan) as pipe:
-        keep_apart(pipe, [meter.on for meter in meters])
-        for number, stage in enumerate(pipe._stages):
-            meter = meters[plan.schedule.placement.device(number, 0)]
-            for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
-                setattr(stage, name, watched(getattr(stage, name), meter))
+    with _pipeline(subject, plan, _Metered(meters)) as pipe:
         pipe.step(inputs, target)
         before = sum(meter.live() for meter in meters)  # gradients are there by now
         for meter in meters:

@@ -18,6 +18,7 @@ from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts
 from gapless.plan.search.judge import Judge
+from gapless.run.world import World
 from gapless.schedule.recipes import find_recipe
 from gapless.zoo.emulated import Emulated
 from gapless.zoo.gpt import gpt, next_token_loss
@@ -56,7 +57,7 @@ class Subject:
             name=self.name,
         )
 
-    def pipeline(self, plan: Plan, devices: Sequence[str], copied: bool = False) -> Pipeline:
+    def pipeline(self, plan: Plan, devices: Sequence[str] | World, copied: bool = False) -> Pipeline:
         """Of these layers, or of copies where several pipelines must not share them."""
         layers = copy.deepcopy(list(self.layers)) if copied else self.layers
         return Pipeline(layers, devices=devices, schedule=plan, loss=self.loss)

@@ -224,3 +224,10 @@ def same_everywhere(group: Any, tensors: Iterable[Tensor]) -> None:
                 value = local(tensor).detach().cpu().contiguous()
                 group.broadcast([value.view(-1).view(torch.uint8) if value.numel() else value]).wait()
                 local(tensor).copy_(value)
+
+
+def tensors_of(layers: Iterable[Any]) -> list[Tensor]:
+    """Their parameters and buffers, each once."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return list({id(tensor): tensor for tensor in found}.values())

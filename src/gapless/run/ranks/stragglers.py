@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gapless.run.ranks.seat import Seat
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 
@@ -46,6 +47,13 @@ class Row:
                 if self.times[place] == _TIMES and self.number == 0:
                     seconds, expected = slow[place]
                     LOG.warning(_WORDS, name, 1000 * seconds, 1000 * expected)
+
+
+def compared(seat: Seat, pp: Any, dp: Any) -> list[Row]:
+    """The rows that a rank is in, of which it has these groups."""
+    devices = [f"rank {rank} (device {device})" for device, rank in enumerate(seat.pp_ranks)]
+    replicas = [f"rank {rank} (replica {replica})" for replica, rank in enumerate(seat.dp_ranks)]
+    return [Row(pp, seat.device, devices), Row(dp, seat.replica, replicas)]
 
 
 class Pace:

@@ -161,10 +161,10 @@ def evaluates_first() -> None:
     with pipeline() as pipe:
         pipe.evaluate(X, Y)
         pipe.step(X, Y)
-        planned = pipe._world._planned  # type: ignore[union-attr]
+        planned = pipe._world._planned  # type: ignore[attr-defined]
     with pipeline() as pipe:
         pipe.step(X, Y)
-        assert planned[4, False] == pipe._world._planned[4, False] > planned[4, True]  # type: ignore[union-attr]
+        assert planned[4, False] == pipe._world._planned[4, False] > planned[4, True]  # type: ignore[attr-defined]
     say("fine")
 
 
@@ -195,7 +195,7 @@ def makes_buffers() -> None:
             state = pipe.state_dict()
             for number in range(2):
                 assert torch.equal(state[f"{number}.seen"], torch.full((6,), 4.0 * step)), (step, state)
-            homes = pipe._world._homes  # type: ignore[union-attr]
+            homes = pipe._world._homes  # type: ignore[attr-defined]
             assert len(homes._buffers) == 2
     say("fine")
 

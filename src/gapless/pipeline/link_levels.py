@@ -1,7 +1,5 @@
 """What the links between ranks take, measured: for a plan that is made where it will run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gapless.plan.profile.profile import Link
@@ -10,7 +8,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from gapless.run.ranks.link_speed import Hop
-    from gapless.run.ranks.many_processes import Ranks
 
 
 def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...]:
@@ -20,25 +17,10 @@ def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...
     another, through the channels that a pipeline uses there. `make_plan(..., links=measure_links(mesh))` plans with
     them.
     """
-    with in_one_line(mesh, timeout) as ranks:
-        return levels(ranks.hops())
+    from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
 
-
-@contextmanager
-def in_one_line(mesh: "DeviceMesh", timeout: float) -> "Iterator[Ranks]":
-    """All ranks of a mesh, as one pipeline. Where one of them fails, the others are told."""
-    from gapless.run.ranks import seat as meshes  # here alone: torch.distributed need not be there
-    from gapless.run.ranks.many_processes import Ranks
-
-    ranks = Ranks(meshes.in_one_line(mesh), timeout)
-    try:
-        yield ranks
-        ranks.made()
-    except BaseException as error:
-        ranks.refuse(error)
-        raise
-    finally:
-        ranks.close()
+    with in_one_line(mesh, timeout) as line:
+        return levels(line.hops())
 
 
 def levels(hops: "list[Hop]") -> tuple[Link, ...]:

@@ -1,0 +1,75 @@
+"""What a pipeline was asked for, and what of it all ranks must have been asked for alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gapless.model.graph_cuts import GraphCuts
+from gapless.model.materialise import Init
+from gapless.pipeline.arguments import named
+from gapless.pipeline.schedules import Schedules
+from gapless.schedule.action import Schedule
+from gapless.stage import microbatch as mb
+from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.compiled import Compiler
+from gapless.stage.tie import Tied
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """As `Pipeline` takes them, checked, and with what a plan brings."""
+
+    schedules: Schedules
+    microbatches: int
+    loss: Loss
+    loss_weight: mb.LossWeight
+    seed: int
+    batchnorm: BatchNorm
+    tied: Tied
+    compiler: Compiler | None
+    init: Init | None
+    cuts: GraphCuts | None
+    batch_dims: Any
+    target_dims: Any
+    timeline: bool
+
+    def facts(self, schedule: Schedule, partition: tuple[int, ...], module: nn.Module) -> dict[str, Any]:
+        """What all ranks must have been asked for alike."""
+        return {
+            "microbatches": self.microbatches,
+            "schedule": schedule.name or "one without a name",
+            "stages": schedule.num_stages,
+            "partition": list(partition),
+            "cuts": None if self.cuts is None else list(self.cuts.after),
+            "seed": self.seed,
+            "remat": self.schedules.remat_of(schedule.num_stages),
+            "loss": named(self.loss),
+            "loss_weight": named(self.loss_weight),
+            "batchnorm": self.batchnorm,
+            "tied": self.tied,
+            "costs": repr(self.schedules.costs),
+            "memory_limit": repr(self.schedules.memory_limit),
+            "objective": self.schedules.objective,
+            "compile": repr(self.compiler),
+            "timeline": self.timeline,
+            "batch_dims": repr(self.batch_dims),
+            "target_dims": repr(self.target_dims),
+            "row of device": {str(k): line for k, line in enumerate(schedule.csv().splitlines())},
+            "model": _tensors(module),
+        }
+
+
+def _tensors(module: nn.Module) -> dict[str, str]:
+    """Names, shapes and types of all tensors of a model."""
+    tensors = {
+        **{name: (each, "" if each.requires_grad else ", frozen") for name, each in module.named_parameters()},
+        **{name: (each, ", a buffer") for name, each in module.named_buffers()},
+    }
+    return {
+        name: f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}{word}"
+        for name, (each, word) in tensors.items()
+    }

@@ -1,0 +1,232 @@
+"""A model as a pipeline has it: cut into stages, those of this process made, and programs that run them.
+
+A sequence is cut when the pipeline is made, any other model when its first batch comes. A user may edit the model
+between two steps; the stages follow.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import PartitionError
+from gapless.model.capture import Captured, find_loss, own_loss
+from gapless.model.layers import Layer, Layers
+from gapless.model.makeup import Makeup
+from gapless.model.uses import Uses, uses_of
+from gapless.pipeline.arguments import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
+from gapless.pipeline.edits import check_stay, followed
+from gapless.pipeline.options import Options
+from gapless.pipeline.stages import layers_of, make_stages, warn_of_unsplit
+from gapless.run.program import Program
+from gapless.run.world import World
+from gapless.schedule.action import Schedule
+from gapless.schedule.lower import forward_only
+from gapless.stage.stage import Stage
+
+
+class StagedModel:
+    """`layers` are given by hand, or None; without them a model that is no sequence is traced."""
+
+    def __init__(
+        self,
+        world: World,
+        schedule: Schedule,
+        options: Options,
+        model: Any,
+        *,
+        layers: Sequence[Layer] | None,
+        partition: Sequence[int] | None,
+        traced: bool,
+    ) -> None:
+        self._world, self._schedule, self._options = world, schedule, options
+        self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
+        self._here = [stage for stage, device in enumerate(self._homes) if device in world.here]
+        self._is_whole = len(world.here) == len(world.devices)
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
+        self._uses: Uses = {}  # which stages use a parameter
+        self._called: Makeup | None = None  # what the stages were made of; None: of what was tried in vain
+        self._edition: Any = None  # of a traced model, for which the stages were made
+        self.partition: tuple[int, ...] = ()
+        self.model: Layers | Captured
+        if traced:
+            check_data(model, "a model that is traced needs data first, or its layers= with init=")
+            if options.cuts is None:
+                check_uncounted(partition, model)
+            self.model = Captured(model, self._devices, options.cuts, movable=self._is_whole)
+        else:
+            self.model = Layers(model, layers)
+            with room_for(schedule, len(world.devices), "cut the model into smaller layers"):
+                self.partition = layers_per_stage(self.model, schedule.num_stages, partition)
+        world.agree(self._facts(), self.module)
+        if not traced:
+            self._make_stages()
+
+    @property
+    def module(self) -> nn.Module:
+        """The plain model."""
+        return self.model.module
+
+    @property
+    def has_first(self) -> bool:
+        """Whether inputs are used in this process."""
+        return 0 in self._here
+
+    @property
+    def has_last(self) -> bool:
+        """Whether outputs and losses are made in this process."""
+        return self._schedule.num_stages - 1 in self._here
+
+    @property
+    def last_device(self) -> torch.device:
+        """That of the last stage."""
+        return self._devices[-1]
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self._world.devices[device] for device in self._homes]
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether it is of this process. Of a new one in a traced model that is known when it is traced."""
+        new = isinstance(self.model, Captured) and self.model.edition is not self._edition
+        return (new and parameter not in self._uses) or self._world.holds(parameter)
+
+    def described(self) -> Iterator[str]:
+        """A line for each stage."""
+        first = 0
+        for stage, count in enumerate(self.partition):
+            device = self._homes[stage]
+            size = sum(self.model.costs()[first : first + count]) - count
+            remat = ""
+            if (work := self.stages.get(stage)) is not None:
+                remat = f", remat {work.remat}" if work.remat != "none" else ""
+                remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
+            name = f"layers {first} to {first + count - 1}"
+            if isinstance(self.model, Captured):
+                names = self.model.edition.names
+                name = names[stage] if names else "to be traced again, since the model was edited"
+            where = f"stage {stage} on device {device} ({self._world.devices[device]})"
+            yield f"  {where}: {name}, {size:,} parameters{remat}"
+            first += count
+        if not self.stages:
+            yield "  to be traced and cut when the first batch comes"
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def prepared(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
+        model = self.model
+        if isinstance(model, Layers):
+            return parts
+        known, edition = model.num_traces, model.edition
+        with room_for(self._schedule, len(self._world.devices), "give smaller layers with layers="):
+            prepared = model.prepare(parts)
+        if model.num_traces != known or edition is not self._edition:
+            model.settle()
+            if edition is not self._edition:
+                if self._edition is not None:  # others have noticed the same edit
+                    check_compiled(model.module, traced=True)
+                    self._world.agree(self._facts())
+                self.partition = (1,) * self._schedule.num_stages
+                self._make_stages()
+                self._edition = edition
+            else:
+                self._adopt(self._parts())
+        return prepared
+
+    def program(self, microbatches: int, *, inference: bool) -> Program:
+        """For so many microbatches; made once."""
+        key = (microbatches, inference)
+        if key not in self._programs:
+            options, schedule = self._options, self._schedule
+            if microbatches != options.microbatches:
+                schedule = options.schedules.made(microbatches)
+            if inference:
+                schedule = forward_only(schedule)
+            loss: Callable[[Any, Any], Tensor | None] = _own_loss if options.loss is own_loss else options.loss
+            recorded = options.timeline and not inference
+            self._programs[key] = self._world.program(
+                schedule, self.stages, loss, options.schedules.costs, recorded=recorded
+            )
+        return self._programs[key]
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Takes over what was edited in the model since the last step."""
+        if isinstance(self.model, Captured):
+            self.model.notice()
+        if not self.stages or (self._called is not None and self._called.same()):
+            return
+        before, partition = self.model, self.partition
+        try:
+            if isinstance(before, Layers):
+                self._take_over(before, before.again())
+            self._make_stages()
+        except BaseException:
+            self.model, self.partition, self._called = before, partition, None
+            raise
+
+    def _take_over(self, before: Layers, now: Layers) -> None:
+        check_compiled(now.module, traced=False)
+        partition = followed(before.layers, self.partition, now.layers)
+        if partition is None and not self._is_whole:
+            raise PartitionError(
+                f"after an edit, the model has {len(now.layers)} layers in another order, so some would change "
+                "their rank: edit the model before you make the pipeline"
+            )
+        self.model = now
+        self.partition = partition or layers_per_stage(now, self._schedule.num_stages, None)
+        if uses_of(self._parts()) != self._uses:
+            self._world.agree(self._facts())
+
+    def _make_stages(self) -> None:
+        parts, options = self._parts(), self._options
+        if self._uses and not self._is_whole:
+            names = {each: name for name, each in self.module.named_parameters()}
+            check_stay(self._uses, uses_of(parts), self._homes, names)
+        self._called = None
+        self._programs.clear()
+        self.stages = make_stages(
+            self.model,
+            self.partition,
+            self._schedule,
+            self._here,
+            self._devices,
+            remat=options.schedules.remat_of(self._schedule.num_stages),
+            loss=options.loss,
+            init=options.init,
+            compiler=options.compiler,
+            seed=options.seed,
+            batchnorm=options.batchnorm,
+            # Replica r has microbatches r M to r M + M - 1, with the random numbers of these.
+            first_microbatch=self._world.replica * options.microbatches,
+        )
+        self._adopt(parts)
+        warn_of_unsplit(self.stages.values())
+        self._called = Makeup(partial(_called_now, self.model, options.loss))
+
+    def _adopt(self, parts: list[list[Any]]) -> None:
+        self._world.adopt(self.module, self.stages, parts, self._schedule, self._options.tied)
+        self._uses = uses_of(parts)
+
+    def _parts(self) -> list[list[Any]]:
+        """What each stage calls, wherever it is."""
+        parts = layers_of(self.model, self.partition)
+        return [*parts[:-1], [*parts[-1], self._options.loss]]
+
+    def _facts(self) -> dict[str, Any]:
+        return self._options.facts(self._schedule, self.partition, self.module)
+
+
+def _called_now(model: Layers | Captured, loss: Any) -> list[Any]:
+    """What stages call as it is: layers, and the loss. A method in its place would hold the pipeline."""
+    return [*model.called(), loss]
+
+
+def _own_loss(outputs: Any, target: Any) -> Tensor | None:
+    """The loss that a model computes itself; in an evaluation without a target there need not be one."""
+    return find_loss(outputs) if target is None else own_loss(outputs)

@@ -1,0 +1,118 @@
+"""The gradients of a step and the other replicas: what is set aside, when the sums start, and what waits for later.
+
+    begin      what was exchanged before this step is set aside
+    finished   a stage's last gradient is there: its sum starts, while other stages still work
+    end        all sums are there; or, without `sync`, gradients stay for a later step to exchange
+
+FSDP's modules exchange their gradients themselves, and are told when.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gapless.run.ranks.pending import Pending
+from gapless.run.ranks.replicas import Buckets, Shares
+from gapless.run.ranks.sharded import Sharded
+from gapless.stage.counted import Weighed
+from gapless.stage.share import Share
+from gapless.stage.stage import Stage
+from gapless.stage.tie import Tie
+
+_SHARED = -1
+
+
+class Exchange:
+    """Of one rank. `replicas` is its group of replicas, `sums` the one in which gradients are added; `courier` starts
+    the sums of a CPU, while a GPU posts them to its stream.
+    """
+
+    def __init__(self, replicas: Any = None, sums: Any = None, replica: int = 0, courier: Any = None) -> None:
+        self._replicas, self._sums, self._replica, self._courier = replicas, sums, replica, courier
+        self.share, self.pending = Share(), Pending()
+        self.parameters: list[nn.Parameter] = []  # of this rank
+        self._shares: Shares | None = None  # of this step's microbatches
+        self._sharded = Sharded({})
+        self._buckets: dict[int, Buckets] = {}  # by stage; the last is of parameters that stages share
+        self._due: list[int] = []
+        self._ended: set[int] = set()
+
+    def adopt(self, stages: Mapping[int, Stage], ties: Sequence[Tie]) -> None:
+        """These stages are here. Gradients that wait for an exchange are kept."""
+        self._sharded = Sharded(stages)
+        self.parameters = list(dict.fromkeys(each for stage in stages.values() for each in stage.parameters()))
+        if self._replicas is None:
+            return
+        shared = {each.parameter for each in ties}
+        earlier = list(self._buckets.values()) if self.pending.steps else []
+        self._buckets = {
+            number: Buckets(self._sums, [each for each in stage.parameters() if each not in shared], earlier)
+            for number, stage in sorted(stages.items(), reverse=True)
+        }
+        self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home], earlier)
+
+    def weights(self, counted: Weighed, room: int, share: Share) -> Sequence[float]:
+        """The share of each microbatch in the minibatch of all replicas."""
+        self.share, self._shares = share, None
+        if self._replicas is not None:
+            self._shares = Shares(self._replicas, self._replica, counted, room, share)
+            return self._shares
+        counted.check_kept()
+        return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._sharded.begin()
+        self._due, self._ended = [stage for stage in self._buckets if stage != _SHARED], set()
+        for buckets in self._buckets.values():
+            buckets.begin()
+
+    def finished(self, stage: int) -> None:
+        """The last weight gradient of a stage is there. Sums start in one order on all replicas, whatever their
+        schedules.
+        """
+        self._sharded.finish(stage, sync=self.share.sync)
+        self._ended.add(stage)
+        while self.share.sync and self._due and self._due[0] in self._ended:
+            buckets = self._buckets[self._due.pop(0)]
+            if self._courier is not None:
+                self._courier.put((Buckets.start, buckets))
+            else:
+                buckets.start()  # posted to the stream that has made them
+
+    def end(self, flush: Any) -> bool:
+        """Whether all gradients are the sums of all replicas now. `flush` waits until the sums have started."""
+        if self._shares is not None:
+            self._shares.everywhere()  # all replicas mean the same
+            if not self.share.sync:
+                for buckets in self._buckets.values():
+                    buckets.keep()
+                self.pending.add(self.parameters)
+                return False
+        if self._buckets:
+            flush()
+            self._buckets[_SHARED].start()
+        for buckets in self._buckets.values():
+            buckets.finish()
+        self.pending.clear()
+        return True
+
+    def give_up(self) -> None:
+        """The step has failed: gradients are those from before."""
+        self.pending.clear()
+        self._sharded.release()
+        for buckets in self._buckets.values():
+            buckets.give_up()
+
+    def release(self) -> None:
+        """An evaluation is over."""
+        self._sharded.release()
+
+    def drop(self) -> None:
+        """Gradients that wait for an exchange are not wanted any more."""
+        if self.pending.steps:
+            self._sharded.drop()
+            for buckets in self._buckets.values():
+                buckets.drop()
+        self.pending.clear()

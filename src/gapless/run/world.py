@@ -1,0 +1,118 @@
+"""What a pipeline asks of the processes it runs in. There are two kinds:
+
+    one_process    all devices are threads of this process, and there is nobody else to talk to
+    ranks          one device is in this process, the others in processes of their own, under torchrun
+
+A pipeline makes its calls in this order:
+
+    with making():    agree, adopt                  once, when it is made; both again when its model was edited
+    with call(...):   program, weights, run         for each step and each evaluation
+
+Whoever wants another transport or watches what runs (benchmarks do) derives from one of the two, and passes it as
+`devices=`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gapless.run.program import Program
+from gapless.schedule.action import Schedule
+from gapless.schedule.costs import Costs
+from gapless.schedule.timeline import Timeline
+from gapless.stage.counted import Weighed
+from gapless.stage.share import Share
+from gapless.stage.stage import Stage
+from gapless.stage.tie import Tied
+
+
+class Ran(NamedTuple):
+    """What a run leaves: the losses of all microbatches of all replicas, what each counts, and when actions ran."""
+
+    losses: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    timeline: Timeline | None = None
+
+
+class World(Protocol):
+    """The processes of a pipeline, as seen from one of them."""
+
+    devices: Sequence[torch.device]  # of the whole pipeline
+    here: Sequence[int]  # the numbers of those that this process runs
+    tied: Tied  # how gradients of shared parameters are added unless asked for otherwise
+    replica: int  # that of this process
+    num_replicas: int
+    one_process: bool
+
+    def making(self) -> AbstractContextManager[object]:
+        """Around making a pipeline: where it fails on one rank, the others are told."""
+
+    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
+        """Every rank was asked for the same, or all of them refuse. Each still holds the whole `module` as it has made
+        it, if one is given: by the first call its weights must be the same everywhere.
+        """
+
+    def adopt(
+        self,
+        module: nn.Module,
+        stages: Mapping[int, Stage],
+        parts: Sequence[Sequence[Any]],
+        schedule: Schedule,
+        tied: Tied,
+    ) -> None:
+        """These stages are here: what several stages share is tied, and copies start with the same values. `parts` are
+        the layers of each stage, also of those elsewhere.
+        """
+
+    def program(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        loss: Callable[[Any, Any], Tensor | None],
+        costs: Costs | None,
+        *,
+        recorded: bool,
+    ) -> Program:
+        """The schedule bound to the stages, the devices and the channels between them."""
+
+    @property
+    def busy(self) -> bool:
+        """A step or an evaluation is under way."""
+
+    @property
+    def stopping(self) -> bool:
+        """Some rank was asked to leave, and all do at the next call."""
+
+    def call(self, doing: str) -> AbstractContextManager[object]:
+        """Around a step or an evaluation: one at a time, and where it fails on one rank, the others are told."""
+
+    def weights(
+        self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
+    ) -> Sequence[float]:
+        """The share of each microbatch in the minibatch of all replicas; `room` is the most microbatches of a replica.
+        Ranks of one pipeline that have got different batches are refused.
+        """
+
+    def run(self, program: Program, weights: Sequence[float]) -> Ran:
+        """The actions of the program on its batch. After a step that trains, gradients are those of all replicas."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a stage of this process uses it."""
+
+    def state(self, module: nn.Module, whole: bool) -> dict[str, Any]:
+        """The state dict of the whole model, or of what is held here."""
+
+    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+        """Takes from a state dict what is held here."""
+
+    def zero_grad(self, module: nn.Module, set_to_none: bool) -> None:
+        """Gradients that wait for an exchange are dropped too."""
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+        """Scales the gradients of all processes to `max_norm`; the norm before."""
+
+    def close(self) -> None:
+        """Ends threads and connections."""
