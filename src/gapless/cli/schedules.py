@@ -23,21 +23,13 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 def run(arguments: argparse.Namespace) -> int:
     """The table and its letters, or all of it as JSON."""
     if arguments.json:
-        rows = [
-            {
-                "name": recipe.name,
-                "placement": recipe.placement,
-                "bubble": recipe.bubble,
-                "peak": recipe.peak,
-                "stages_per_device": list(recipe.stages_per_device) if recipe.stages_per_device else "any",
-                "synchronous": recipe.synchronous,
-                "note": recipe.note,
-            }
-            for recipe in RECIPES.values()
-        ]
-        terminal.print_json({"schedules": rows})
-        return 0
-    rows_ = [(r.name, r.placement, r.bubble, r.peak, r.note) for r in RECIPES.values()]
-    terminal.say(text.table(("name", "placement", "makespan bubble", "peak", "note"), rows_, left=5))
-    terminal.say(f"\n{_LEGEND}")
+        words = ("name", "placement", "bubble", "peak", "stages_per_device", "synchronous", "note")
+        found = [{word: getattr(recipe, word) for word in words} for recipe in RECIPES.values()]
+        terminal.print_json(
+            {"schedules": [{**each, "stages_per_device": each["stages_per_device"] or "any"} for each in found]}
+        )
+    else:
+        rows = [(r.name, r.placement, r.bubble, r.peak, r.note) for r in RECIPES.values()]
+        terminal.say(text.table(("name", "placement", "makespan bubble", "peak", "note"), rows, left=5))
+        terminal.say(f"\n{_LEGEND}")
     return 0

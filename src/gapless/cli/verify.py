@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from gapless.cli import options, terminal
@@ -60,15 +61,12 @@ def _print(report: Report) -> None:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    def listed(found: Any) -> list[dict[str, Any]]:
-        return [{"rule": v.rule, "device": v.device, "position": v.position, "message": v.message} for v in found]
-
     return {
         "schedule": report.schedule.name,
         "ok": report.ok,
         "in_order": report.in_order,
-        "violations": listed(report.violations),
-        "warnings": listed(report.warnings),
+        "violations": list(map(asdict, report.violations)),
+        "warnings": list(map(asdict, report.warnings)),
         "buffers": [
             {"source": source, "target": target, "kind": kind, "buffers": count, "unsent": report.unsent[channel]}
             for channel, count in report.buffers.items()

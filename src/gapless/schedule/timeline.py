@@ -27,10 +27,14 @@ class Timeline:
     name: str = ""
 
     @cached_property
+    def start(self) -> Number:
+        """The first start of all. Drawings count from it, so that measured and simulated ones have the same axis."""
+        return min((row[0] for row in self.starts if row), default=0)
+
+    @cached_property
     def makespan(self) -> Number:
         """From the first start of all to the last end of all."""
-        first = min((row[0] for row in self.starts if row), default=0)
-        return max((row[-1] for row in self.ends if row), default=0) - first
+        return max((row[-1] for row in self.ends if row), default=0) - self.start
 
     @cached_property
     def span(self) -> Number:
@@ -92,7 +96,7 @@ class Timeline:
         if len(ends) == 1:
             return self.makespan
         first, last = len(ends) // 4, len(ends) - 1 - len(ends) // 4
-        return _divide(ends[last] - ends[first], last - first)
+        return (ends[last] - ends[first]) / (last - first)
 
     def spans(self, device: int) -> list[tuple[Action, Number, Number]]:
         return list(zip(self.schedule.rows[device], self.starts[device], self.ends[device], strict=True))
@@ -121,7 +125,7 @@ class Timeline:
         }
         if schedule.num_minibatches > 1:
             found["period"] = plain(self.period)
-            found["throughput"] = plain(_divide(1, self.period)) if self.period else None
+            found["throughput"] = plain(1 / self.period) if self.period else None
         return found
 
 
@@ -134,8 +138,4 @@ def plain(number: Number) -> int | float:
 
 
 def _share(part: Number, whole: Number) -> Number:
-    return _divide(part, whole) if whole else 0
-
-
-def _divide(number: Number, by: Number) -> Number:
-    return number / by
+    return part / whole if whole else 0

@@ -17,7 +17,7 @@ from typing import Any
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view.legend import KINDS
-from gapless.view.needs import actions, origin, resolve
+from gapless.view.needs import actions, resolve
 
 _SCALES = (1, 2, 4, 8, 16, 32)
 _LARGEST = 2**30  # so that a difference of two still fits into 32 bits
@@ -35,9 +35,8 @@ def pack(timeline: Timeline) -> tuple[list[dict[str, Any]], str]:
 
 def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], bytes]]]:
     schedule = timeline.schedule
-    first = origin(timeline)
-    yield "start", _numbers(_floats(timeline.starts, first))
-    yield "end", _numbers(_floats(timeline.ends, first))
+    yield "start", _numbers(_floats(timeline.starts, timeline.start))
+    yield "end", _numbers(_floats(timeline.ends, timeline.start))
     memory = list(chain.from_iterable(timeline.memory))
     yield "held", _numbers([float(held) for held, _ in memory])
     yield "after", _numbers([float(after) for _, after in memory])
@@ -55,8 +54,6 @@ def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], by
 
 
 def _floats(rows: Sequence[Sequence[Number]], first: Number) -> list[float]:
-    if first == 0:
-        return [float(value) for row in rows for value in row]
     return [float(value - first) for row in rows for value in row]
 
 

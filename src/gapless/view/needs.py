@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gapless.schedule.action import Action, Kind, Schedule
-from gapless.schedule.costs import Number
 from gapless.schedule.dependencies import Milestones
-from gapless.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,3 @@ def actions(schedule: Schedule) -> Iterator[Action]:
 def row_offsets(schedule: Schedule) -> list[int]:
     """The number of each row's first action, and after them the number of all actions."""
     return list(accumulate(map(len, schedule.rows), initial=0))
-
-
-def origin(timeline: Timeline) -> Number:
-    """The first start of all. Drawings count from it, so that a measured timeline lies on the simulated one's axis."""
-    return min((row[0] for row in timeline.starts if row), default=0)

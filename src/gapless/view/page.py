@@ -20,7 +20,7 @@ from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view import columns, legend
-from gapless.view.needs import origin, row_offsets
+from gapless.view.needs import row_offsets
 from gapless.view.summary import figure, named, table, text
 from gapless.view.text import percent
 
@@ -110,7 +110,7 @@ def _description(timeline: Timeline) -> dict[str, Any]:
         "tints": legend.tints(schedule),
         "makespan": float(timeline.makespan),
         "spans": [
-            [float(starts[0] - origin(timeline)), float(ends[-1] - origin(timeline))] if starts else None
+            [float(starts[0] - timeline.start), float(ends[-1] - timeline.start)] if starts else None
             for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
         ],
         "peaks": [float(peak) for peak in timeline.peak],

@@ -15,7 +15,7 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import BACKWARDS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.needs import actions, origin, resolve, row_offsets
+from gapless.view.needs import actions, resolve, row_offsets
 from gapless.view.summary import named
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
@@ -74,7 +74,7 @@ class _Slices:
 
     def __init__(self, timeline: Timeline, process: int, scale: float) -> None:
         self.timeline, self.process = timeline, process
-        first = origin(timeline)
+        first = timeline.start
         self.starts = [float(start - first) * scale for row in timeline.starts for start in row]
         self.ends = [float(end - first) * scale for row in timeline.ends for end in row]
         self.offsets = row_offsets(timeline.schedule)

@@ -16,7 +16,6 @@ from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.needs import origin
 from gapless.view.summary import figure, named
 from gapless.view.text import percent
 
@@ -129,7 +128,7 @@ class _Drawing:
 
     def _row(self, timeline: Timeline, device: int, tints: list[int], y: float) -> Iterator[str]:
         yield f'<text x="{_MARGIN}" y="{y + 15:g}">device {device}</text>'
-        first = origin(timeline)
+        first = timeline.start
         spans = [(a, float(start - first), float(end - first)) for a, start, end in timeline.spans(device)]
         yield self._rect("outer", 0, float(timeline.makespan), y)
         if spans:

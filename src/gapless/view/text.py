@@ -37,7 +37,7 @@ def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     scale = _scale(timeline, columns)
     # Stages are named where a device has several and every action has the room, so that a grid has one kind of label.
     staged = schedule.num_stages > schedule.num_devices and scale * _shortest(timeline) >= _label_width(schedule)
-    first = float(min((row[0] for row in timeline.starts if row), default=0))
+    first = float(timeline.start)
     lines = []
     for device in range(schedule.num_devices):
         cells = _cells(timeline, device, first, scale, columns, staged)

@@ -61,12 +61,15 @@ def make_stages(
         kept_for_weight_grad=tuple(map(min, size_of(lambda layer: layer.kept_for_weight_grad), activation)),
         boundary=boundary,
     )
-    return Stages(layers, placement, _with_links(costs, profile, homes, mesh, boundary), boundary)
+    return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary)
 
 
-def _with_links(costs: Costs, profile: Profile, homes: Sequence[int], mesh: Mesh, boundary: Sequence[int]) -> Costs:
+def _with_links(costs: Costs, profile: Profile, placement: Placement, mesh: Mesh, boundary: Sequence[int]) -> Costs:
     """The simulator knows one latency and one bandwidth: on a slower link a message is so much the larger."""
-    links = {stage: mesh.hop(profile, homes[stage - 1], homes[stage]) for stage in _crossed(homes)}
+    links = {
+        stage: mesh.hop(profile, placement.device(stage - 1, 0), placement.device(stage, 0))
+        for stage in sorted(placement.crossed)
+    }
     if not links:
         return costs
     latency = min(link.latency for link in links.values())
@@ -77,8 +80,3 @@ def _with_links(costs: Costs, profile: Profile, homes: Sequence[int], mesh: Mesh
     for stage, link in links.items():
         sizes[stage] = (link.seconds(boundary[stage]) + link.latency - latency) * bandwidth
     return replace(costs, latency=latency, bandwidth=bandwidth, boundary=sizes)
-
-
-def _crossed(homes: Sequence[int]) -> list[int]:
-    """The stages whose input comes from another device."""
-    return [stage for stage in range(1, len(homes)) if homes[stage] != homes[stage - 1]]

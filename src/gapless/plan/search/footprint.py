@@ -17,15 +17,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import product
 from typing import NamedTuple
 
 from gapless.plan.cut.stage_costs import Stages
 from gapless.plan.plan import Footprint
 from gapless.plan.profile.profile import Profile
 from gapless.schedule import memory
-from gapless.schedule.action import BACKWARDS, Kind, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Number
+from gapless.schedule.routes import MAKERS, Channel, Route, Routes
 from gapless.schedule.timeline import Timeline
 
 
@@ -164,30 +165,26 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
 
 def _sent(schedule: Schedule, stages: Stages, device: int) -> tuple[int, int]:
     """Bytes of the messages that leave a device: the largest of each channel, after forwards and after backwards."""
-    homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
-    found = []
-    for step, sizes in zip((1, -1), _crossing(schedule, stages).values(), strict=True):
-        largest: dict[int, int] = defaultdict(int)  # by the device they go to
-        for stage in schedule.placement.stages[device]:
-            if sizes[stage]:
-                target = homes[stage + step]
-                largest[target] = max(largest[target], sizes[stage])
-        found.append(sum(largest.values()))
-    return found[0], found[1]
+    largest: dict[Channel, int] = defaultdict(int)
+    for route, size in _crossing(schedule, stages).values():
+        largest[route.channel] = max(largest[route.channel], size)
+    forward, back = (
+        sum(size for (source, _, name), size in largest.items() if source == device and name == wanted)
+        for wanted in ("activation", "gradient")
+    )
+    return forward, back
 
 
 def _waiting(timeline: Timeline, stages: Stages) -> Iterator[list[int]]:
     """Per device, for each action of its row: bytes of what it has sent and nobody has taken when the action starts."""
     schedule = timeline.schedule
-    sizes = _crossing(schedule, stages)
-    last = schedule.num_stages - 1
-    taken: dict[tuple[int, bool, int], Number] = {}  # when the next stage takes it
+    crossing = _crossing(schedule, stages)
+    routes = Routes(schedule.placement)
+    taken: dict[tuple[Route, int], Number] = {}  # when the next stage takes it
     for row, times in zip(schedule.rows, timeline.starts, strict=True):
-        for (stage, kind, microbatch), start in zip(row, times, strict=True):
-            if kind is Kind.FORWARD and stage > 0:
-                taken[stage - 1, True, microbatch] = start
-            elif kind in BACKWARDS and stage < last:
-                taken[stage + 1, False, microbatch] = start
+        for action, start in zip(row, times, strict=True):
+            if (arriving := routes.arriving(action)) is not None:
+                taken[arriving, action.microbatch] = start
     for row, times in zip(schedule.rows, timeline.starts, strict=True):
         waiting: list[tuple[Number, int]] = []  # until when, and how much
         held = 0
@@ -196,26 +193,27 @@ def _waiting(timeline: Timeline, stages: Stages) -> Iterator[list[int]]:
             while waiting and waiting[0][0] <= start:
                 held -= heappop(waiting)[1]
             levels.append(held)
-            forward = kind is Kind.FORWARD
-            if (forward or kind in BACKWARDS) and (size := sizes[forward][stage]):
-                heappush(waiting, (taken[stage, forward, microbatch], size))
+            if (stage, kind) in crossing:
+                route, size = crossing[stage, kind]
+                heappush(waiting, (taken[route, microbatch], size))
                 held += size
         yield levels
 
 
-def _crossing(schedule: Schedule, stages: Stages) -> dict[bool, list[int]]:
-    """Bytes of the messages to other devices, of each stage: forward and back. Of what a forward sends, only that which
-    its stage does not hold anyway.
+def _crossing(schedule: Schedule, stages: Stages) -> dict[tuple[int, Kind], tuple[Route, int]]:
+    """The messages to other devices, by who makes them: their way, and their bytes. Of what a forward sends, only that
+    which its stage does not hold anyway.
     """
     remade = {stage for stage, _ in schedule.recomputed}
-    homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
-    forward, back = [0] * len(homes), [0] * len(homes)
-    for stage, (here, after) in enumerate(pairwise(homes)):
-        if here != after:
-            held = 0 if stage in remade else stages.layers[stage][-1].held_output
-            forward[stage] = max(0, stages.boundary[stage + 1] - held)
-            back[stage + 1] = stages.boundary[stage + 1]
-    return {True: forward, False: back}
+    routes = Routes(schedule.placement)
+    found = {}
+    for stage, kind in product(range(schedule.num_stages), MAKERS):
+        route = routes.leaving(Action(stage, kind, 0))
+        if route is not None and route.crosses:
+            held = stages.layers[stage][-1].held_output if kind is Kind.FORWARD and stage not in remade else 0
+            if size := max(0, stages.boundary[max(route.source, route.target)] - held):
+                found[stage, kind] = route, size
+    return found
 
 
 def in_flight_at_peak(schedule: Schedule, stages: Stages) -> tuple[float, ...]:

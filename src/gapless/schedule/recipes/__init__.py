@@ -220,6 +220,8 @@ def _check(recipe: Recipe, request: Request) -> None:
         raise ConfigError(f"{recipe.name} has no replicated stages; only pipedream takes replicas")
     if request.objective not in ("makespan", "span"):
         raise ConfigError(f"objective is {request.objective!r}, but it must be makespan or span")
+    if not request.time_limit > 0:
+        raise ConfigError(f"time_limit is {request.time_limit} seconds, but a search needs more than 0")
     asked, allowed = request.stages_per_device, recipe.stages_per_device
     if asked is not None and (asked < 1 or (allowed is not None and asked not in allowed)):
         takes = " or ".join(map(str, allowed)) if allowed else "at least 1"

@@ -238,26 +238,20 @@ def _slow_recipes(placement: Placement, costs: Costs) -> list[tuple[Callable[[in
 
 def resolve_limit(limit: Number | str | None, num_devices: int, num_microbatches: int, costs: Costs) -> Number | None:
     """A limit in the unit of `activation`; "2x" is twice the peak of 1f1b with these costs."""
-    if isinstance(limit, str):
-        text = limit.strip()
-        try:
-            value: Number = float(text.removesuffix("x"))
-        except ValueError:
-            raise ConfigError(
-                f"memory limit {limit[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x"
-            ) from None
-        if not text.endswith("x"):
-            return resolve_limit(value, num_devices, num_microbatches, costs)
-        value = _checked(value)
-        schedule = line.one_forward_one_backward(num_devices, num_microbatches)
-        return value * max(peaks(schedule, costs.merged(num_devices)))
-    return None if limit is None else _checked(limit)
-
-
-def _checked(limit: Number) -> Number:
-    if not math.isfinite(limit) or limit <= 0:
-        raise ConfigError(f"memory limit is {_shown(limit)}, but it must be a number above 0")
-    return limit
+    if limit is None:
+        return None
+    text = limit.strip() if isinstance(limit, str) else ""
+    try:
+        value = float(text.removesuffix("x")) if isinstance(limit, str) else limit
+    except ValueError:
+        raise ConfigError(
+            f"memory limit {text[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x"
+        ) from None
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"memory limit is {_shown(value)}, but it must be a number above 0")
+    if not text.endswith("x"):
+        return value
+    return value * max(peaks(line.one_forward_one_backward(num_devices, num_microbatches), costs.merged(num_devices)))
 
 
 def _shown(number: Number | None) -> str:

@@ -26,6 +26,7 @@ from gapless.schedule.timeline import Timeline
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 _MOST_TICKS = 2**31  # in a whole schedule
 _MOST_UNITS = 2**40  # of memory
+_METHODS = 8  # at once, more than there may be cores: one of them has the proof
 _GRACE = 0.5  # seconds for the solver to see that its time is up
 
 
@@ -173,8 +174,6 @@ class Search:
     module: Any
     model: Model
     time_limit: float
-    seed: int
-    num_workers: int
     schedule: Schedule | None = None
     bound: Fraction = Fraction(0)
 
@@ -212,8 +211,8 @@ class Search:
     def _solver(self) -> Any:
         solver = self.module.CpSolver()
         solver.parameters.max_time_in_seconds = self.time_limit
-        solver.parameters.random_seed = self.seed
-        solver.parameters.num_workers = self.num_workers
+        solver.parameters.random_seed = 0
+        solver.parameters.num_workers = _METHODS
         solver.parameters.catch_sigint_signal = False
         return solver
 

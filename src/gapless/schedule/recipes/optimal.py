@@ -13,13 +13,11 @@ both are the same the schedule is proven best; when the time is up first, the ga
 left.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from gapless.errors import ConfigError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
@@ -68,23 +66,19 @@ def optimal(
     objective: Objective = "makespan",
     hint: Schedule | None = None,
     time_limit: float = 60.0,
-    seed: int = 0,
-    num_workers: int = 8,
     progress: Callable[[SolverProgress], None] | None = None,
 ) -> Optimum:
     """The schedule with the least makespan (or span) under `memory_limit`, per device in the unit of `activation`.
 
     `hint` is a schedule to start from, and the result is never worse; one that breaks the order of microbatches or
-    the limit is passed over. `progress` is called in the caller's thread. The search runs several methods at once,
-    more than there are cores, because one of them has the proof: the same seed gives the same value whenever the
-    search gets to its end, though perhaps another schedule of that value. Ctrl-C stops it within a moment.
+    the limit is passed over. `progress` is called in the caller's thread. Whenever the search gets to its end the value
+    is the same, though perhaps with another schedule. Ctrl-C stops it within a moment.
 
     Recomputes and updates are left out, and so is the queue at a link where the costs have a bandwidth: the bound
     stays true, but may then be out of reach.
     """
     began = time.monotonic()
     module = solver_module()
-    _check(num_microbatches, memory_limit, objective, time_limit, num_workers)
     costs = costs or Costs()
     limit = None if memory_limit is None else fraction(memory_limit)
     asked = ExactProblem(placement, num_microbatches, exact(costs), limit, objective)
@@ -97,7 +91,7 @@ def optimal(
     if asked.value(best) > lowest:
         model = Model(module, asked, best, hinted is not None)
         left = max(0.1, time_limit - (time.monotonic() - began))
-        search = Search(module, model, left, seed, num_workers)
+        search = Search(module, model, left)
         search.run(report)
         lowest = max(lowest, search.bound)
         found = asked.accepted(search.schedule)
@@ -124,21 +118,3 @@ class _Report:
         if self.progress is not None and (best, lowest) != (self.value, self.bound):
             self.progress(SolverProgress(time.monotonic() - self.began, plain(best), plain(lowest)))
         self.value, self.bound = best, lowest
-
-
-def _check(num_microbatches: int, memory_limit: Number | None, objective: str, time_limit: float, workers: int) -> None:
-    faults = []
-    if num_microbatches < 1:
-        faults.append(f"{num_microbatches} microbatches, but a schedule needs at least 1")
-    if memory_limit is not None and not (math.isfinite(memory_limit) and memory_limit >= 0):
-        faults.append(
-            f"a memory limit of {memory_limit!r}, but it must be a number of at least 0, or None for no limit"
-        )
-    if objective not in ("makespan", "span"):
-        faults.append(f"an objective of {objective!r}, but it must be makespan or span")
-    if not time_limit > 0:
-        faults.append(f"a time limit of {time_limit!r} seconds, but it takes more than 0")
-    if workers < 1:
-        faults.append(f"{workers} workers, but it takes at least 1")
-    if faults:
-        raise ConfigError("`optimal` was given " + "; and ".join(faults))
