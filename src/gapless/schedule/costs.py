@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import Any
 
 from gapless.errors import ConfigError
 from gapless.schedule.action import TRANSFERS, Kind
@@ -67,10 +68,14 @@ class Costs:
             )
 
     def per_stage(self, name: str, placement: Placement) -> tuple[Number, ...]:
-        """The cost `name` of every stage of `placement`."""
+        """The cost `name` of every stage of `placement`. No more is kept for a W than there is."""
         value = getattr(self, name)
-        if name == "kept_for_weight_grad" and value is None:
-            value = self.activation
+        if name == "kept_for_weight_grad":
+            held = self.per_stage("activation", placement)
+            return held if value is None else tuple(map(min, self._spread(name, value, placement), held))
+        return self._spread(name, value, placement)
+
+    def _spread(self, name: str, value: Any, placement: Placement) -> tuple[Number, ...]:
         stages = placement.num_stages
         if isinstance(value, tuple):
             if len(value) != stages:

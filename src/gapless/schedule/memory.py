@@ -18,7 +18,7 @@ def changes(schedule: Schedule, costs: Costs) -> Iterator[Iterator[tuple[Number,
     """Per device, for each action of its row: what it takes when it starts, and what it gives back when it ends."""
     placement = schedule.placement
     activation = costs.per_stage("activation", placement)
-    kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), activation))
+    kept = costs.per_stage("kept_for_weight_grad", placement)
     boundary = costs.per_stage("boundary", placement)
     recomputed = schedule.recomputed
     inference = schedule.kinds.isdisjoint(BACKWARDS)

@@ -58,7 +58,7 @@ def make_stages(
         backward=time(lambda layer: layer.whole_backward, profile.entry.backward),
         activation=activation,
         # Orders are made as if the gradients that W needs were a part of the activation; `footprint` counts all.
-        kept_for_weight_grad=tuple(map(min, size_of(lambda layer: layer.kept_for_weight_grad), activation)),
+        kept_for_weight_grad=size_of(lambda layer: layer.kept_for_weight_grad),
         boundary=boundary,
     )
     return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary)

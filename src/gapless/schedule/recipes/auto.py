@@ -188,8 +188,7 @@ class _Tries:
     def _deferrable(self, placement: Placement, most: int | None = None) -> list[Number]:
         """Per device how much work in W it can put off at once, by the limit and, where given, at `most` so many W."""
         weights = self.costs.durations(placement)[Kind.WEIGHT_GRAD]
-        kept, held = (self.costs.per_stage(name, placement) for name in ("kept_for_weight_grad", "activation"))
-        sizes = tuple(map(min, kept, held))
+        sizes = self.costs.per_stage("kept_for_weight_grad", placement)
         found: list[Number] = []
         for stages in placement.stages:
             work: Number = self.num_microbatches * sum(weights[s] for s in stages)

@@ -57,7 +57,7 @@ class _Pass:
         self.hops = costs.hops(placement)
         self.durations = costs.durations(placement)
         self.activation = costs.per_stage("activation", placement)
-        self.kept = tuple(map(min, costs.per_stage("kept_for_weight_grad", placement), self.activation))
+        self.kept = costs.per_stage("kept_for_weight_grad", placement)
         self.devices = [_Device() for _ in range(placement.num_devices)]
         self.stages = [tuple(reversed(stages)) for stages in placement.stages]  # the later ones first
         self.done = {_F: [0] * S, _I: [0] * S}

@@ -60,7 +60,7 @@ class _Problem:
         durations = costs.durations(placement)
         self.durations = [float(time) for kind in _KINDS for time in durations[kind]]
         held = [float(size) for size in costs.per_stage("activation", placement)]
-        kept = [float(size) for size in map(min, costs.per_stage("kept_for_weight_grad", placement), held)]
+        kept = [float(size) for size in costs.per_stage("kept_for_weight_grad", placement)]
         self.takes = [*held, *(k - h for k, h in zip(kept, held, strict=True)), *(-k for k in kept)]
         self.limit = float("inf") if memory_limit is None else float(memory_limit) * (1 + 1e-12)
         self.needs: _Needs = [[] for _ in self.home]
