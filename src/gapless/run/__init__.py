@@ -1,0 +1,12 @@
+"""Running: where schedules and stages meet. What one process needs, in reading order; `ranks/` is for many.
+
+world         what a pipeline asks of its processes: the one interface
+one_process   all devices are threads of this process
+program       a schedule bound to stages: for each device a flat list of calls
+execute       runs a program; the first failure stops all devices
+team          a thread for each device
+channels      what carries tensors from device to device, and how threads do it
+lanes         what a device computes on: a CPU thread, or a CUDA stream
+thread_state  what torch keeps per thread and the caller has set
+clip          the norm of all gradients
+"""
