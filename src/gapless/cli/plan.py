@@ -20,6 +20,7 @@ from gapless.view import text
 
 
 def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+    """The options of the command; what comes back runs it."""
     parser = options.parser(commands, "plan", purpose, "gapless plan profile.json --devices 8 --memory 24GiB")
     parser.add_argument(
         "source",
@@ -63,6 +64,7 @@ def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Plans, writes the files that were asked for, and prints the report or JSON."""
     _check(arguments)
     try:
         profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
@@ -213,6 +215,7 @@ def room_for_activations(plan: Plan) -> int | None:
 
 
 def as_json(profile: Profile, found: Found) -> dict[str, Any]:
+    """Schedules and costs are those of the best plan alone: of all plans they would be large."""
     return {
         "profile": profile.name,
         "explanation": found.explanation,

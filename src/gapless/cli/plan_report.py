@@ -28,6 +28,7 @@ _IDLE = "·"
 
 
 def report(profile: Profile, found: Found, top: int) -> str:
+    """`top`: how many plans the table has at the most."""
     best = found.best
     parameters = sum(layer.parameters for layer in profile.layers)
     parts = [

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gapless.errors import ConfigError
+from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.file import parse_profile, profile_text, read_profile, write_profile
-from gapless.plan.profile.profile import Company, Entry, Layer, Link, Lost, Profile, Seconds
+from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
 
 BLOCK = {"name": "block", "forward": "1.5 ms", "parameters": "12 MiB", "activation": "6 MiB", "boundary": "1 MiB"}
 
@@ -76,8 +77,8 @@ def full_profile() -> Profile:
         reserved=2**20,
         device="a GPU",
         slack=0.25,
-        entry=Entry(1e-4, 2e-4),
-        company=Company(Lost(0.3, 0.2), Lost(0.1, 0.0), Lost(0.25, 0.125), 1.5),
+        entry=EntryTime(1e-4, 2e-4),
+        contention=Contention(1.5, 1.25, 1.125, 1.5),
     )
 
 
@@ -100,14 +101,13 @@ def test_another_microbatch_scales_what_is_not_overhead() -> None:
     assert (half.samples, half.input) == (2, 50)
 
 
-def test_what_devices_lose_by_each_other_is_a_part_of_their_time() -> None:
-    company = {"forward": {"by_forward": 1}, "halves": {"by_backwards": 0.5}, "backward": 0.5}
+def test_beside_each_other_devices_take_at_least_as_long_as_alone() -> None:
     with pytest.raises(ConfigError) as caught:
-        parsed(BLOCK, company=company, entry=3)
+        parsed(BLOCK, contention={"forward": 0.5, "halve": 1.5, "at_once": 0}, entry=3)
     assert str(caught.value) == (
         "entry is 3, but it must be an object with forward, backward; "
-        "company, forward: by_forward is 1, but it must be a share from 0 to below 1; "
-        "backward is 0.5, but it must be an object with by_forward, by_backward; and 1 more"
+        "contention has 'halve', which is not understood; did you mean halves?; "
+        "contention: forward is 0.5, but it must be a number of at least 1; and 1 more"
     )
 
 

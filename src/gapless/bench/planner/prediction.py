@@ -18,7 +18,6 @@ from gapless.bench.rounds import Progress, median, take_turns, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
-from gapless.plan.profile.contention import in_company
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.run.program import Program
@@ -102,7 +101,7 @@ def _steps(
 def _predicted(plan: Plan, profile: Profile) -> float:
     """The step of a plan, from another measurement of its layers."""
     stages = make_stages(profile, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
-    return float(simulate(plan.schedule, in_company(stages.costs, plan.schedule, profile.company)).makespan)
+    return float(simulate(plan.schedule, profile.contention.costs(stages.costs, plan.schedule)).makespan)
 
 
 def _pipeline(subject: Subject, plan: Plan, devices: World | None = None) -> Pipeline:

@@ -94,6 +94,7 @@ def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def check_enough_layers(num_layers: int, num_stages: int) -> None:
+    """Raises where a stage would have no layer."""
     if num_layers < num_stages:
         raise TooFewLayersError(
             f"the model has {num_layers} layers, but {num_stages} stages were asked for: use fewer devices or stages "

@@ -67,6 +67,7 @@ def solve_shared(
 
 
 def held_by_stage(memory: Sequence[Sequence[Number]], cuts: Solution) -> list[Number]:
+    """What each stage holds with these cuts."""
     starts = (0, *cuts.ends[:-1])
     return [sums[end] - sums[start] for sums, start, end in zip(memory, starts, cuts.ends, strict=True)]
 

@@ -34,6 +34,7 @@ class Stages:
 def make_stages(
     profile: Profile, counts: Sequence[int], placement: Placement, mesh: Mesh, speeds: Sequence[float]
 ) -> Stages:
+    """`counts` are the layers per stage, `speeds` those of the devices."""
     ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = tuple(profile.layers[first:last] for first, last in pairwise(ends))
     homes = [placement.device(stage, 0) for stage in range(len(counts))]

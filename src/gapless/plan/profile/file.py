@@ -15,14 +15,15 @@ A number without a unit is seconds, bytes or bytes per second. What is wrong is 
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gapless import units
 from gapless.errors import ConfigError, printable
-from gapless.plan.profile.profile import ALONE, SLACK, Company, Entry, Layer, Link, Lost, Profile, Seconds
+from gapless.plan.profile.contention import ALONE, Contention
+from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile, Seconds, Sizes
 from gapless.user_file import read_user_file
 
 _MOST_LAYERS = 1_000_000
@@ -31,35 +32,19 @@ _FAULTS_SHOWN = 3
 T = TypeVar("T")
 
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "backward", "update")
-_SIZES = (
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "activation",
-    "kept_for_weight_grad",
-    "boundary",
-    "workspace",
-    "forward_workspace",
-    "halves_workspace",
-    "weight_workspace",
-    "overlap",
-    "libraries",
-    "update_workspace",
-    "held_output",
-    "passed",
-)
+_SIZES = tuple(each.name for each in fields(Sizes))
 _LAYER_KEYS = ("layer", "name", "repeat", *_TIMES, "overhead", *_SIZES)
 _LINK_KEYS = ("name", "devices", "latency", "bandwidth")
 _PROFILE_KEYS = (
     *("profile", "device", "samples", "minibatch", "input", "reserved", "slack"),
-    *("entry", "company", "layers", "links"),
+    *("entry", "contention", "layers", "links"),
 )
 _ENTRY_KEYS = ("forward", "backward")
-_LOST_KEYS = ("forward", "backward", "halves")
-_COMPANY_KEYS = (*_LOST_KEYS, "at_once")
+_CONTENTION_KEYS = ("forward", "backward", "halves", "at_once")
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
+    """As `profile_text`."""
     Path(path).write_text(profile_text(profile), encoding="utf-8", newline="\n")
 
 
@@ -77,12 +62,10 @@ def profile_text(profile: Profile) -> str:
         "reserved": profile.reserved,
         "slack": profile.slack,
     }
-    if profile.entry != Entry():
+    if profile.entry != EntryTime():
         head["entry"] = asdict(profile.entry)
-    if profile.company != ALONE:
-        head["company"] = {key: getattr(profile.company, key)._asdict() for key in _LOST_KEYS}
-        if profile.company.at_once is not None:
-            head["company"]["at_once"] = profile.company.at_once
+    if profile.contention != ALONE:
+        head["contention"] = {key: value for key, value in asdict(profile.contention).items() if value is not None}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items() if value is not None]
     layers = [{"layer": number, **_layer_to_json(layer)} for number, layer in enumerate(profile.layers)]
     links = [{key: value for key, value in asdict(link).items() if value is not None} for link in profile.links]
@@ -104,6 +87,7 @@ def _layer_to_json(layer: Layer) -> dict[str, Any]:
 
 
 def parse_profile(text: str) -> Profile:
+    """Of the text of a file."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -144,9 +128,9 @@ class _Reader:
             minibatch=self._count("the profile", data, "minibatch", 1) if data.get("minibatch") is not None else None,
             reserved=self._bytes("the profile", data, "reserved", 0),
             device=printable(str(data.get("device", ""))),
-            slack=self._number("the profile", data, "slack", _share, SLACK),
+            slack=self._number("the profile", data, "slack", _at_least(0), SLACK),
             entry=self._entry(self._object("entry", data, _ENTRY_KEYS)),
-            company=self._company(self._object("company", data, _COMPANY_KEYS)),
+            contention=self._contention(self._object("contention", data, _CONTENTION_KEYS)),
         )
         if not self.faults and not any(layer.forward.median for layer in made.layers):
             self.faults.append(f"no time was measured: the forward of all {len(made.layers)} layers takes 0 seconds")
@@ -161,22 +145,20 @@ class _Reader:
         self._check_keys(place, found, known)
         return found
 
-    def _entry(self, data: dict[str, Any]) -> Entry:
-        return Entry(
+    def _entry(self, data: dict[str, Any]) -> EntryTime:
+        return EntryTime(
             *(
                 self._number("entry", data, key, lambda value: units.read(value, units.LATENCY), 0.0)
                 for key in _ENTRY_KEYS
             )
         )
 
-    def _company(self, data: dict[str, Any]) -> Company:
-        def lost(key: str) -> Lost:
-            found = self._object(key, data, Lost._fields)
-            return Lost(*(self._number(f"company, {key}", found, part, _part, 0.0) for part in Lost._fields))
-
-        at_once = self._number("company", data, "at_once", _above_zero, 1.0) if "at_once" in data else None
-        forward, backward, halves = map(lost, _LOST_KEYS)
-        return Company(forward, backward, halves, at_once)
+    def _contention(self, data: dict[str, Any]) -> Contention:
+        forward, backward, halves = (
+            self._number("contention", data, key, _at_least(1), 1.0) for key in _CONTENTION_KEYS[:3]
+        )
+        at_once = self._number("contention", data, "at_once", _above_zero, 1.0) if "at_once" in data else None
+        return Contention(forward, backward, halves, at_once)
 
     def _layers(self, rows: list[Any]) -> Iterable[Layer]:
         expected = 0
@@ -212,15 +194,16 @@ class _Reader:
 
     def _layer(self, place: str, row: dict[str, Any], name: str) -> Layer:
         forward = self._time(place, row, "forward")
-        parameters = self._bytes(place, row, "parameters")
-        activation = self._bytes(place, row, "activation")
-        kept = self._bytes(place, row, "kept_for_weight_grad", activation)
-        workspace = self._bytes(place, row, "workspace", 0)
-        halves_workspace = self._bytes(place, row, "halves_workspace", workspace)
-        overlap = self._bytes(place, row, "overlap", 0)
-        if overlap > activation:
+        sizes: dict[str, int] = {}
+        for each in fields(Sizes):
+            like = each.metadata["like"]
+            unless_given = each.metadata["times"] * sizes[like] if like else 0
+            default = None if each.metadata["needed"] else unless_given
+            sizes[each.name] = self._bytes(place, row, each.name, default)
+        if sizes["overlap"] > sizes["activation"]:
             self.faults.append(
-                f"{place}: overlap is {overlap} bytes, but it must be a part of the activation's {activation}"
+                f"{place}: overlap is {sizes['overlap']} bytes, but it must be a part of the activation's "
+                f"{sizes['activation']}"
             )
         return Layer(
             name=name,
@@ -228,24 +211,10 @@ class _Reader:
             input_grad=self._time(place, row, "input_grad", forward),
             weight_grad=self._time(place, row, "weight_grad", forward),
             recompute=self._time(place, row, "recompute", forward),
-            parameters=parameters,
-            gradients=self._bytes(place, row, "gradients", parameters),
-            optimizer_state=self._bytes(place, row, "optimizer_state", 2 * parameters),
-            activation=activation,
-            kept_for_weight_grad=kept,
-            boundary=self._bytes(place, row, "boundary"),
             backward=self._time(place, row, "backward") if row.get("backward") is not None else None,
             update=self._time(place, row, "update", Seconds(0.0)),
             overhead=self._number(place, row, "overhead", lambda value: units.read(value, units.SECONDS), 0.0),
-            workspace=workspace,
-            forward_workspace=self._bytes(place, row, "forward_workspace", workspace),
-            halves_workspace=halves_workspace,
-            weight_workspace=self._bytes(place, row, "weight_workspace", halves_workspace),
-            overlap=overlap,
-            libraries=self._bytes(place, row, "libraries", 0),
-            update_workspace=self._bytes(place, row, "update_workspace", 0),
-            held_output=self._bytes(place, row, "held_output", 0),
-            passed=self._bytes(place, row, "passed", 0),
+            **sizes,
         )
 
     def _links(self, rows: list[Any]) -> Iterable[Link]:
@@ -325,19 +294,16 @@ class _Reader:
                 self.faults.append(f"{place} has {str(key)[:40]!r}, which is not understood; {hint}")
 
 
-def _share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(f"is {value!r:.40}, but it must be a number of at least 0")
-    return float(value)
+def _at_least(least: float) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+            raise ConfigError(f"is {value!r:.40}, but it must be a number of at least {least:g}")
+        return float(value)
+
+    return read
 
 
 def _above_zero(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"is {value!r:.40}, but it must be a number above 0")
-    return float(value)
-
-
-def _part(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ConfigError(f"is {value!r:.40}, but it must be a share from 0 to below 1")
     return float(value)

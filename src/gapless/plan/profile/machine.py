@@ -20,6 +20,7 @@ class Device:
 
 
 def check_devices(devices: Sequence[Device]) -> None:
+    """Raises where one of them makes no sense."""
     if not devices:
         raise ConfigError("there are no devices: a plan needs at least 1")
     for number, device in enumerate(devices):
@@ -33,6 +34,7 @@ def check_devices(devices: Sequence[Device]) -> None:
 
 
 def check_reach(profile: Profile, num_devices: int) -> None:
+    """Raises where the profile has no link that reaches so many devices."""
     reach = profile.links[-1].devices if profile.links else None
     if reach is not None and reach < num_devices:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """What the layers of a model cost, measured: every layer is run as a stage of its own, as a pipeline would run it.
 
 On the CPU as many threads measure as devices will run there: first one at a time, then all side by side, which tells
-what they cost each other. What counts is the median of what a layer takes alone. What it takes to begin a stage is
-told by the difference between layers one by one and the same layers as one stage. Copies of the layers are measured:
-the model stays as it is.
+how much longer they take then. What counts is the median of what a layer takes alone. What it takes to begin a stage
+is told by the difference between layers one by one and the same layers as one stage. Copies of the layers are
+measured: the model stays as it is.
 """
 
 import os
@@ -11,7 +11,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.plan.profile.contention import Span, fitted
+from gapless.plan.profile.contention import ALONE, Contention
 from gapless.plan.profile.meter import PAGE, allocator_slack
-from gapless.plan.profile.profile import ALONE, SLACK, Company, Entry, Layer, Link, Profile, Seconds
-from gapless.plan.profile.runner import Runner, Taken, Times
-from gapless.plan.profile.sizes import Sizes, fake_sizes, measured_sizes
+from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile, Seconds, Sizes
+from gapless.plan.profile.runner import Runner, Times
+from gapless.plan.profile.sizes import fake_sizes, measured_sizes
 from gapless.plan.profile.task import Optimizer, Task, moved
 from gapless.stage import microbatch as mb
 from gapless.stage.autocast import AutocastState
@@ -71,10 +71,10 @@ def measure(
     task = Task(list(model), moved(inputs, device), moved(target, device), loss, batchnorm)
     threads = threads or torch.get_num_threads()
     if sizes_alone:
-        sizes, timed = fake_sizes(task, device, optimizer), _Timed(Times(), Entry(), ALONE)
+        (sizes, input_), timed = fake_sizes(task, device, optimizer), _Timed(Times(), EntryTime(), ALONE)
     else:
         with intra_op_threads(threads):
-            sizes = measured_sizes(task, device, optimizer)
+            sizes, input_ = measured_sizes(task, device, optimizer)
         timed = _timed(task, device, optimizer, threads, side_by_side, seconds, progress)
     names = [type(layer).__name__ for layer in model] if names is None else names
     return Profile(
@@ -84,19 +84,19 @@ def measure(
             for number, (each, size) in enumerate(zip(names, sizes, strict=True))
         ),
         samples=mb.batch_size(inputs),
-        input=sizes[0].input,
+        input=input_,
         reserved=PAGE if device.type == "cuda" else 0,
         slack=allocator_slack(device) if not sizes_alone else SLACK,
         device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
         entry=timed.entry,
-        company=timed.company,
+        contention=timed.contention,
     )
 
 
 class _Timed(NamedTuple):
     times: Times
-    entry: Entry
-    company: Company
+    entry: EntryTime
+    contention: Contention
 
 
 def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
@@ -115,21 +115,7 @@ def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
         backward=seconds("B", timed.entry.backward),
         recompute=seconds("R", timed.entry.forward),
         update=seconds("U"),
-        parameters=size.parameters,
-        gradients=size.gradients,
-        optimizer_state=size.optimizer_state,
-        activation=size.activation,
-        kept_for_weight_grad=size.kept_for_weight_grad,
-        boundary=size.boundary,
-        overlap=size.overlap,
-        workspace=size.workspace,
-        forward_workspace=size.forward_workspace,
-        halves_workspace=size.halves_workspace,
-        weight_workspace=size.weight_workspace,
-        libraries=size.libraries,
-        update_workspace=size.update_workspace,
-        held_output=size.held_output,
-        passed=size.passed,
+        **vars(size),
     )
 
 
@@ -149,13 +135,10 @@ def _timed(
     runners = [Runner(task, device, optimizer, side_by_side, index) for index in range(count)]
     phases = _Phases(runners, threads, seconds, progress)
     phases.run()
-    times = Times()
-    for notes in (*phases.alone, *phases.updates):
-        times.add(notes)
-    company = _company(phases) if count > 1 else ALONE
+    contention = _contention(phases.alone, phases.beside, runners[0].groups) if count > 1 else ALONE
     if device.type == "cpu" and side_by_side * phases.processors > _cores():
-        company = replace(company, at_once=_cores() / phases.processors)
-    return _Timed(times, _entry(times, runners[0].groups), company)
+        contention = replace(contention, at_once=_cores() / phases.processors)
+    return _Timed(phases.alone, _entry(phases.alone, runners[0].groups), contention)
 
 
 class _Phases:
@@ -169,9 +152,7 @@ class _Phases:
         self._together = threading.Barrier(len(runners))
         self._failures: list[BaseException] = []
         self._rounds = 0
-        self.alone: list[Sequence[Taken]] = [()] * len(runners)
-        self.beside = {kind: list(self.alone) for kind in ("whole", "halves")}
-        self.updates: list[Sequence[Taken]] = [()] * len(runners)
+        self.alone, self.beside = Times(), Times()
         self.processors = 1.0  # that one alone keeps busy
 
     def run(self) -> None:
@@ -194,22 +175,23 @@ class _Phases:
         try:
             with intra_op_threads(self._threads), self._autocast.replayed():
                 with self._turn:
-                    self.alone[index] = self._by_itself(index, runner)
+                    self._by_itself(index, runner)
                 self._together.wait()
                 # From here on nobody waits: in a pipeline, too, one runs forward while the other runs backward.
-                for kind, found in self.beside.items() if len(self._runners) > 1 else ():
-                    chance = random.Random(index)
-                    for _ in range(_MORE * self._rounds):
-                        if self._failures:
-                            return
-                        begin = time.perf_counter()
-                        runner.stages(kind)
-                        # Or the same would always be beside the same.
-                        time.sleep(_PAUSE * chance.random() * (time.perf_counter() - begin))
-                    found[index] = _handed_over(runner)
-                    self._together.wait()
+                chance = random.Random(index)
+                for _ in range(_MORE * self._rounds if len(self._runners) > 1 else 0):
+                    if self._failures:
+                        return
+                    begin = time.perf_counter()
+                    runner.stages("whole")
+                    runner.stages("halves")
+                    # Or the same would always be beside the same.
+                    time.sleep(_PAUSE * chance.random() * (time.perf_counter() - begin))
+                beside = runner.taken()
                 runner.updates()
-                self.updates[index] = _handed_over(runner)
+                with self._turn:
+                    self.beside.join(beside)
+                    self.alone.join(runner.taken())
                 runner.close()
         except threading.BrokenBarrierError:
             pass
@@ -217,34 +199,29 @@ class _Phases:
             self._failures.append(error)
             self._together.abort()
 
-    def _by_itself(self, index: int, runner: Runner) -> list[Taken]:
-        """Its notes of all rounds but two, after which it is warm."""
+    def _by_itself(self, index: int, runner: Runner) -> None:
+        """What counts are all rounds but two, after which it is warm."""
         if self._failures:
-            return []
+            return
         runner.round(index)
         begin = time.perf_counter()
         runner.round(index)
         taken = time.perf_counter() - begin
         if not self._rounds:
             self._rounds = max(_LEAST, min(_MOST, int(self._seconds / taken) if taken else _MOST))
-        _handed_over(runner)
+        runner.taken()
         begin, used = time.perf_counter(), time.process_time()
         for done in range(self._rounds):
             if self._failures:
-                return []
+                return
             if self._progress is not None:
                 self._progress(index * self._rounds + done, len(self._runners) * self._rounds)
             runner.round(index + done)
         self.processors = (time.process_time() - used) / (time.perf_counter() - begin)
-        return _handed_over(runner)
+        self.alone.join(runner.taken())
 
 
-def _handed_over(runner: Runner) -> list[Taken]:
-    notes, runner.notes = runner.notes, []
-    return notes
-
-
-def _entry(times: Times, groups: Mapping[int, Sequence[int]]) -> Entry:
+def _entry(times: Times, groups: Mapping[int, Sequence[int]]) -> EntryTime:
     """What layers one by one take longer than the same layers as one stage, for each time one more is begun."""
     more = sum(len(group) - 1 for group in groups.values())
 
@@ -253,24 +230,21 @@ def _entry(times: Times, groups: Mapping[int, Sequence[int]]) -> Entry:
         one = sum(times.of(number, letter).median for number in groups)
         return max(0.0, each - one) / more if more else 0.0
 
-    return Entry(of("F"), of("B"))
+    return EntryTime(of("F"), of("B"))
 
 
-def _company(phases: _Phases) -> Company:
-    def rows(kind: str) -> list[list[Span]]:
-        return [_spans(*pair) for pair in zip(phases.alone, phases.beside[kind], strict=True)]
+def _contention(alone: Times, beside: Times, groups: Iterable[int]) -> Contention:
+    """From stages of whole groups of layers, which were run both ways."""
+    numbers = list(groups)
 
-    whole = rows("whole")
-    return Company(fitted(whole, forward=True), fitted(whole, forward=False), fitted(rows("halves"), forward=False))
+    def longer(letters: str) -> float:
+        one, other = (
+            sum(times.of(number, letter).median for number in numbers for letter in letters)
+            for times in (alone, beside)
+        )
+        return max(1.0, other / one) if one else 1.0
 
-
-def _spans(alone: Sequence[Taken], beside: Sequence[Taken]) -> list[Span]:
-    times = Times()
-    times.add(alone)
-    return [
-        Span(note.begin, note.begin + note.seconds, note.letter in "Ff", times.of(note.layer, note.letter).median)
-        for note in beside
-    ]
+    return Contention(longer("F"), longer("B"), longer("IW"))
 
 
 # -- where it is measured -----------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from gapless.plan.profile.profile import SLACK
 
 
 class Meter(Protocol):
+    """What counts bytes on one kind of device."""
+
     def on(self) -> AbstractContextManager[object]:
         """Around all that is to be counted."""
 
@@ -33,6 +35,7 @@ class Meter(Protocol):
 
 
 def meter_for(device: torch.device, *, fake: bool = False) -> Meter:
+    """`fake`: of tensors without data, which no allocator knows."""
     return GpuMeter(device) if device.type == "cuda" and not fake else StorageMeter()
 
 

@@ -5,8 +5,11 @@ microbatch.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from gapless.plan.profile.contention import ALONE, Contention
 
 SLACK = 0.05  # what an allocator loses between blocks that come and go, as a share of them
 
@@ -19,30 +22,65 @@ class Seconds:
     spread: float = 0.0
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer, for one microbatch.
+def _size(
+    like: str = "", times: int = 1, *, needed: bool = False, rounded: Callable[[float], int] | None = None
+) -> Any:
+    """Bytes that a file must give (`needed`), or else are `times` those of `like`, or 0; with `rounded` they grow with
+    the samples.
+    """
+    return field(default=0, metadata={"like": like, "times": times, "needed": needed, "rounded": rounded})
 
-    forward, input_grad, weight_grad   the time of F, I and W; I and W take as long as F unless given
-    backward              the time of a whole B; an I and a W together unless given
-    recompute             the time of R; that of F unless given
-    update                the time of the optimizer step
-    overhead              the part of each of these times that a smaller microbatch does not make smaller
-    parameters, gradients, optimizer_state   bytes; gradients as many as parameters, optimizer_state twice as many
-                          (Adam) unless given
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of one layer, for one microbatch; the one list of them.
+
+    gradients, optimizer_state   as many as parameters and twice as many (Adam) unless given
     activation            bytes that F leaves behind until I or B
     kept_for_weight_grad  bytes that stay from I until W, the gradients that W needs among them; as many as the
                           activation unless given
     boundary              bytes of what it returns, which is what crosses where a stage ends here
-    overlap               the part of the activation that is not held where the layer before is in the same stage: what
-                          that one holds anyway, or an input that no backward needs
     workspace             bytes it takes while B runs, on top of all that is kept, with the gradient of what it returns
     forward_workspace, halves_workspace, weight_workspace   the same for F and R, for I and for W; as many as for B
                           unless given, and for W as many as for I
+    overlap               the part of the activation that is not held where the layer before is in the same stage: what
+                          that one holds anyway, or an input that no backward needs
     libraries             bytes that libraries keep on a device where it has run; layers of one device share them
     update_workspace      bytes that the optimizer step takes while it runs; the layers of a device are updated together
     held_output           the part of what it returns that its activation has anyway
     passed                the part of what it returns that it was given: its gradients are copied where a stage begins
+    """
+
+    parameters: int = _size(needed=True)
+    gradients: int = _size("parameters")
+    optimizer_state: int = _size("parameters", 2)
+    activation: int = _size(needed=True, rounded=math.ceil)
+    kept_for_weight_grad: int = _size("activation", rounded=math.ceil)
+    boundary: int = _size(needed=True, rounded=math.ceil)
+    workspace: int = _size(rounded=math.ceil)
+    forward_workspace: int = _size("workspace", rounded=math.ceil)
+    halves_workspace: int = _size("workspace", rounded=math.ceil)
+    weight_workspace: int = _size("halves_workspace", rounded=math.ceil)
+    overlap: int = _size(rounded=math.floor)
+    libraries: int = _size()
+    update_workspace: int = _size()
+    held_output: int = _size(rounded=math.floor)
+    passed: int = _size(rounded=math.floor)
+
+    @property
+    def most_workspace(self) -> int:
+        return max(self.workspace, self.forward_workspace, self.halves_workspace, self.weight_workspace)
+
+
+@dataclass(frozen=True)
+class Layer(Sizes):
+    """One layer, for one microbatch: its times beside its sizes.
+
+    forward, input_grad, weight_grad   the time of F, I and W; I and W take as long as F unless given
+    recompute  the time of R; that of F unless given
+    backward   the time of a whole B; an I and a W together unless given
+    update     the time of the optimizer step
+    overhead   the part of each of these times that a smaller microbatch does not make smaller
     """
 
     name: str
@@ -50,32 +88,13 @@ class Layer:
     input_grad: Seconds
     weight_grad: Seconds
     recompute: Seconds
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    activation: int
-    kept_for_weight_grad: int
-    boundary: int
     backward: Seconds | None = None
     update: Seconds = Seconds(0.0)
     overhead: float = 0.0
-    workspace: int = 0
-    forward_workspace: int = 0
-    halves_workspace: int = 0
-    weight_workspace: int = 0
-    overlap: int = 0
-    libraries: int = 0
-    update_workspace: int = 0
-    held_output: int = 0
-    passed: int = 0
 
     @property
     def whole_backward(self) -> float:
         return self.input_grad.median + self.weight_grad.median if self.backward is None else self.backward.median
-
-    @property
-    def most_workspace(self) -> int:
-        return max(self.workspace, self.forward_workspace, self.halves_workspace, self.weight_workspace)
 
     def scaled(self, ratio: float) -> "Layer":
         """The layer for a microbatch of `ratio` times the samples."""
@@ -84,6 +103,7 @@ class Layer:
             fixed = min(self.overhead, time.median)
             return Seconds(fixed + (time.median - fixed) * ratio, time.spread * ratio)
 
+        grown = {each.name: each.metadata["rounded"] for each in fields(Sizes) if each.metadata["rounded"]}
         return replace(
             self,
             forward=longer(self.forward),
@@ -91,16 +111,7 @@ class Layer:
             weight_grad=longer(self.weight_grad),
             recompute=longer(self.recompute),
             backward=None if self.backward is None else longer(self.backward),
-            activation=math.ceil(self.activation * ratio),
-            kept_for_weight_grad=math.ceil(self.kept_for_weight_grad * ratio),
-            boundary=math.ceil(self.boundary * ratio),
-            workspace=math.ceil(self.workspace * ratio),
-            forward_workspace=math.ceil(self.forward_workspace * ratio),
-            halves_workspace=math.ceil(self.halves_workspace * ratio),
-            weight_workspace=math.ceil(self.weight_workspace * ratio),
-            held_output=math.floor(self.held_output * ratio),
-            passed=math.floor(self.passed * ratio),
-            overlap=math.floor(self.overlap * ratio),
+            **{name: rounded(getattr(self, name) * ratio) for name, rounded in grown.items()},
         )
 
 
@@ -130,7 +141,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryTime:
     """Seconds that it takes to begin an action of a stage, however many layers it has: a forward (F, R) or a backward
     (I, B).
     """
@@ -139,44 +150,17 @@ class Entry:
     backward: float = 0.0
 
 
-class Lost(NamedTuple):
-    """The share of its time that an action loses while another device runs forward, and while it runs backward."""
-
-    by_forward: float = 0.0
-    by_backward: float = 0.0
-
-
-_NOTHING = Lost()
-
-
-@dataclass(frozen=True)
-class Company:
-    """What a device loses by others of the same machine, in a forward (F, R), in a whole backward (B), and in one that
-    comes in halves (I, W).
-
-    at_once  how many devices it has processors for; where more want to run they take turns. None: for all
-    """
-
-    forward: Lost = _NOTHING
-    backward: Lost = _NOTHING
-    halves: Lost = _NOTHING
-    at_once: float | None = None
-
-
-ALONE = Company()
-
-
 @dataclass(frozen=True)
 class Profile:
     """The layers in order, and the links from the innermost level out.
 
-    entry      what it takes to begin an action, on top of its layers
-    company    what devices that share a machine cost each other; times are of one device alone
-    samples    in the microbatch that was measured
-    input      bytes of the model's input for such a microbatch
-    minibatch  samples in all, where the profile says so
-    reserved   bytes of each device that are taken by others: the driver, other programs
-    slack      what the device's allocator loses, as a share of what comes and goes
+    entry       what it takes to begin an action, on top of its layers
+    contention  what devices that share a machine cost each other; times are of one device alone
+    samples     in the microbatch that was measured
+    input       bytes of the model's input for such a microbatch
+    minibatch   samples in all, where the profile says so
+    reserved    bytes of each device that are taken by others: the driver, other programs
+    slack       what the device's allocator loses, as a share of what comes and goes
     """
 
     name: str
@@ -188,8 +172,8 @@ class Profile:
     reserved: int = 0
     device: str = ""
     slack: float = SLACK
-    entry: Entry = Entry()
-    company: Company = ALONE
+    entry: EntryTime = EntryTime()
+    contention: Contention = ALONE
 
     def scaled(self, samples: int) -> "Profile":
         """The same model with microbatches of another size: what is not overhead grows with it."""

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,26 +29,21 @@ _ROOM = 0.4  # of a GPU's free memory that the copies of all layers may take tog
 _UPDATES = 5
 
 
-class Taken(NamedTuple):
-    """What one action took. `f` is a forward that records what a `W` will need; `U` is the optimizer step; a group of
-    layers in one stage has a negative number: -1 for the first group.
-    """
-
-    layer: int
-    letter: str
-    begin: float  # by the clock of a CPU
-    seconds: float
-
-
 class Times:
-    """The seconds of each layer, by the letter of the action."""
+    """The seconds of each layer, by the letter of the action. `f` is a forward that records what a `W` will need; `U`
+    is the optimizer step; a group of layers in one stage has a negative number: -1 for the first group.
+    """
 
     def __init__(self) -> None:
         self._taken: dict[tuple[int, str], list[float]] = defaultdict(list)
 
-    def add(self, notes: Sequence[Taken]) -> None:
-        for note in notes:
-            self._taken[note.layer, note.letter].append(note.seconds)
+    def add(self, layer: int, letter: str, seconds: float) -> None:
+        self._taken[layer, letter].append(seconds)
+
+    def join(self, other: "Times") -> None:
+        """What another has measured counts as well."""
+        for key, values in other._taken.items():
+            self._taken[key] += values
 
     def of(self, layer: int, letter: str) -> Seconds:
         values = self._taken.get((layer, letter))
@@ -58,7 +53,7 @@ class Times:
         return Seconds(median, statistics.median(abs(value - median) for value in values))
 
 
-class Clock:
+class CpuClock:
     """Of a CPU: what has been called has been done."""
 
     def now(self) -> Any:
@@ -68,7 +63,7 @@ class Clock:
         return float(time.perf_counter() - begin)
 
 
-class GpuClock(Clock):
+class GpuClock(CpuClock):
     """From an idle GPU to an idle GPU, by its own events."""
 
     def __init__(self, device: torch.device) -> None:
@@ -87,8 +82,9 @@ class GpuClock(Clock):
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def clock_for(device: torch.device) -> Clock:
-    return GpuClock(device) if device.type == "cuda" else Clock()
+def clock_for(device: torch.device) -> CpuClock:
+    """The one that knows when this device has done what it was told."""
+    return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class Runner:
         self._parts: dict[int, _Parts] = {}
         self._as_one: dict[int, dict[str, Stage]] = {}  # of each group
         self._given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
-        self.notes: list[Taken] = []
+        self._times = Times()
 
     @property
     def groups(self) -> dict[int, list[int]]:
@@ -218,8 +214,12 @@ class Runner:
                 self._note(number, "U", begin)
 
     def _note(self, number: int, letter: str, begin: Any) -> None:
-        seconds = self._clock.since(begin)
-        self.notes.append(Taken(number, letter, begin if isinstance(begin, float) else 0.0, seconds))
+        self._times.add(number, letter, self._clock.since(begin))
+
+    def taken(self) -> Times:
+        """What was measured since the last call of this."""
+        times, self._times = self._times, Times()
+        return times
 
     def close(self) -> None:
         self._parts.clear()

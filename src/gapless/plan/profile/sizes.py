@@ -11,8 +11,8 @@ libraries of a GPU take at their first product they keep, for each of its stream
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,39 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
+from gapless.plan.profile.profile import Sizes
 from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs
 from gapless.stage import microbatch as mb
 from gapless.stage.stage import Stage
 
 
-@dataclass
-class Sizes:
-    """Bytes of one layer for one microbatch, as in `profile.Layer`; `input` is what it takes."""
-
-    input: int = 0
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activation: int = 0
-    kept_for_weight_grad: int = 0
-    boundary: int = 0
-    overlap: int = 0
-    workspace: int = 0
-    forward_workspace: int = 0
-    halves_workspace: int = 0
-    weight_workspace: int = 0
-    libraries: int = 0
-    update_workspace: int = 0
-    held_output: int = 0
-    passed: int = 0
-
-
-def measured_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> list[Sizes]:
+def measured_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> tuple[list[Sizes], int]:
+    """Of each layer, run on copies of the layers, and the bytes of what the first one takes."""
     return _sizes(task, device, optimizer, lambda layer: copied(layer, device), task.inputs, task.target, fake=False)
 
 
-def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> list[Sizes]:
-    """By tensors that have a shape, a type and a device but no data: for models that do not fit."""
+def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> tuple[list[Sizes], int]:
+    """The same by tensors that have a shape, a type and a device but no data: for models that do not fit."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(layer: Any) -> Any:
@@ -78,8 +58,8 @@ def _sizes(
     target: Any,
     *,
     fake: bool,
-) -> list[Sizes]:
-    found: list[Sizes] = []
+) -> tuple[list[Sizes], int]:
+    found: list[dict[str, int]] = []
     before: tuple[Any, Any] | None = None  # the layer before, and its inputs
     for number, layer in enumerate(task.layers):
         here = make(layer)
@@ -87,23 +67,26 @@ def _sizes(
         stage = task.stage([here], number, split=True)
         size, outputs = _of_stage(stage, meter, inputs, target)
         if fake:  # such tensors are not deferred, so what W needs was not seen
-            size.kept_for_weight_grad = size.activation
+            size["kept_for_weight_grad"] = size["activation"]
         parameters = list(here.parameters()) if isinstance(here, nn.Module) else []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        size.parameters = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
-        size.gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        size["parameters"] = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
+        size["gradients"] = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         if optimizer is not None and trained:
-            size.optimizer_state, size.update_workspace = _of_optimizer(optimizer(trained), trained, meter)
+            size["optimizer_state"], size["update_workspace"] = _of_optimizer(optimizer(trained), trained, meter)
         if before is not None:
             pair, _ = _of_stage(task.stage([before[0], here], number - 1, split=True), meter, before[1], target)
-            size.overlap = max(0, found[-1].activation + size.activation - pair.activation)
+            size["overlap"] = max(0, found[-1]["activation"] + size["activation"] - pair["activation"])
         found.append(size)
         before, inputs = (here, inputs), outputs
-    return found
+    taken = [size.pop("input") for size in found]
+    return [Sizes(**size) for size in found], taken[0]
 
 
-def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[Sizes, Any]:
-    """Its sizes, and what it returns for these inputs. The first runs only tell the stage what it has to know."""
+def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dict[str, int], Any]:
+    """Its `Sizes`, the bytes of its `input`, and what it returns for these inputs. The first runs only tell the stage
+    what it has to know.
+    """
     more = {} if stage.loss is None else {"target": target}
     meter.clear_libraries()
     for halves in (True, False, True):
@@ -114,37 +97,38 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[Siz
     del grads
     if stage.loss is not None:
         outputs = outputs[0]
-    size = Sizes(boundary=sum(map(_bytes, mb.flatten(outputs)[0])), passed=_passed(given, outputs))
+    size: dict[str, int] = defaultdict(int)
+    size |= {"boundary": sum(map(_bytes, mb.flatten(outputs)[0])), "passed": _passed(given, outputs)}
     del given
     with meter.on():
         for halves in (False, True):
             start = meter.live()
             given = _renewed(inputs)
-            size.input = meter.live() - start
+            size["input"] = meter.live() - start
             meter.peak()
             made = stage.forward(0, given, step=0, defer=halves, want_outputs=stage.loss is None, **more)
             del given
             forward, with_output = meter.peak(), meter.live()
             del made
             held = meter.live()
-            size.held_output = max(0, size.boundary - (with_output - held)) if stage.loss is None else 0
-            size.activation = max(size.activation, held - start)
+            size["held_output"] = max(0, size["boundary"] - (with_output - held)) if stage.loss is None else 0
+            size["activation"] = max(size["activation"], held - start)
             # As in a pipeline: whoever calls holds the gradients to begin with until the end.
             grads = ones_like_outputs(outputs) if stage.loss is None else None
             back = stage.backward_input(0, grads) if halves else stage.backward(0, grads)
-            size.forward_workspace = max(size.forward_workspace, forward - held)
+            size["forward_workspace"] = max(size["forward_workspace"], forward - held)
             taken = meter.peak() - held
             del back, grads
             if halves:
                 held = meter.live()
-                size.kept_for_weight_grad = held - start
+                size["kept_for_weight_grad"] = held - start
                 meter.peak()
                 stage.backward_weight(0)
-                size.halves_workspace, size.weight_workspace = taken, meter.peak() - held
+                size["halves_workspace"], size["weight_workspace"] = taken, meter.peak() - held
             else:
-                size.workspace = taken
+                size["workspace"] = taken
     stage.finish()
-    size.libraries = meter.clear_libraries()
+    size["libraries"] = meter.clear_libraries()
     return size, outputs
 
 

@@ -57,6 +57,7 @@ def copied(layer: Any, device: torch.device) -> Any:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
+    """The tensors of a tree on the device, cut off from what made them."""
     if tree is None:
         return None
     tensors, shape = mb.flatten(tree)

@@ -31,6 +31,8 @@ _DEPTHS = (1, 2, 4, 8)  # microbatches per device that are tried
 
 @dataclass(frozen=True)
 class Choice:
+    """One of the many that are tried: a recipe on a mesh, with so many microbatches."""
+
     recipe: str
     stages_per_device: int
     mesh: Mesh
@@ -111,6 +113,7 @@ def _stages_per_device(recipe: str, num_devices: int, num_layers: int) -> list[i
 
 
 def check_recipes(recipes: Sequence[str]) -> None:
+    """Raises where one of them has no flush, or takes too long to be tried among others."""
     for name in recipes:
         recipe = find_recipe(name)
         if not recipe.synchronous or name in ("optimal", "naive"):

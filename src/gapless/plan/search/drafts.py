@@ -11,9 +11,9 @@ from gapless.errors import PlanError, ScheduleError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
 from gapless.plan.plan import Footprint
-from gapless.plan.profile.contention import in_company
+from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device
-from gapless.plan.profile.profile import Company, Layer, Profile
+from gapless.plan.profile.profile import Layer, Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
@@ -75,7 +75,7 @@ class Drafts:
             self._plain[choice, counts] = self._schedule(choice, stages)
         plain = self._plain[choice, counts]
         schedule = lowered(plain, stages.costs, Passes(recompute=remat, early=False))
-        stages = replace(stages, costs=in_company(stages.costs, schedule, _company(profile, choice.mesh.replicas)))
+        stages = replace(stages, costs=_contention(profile, choice.mesh.replicas).costs(stages.costs, schedule))
         timeline = simulate(schedule, stages.costs)
         return Draft(choice, counts, remat, stages, plain, timeline, self.held(choice, stages, timeline))
 
@@ -172,9 +172,9 @@ class Drafts:
         return [device.speed for device in self.devices[: choice.mesh.num_devices]]
 
 
-def _company(profile: Profile, replicas: int) -> Company:
+def _contention(profile: Profile, replicas: int) -> Contention:
     """That of one pipeline: replicas take turns with it, too."""
-    found = profile.company
+    found = profile.contention
     return found if found.at_once is None else replace(found, at_once=found.at_once / replicas)
 
 

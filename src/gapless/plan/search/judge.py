@@ -23,6 +23,8 @@ _FAR = 1.25  # times the best step: lowering has not been seen to gain more
 
 
 class Judge:
+    """Turns choices into plans that fit."""
+
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
 
