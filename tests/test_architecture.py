@@ -63,11 +63,8 @@ ROOMS = (
 )
 MOST_LINES = {"file": 350, "function": 80}
 OWED: dict[str, set[str]] = {
-    "too_long": {
-        "plan/planner.py: planned",
-    },
-    "without_a_word": {
-        "plan/search/search.py: Progress",
+    "names_of_several_things": {
+        "_Tries",
     },
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}

@@ -16,6 +16,7 @@ from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Profile
 from gapless.plan.search.search import Found, search
+from gapless.plan.search.wanted import Wanted
 from gapless.view import text
 
 
@@ -88,13 +89,9 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     found = search(
         profile,
         _devices(arguments, 4 if arguments.devices is None else arguments.devices),
-        minibatch=arguments.minibatch,
-        microbatches=arguments.microbatches,
-        recipes=_schedules(arguments),
-        shard_optimizer=arguments.shard_optimizer,
-        slack=arguments.slack,
-        time_limit=arguments.time_limit,
-        progress=lambda progress: terminal.show_progress(str(progress)),
+        _wanted(arguments, replicas=True),
+        arguments.minibatch,
+        terminal.show_progress,
     )
     return profile, found
 
@@ -115,11 +112,8 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     made = build(config).planned(
         memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
         speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
-        microbatches=arguments.microbatches,
-        schedules=_schedules(arguments),
-        slack=arguments.slack,
+        wanted=_wanted(arguments, replicas=False),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
-        time_limit=arguments.time_limit,
         progress=terminal.show_progress,
     )
     if arguments.profile:
@@ -141,8 +135,15 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it must be a number of at least 0")
 
 
-def _schedules(arguments: argparse.Namespace) -> tuple[str, ...] | None:
-    return tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None
+def _wanted(arguments: argparse.Namespace, *, replicas: bool) -> Wanted:
+    return Wanted(
+        microbatches=arguments.microbatches,
+        schedules=tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None,
+        replicas=replicas,
+        shard_optimizer=arguments.shard_optimizer,
+        slack=arguments.slack,
+        time_limit=arguments.time_limit,
+    )
 
 
 def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:

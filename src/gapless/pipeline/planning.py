@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +13,11 @@ from gapless.model.layers import Layer
 from gapless.pipeline.arguments import check_where
 from gapless.pipeline.link_levels import levels
 from gapless.plan.plan import Plan
-from gapless.plan.planner import Memory, Progress, planned
+from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
+from gapless.plan.search.wanted import Wanted
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
@@ -66,39 +69,34 @@ def make_plan(
     timeout          under a mesh, seconds without a sign of life from a rank, or without any news, after which all give
                      up
     """
-    options: dict[str, Any] = {
-        "loss": loss,
-        "microbatches": microbatches,
-        "schedules": schedules,
-        "layers": layers,
-        "optimizer": optimizer,
-        "batchnorm": batchnorm,
-        "replicas": replicas,
-        "batch_dims": batch_dims,
-        "slack": slack,
-        "seconds": seconds,
-        "time_limit": time_limit,
-        "progress": progress,
-    }
     check_where(devices, mesh)
     model, _ = uncompiled(model)
+    wanted = Wanted(microbatches, schedules, replicas, slack=slack, time_limit=time_limit)
+    make = partial(
+        planned,
+        model,
+        example,
+        target,
+        loss=loss,
+        layers=layers,
+        optimizer=optimizer,
+        batchnorm=batchnorm,
+        batch_dims=batch_dims,
+        seconds=seconds,
+        progress=progress,
+    )
     if devices is not None:
-        return planned(model, example, target, devices=devices, memory=memory, links=links, **options).found.best
+        return make(devices=devices, wanted=wanted, memory=memory, links=links).found.best
+    return _on_ranks(make, mesh, wanted, memory, links, timeout)
 
-    return _planned_on_ranks(model, example, target, mesh=mesh, memory=memory, links=links, timeout=timeout, **options)
 
-
-def _planned_on_ranks(
-    model: nn.Module | Sequence[Layer],
-    example: Any,
-    target: Any,
-    *,
+def _on_ranks(
+    make: Callable[..., Planned],
     mesh: "DeviceMesh | None",
+    wanted: Wanted,
     memory: Memory | None,
     links: Sequence[Link] | None,
     timeout: float,
-    replicas: bool,
-    **options: Any,
 ) -> Plan:
     """The first rank plans for all, with the hops between them as they are measured."""
     from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
@@ -107,23 +105,20 @@ def _planned_on_ranks(
     seat = take_seat(mesh)
     if memory is None and seat.torch_device.type == "cuda":
         memory = torch.cuda.get_device_properties(seat.torch_device).total_memory
-    shape = None if replicas else Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
+    if not wanted.replicas:
+        shape = Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
+        wanted = replace(wanted, mesh=shape)
     with in_one_line(mesh, timeout) as line:
         hops = line.hops()
 
         def made() -> str:
-            best = planned(
-                model,
-                example,
-                target,
+            best = make(
                 devices=line.devices,
+                wanted=wanted,
                 memory=memory,
                 links=levels(hops) if links is None else links,
-                mesh=shape,
                 threads=torch.get_num_threads(),
                 side_by_side=len(line.devices) if all(hop.near for hop in hops) else 1,
-                replicas=replicas,
-                **options,
             ).found.best
             return json.dumps(best.to_json())
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +14,13 @@ from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan.explain import explained
 from gapless.plan.profile import profile as profiled
-from gapless.plan.profile.machine import Device, Mesh
+from gapless.plan.profile.machine import Device
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Link, Profile
-from gapless.plan.profile.task import Optimizer
 from gapless.plan.profile.traced import Graph, Tracer
-from gapless.plan.search.choices import check_recipes
 from gapless.plan.search.search import Found, search
+from gapless.plan.search.wanted import ANYTHING, Wanted, check_number
 from gapless.stage import microbatch as mb
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.devices import Devices, torch_devices
 
 Memory = int | str | Sequence[int | str]
@@ -46,44 +43,36 @@ def planned(
     target: Any = None,
     *,
     devices: Devices,
+    wanted: Wanted = ANYTHING,
     loss: Callable[[Any, Any], Tensor] | None = None,
+    layers: Sequence[Layer] | None = None,
     memory: Memory | None = None,
     speeds: Sequence[float] | None = None,
-    microbatches: int | None = None,
-    schedules: Sequence[str] | None = None,
-    layers: Sequence[Layer] | None = None,
-    optimizer: Optimizer | None = torch.optim.AdamW,
-    batchnorm: BatchNorm = "microbatch",
-    replicas: bool = False,
-    mesh: Mesh | None = None,
     links: Sequence[Link] | None = None,
     batch_dims: Any = None,
-    slack: float | None = None,
     threads: int | None = None,
     side_by_side: int | None = None,
     seconds: float = 10.0,
-    time_limit: float = 60.0,
     name: str | None = None,
     progress: Progress | None = None,
+    **measured: Any,
 ) -> Planned:
     """As `gapless.make_plan`, with every plan that was found and the profile.
 
     speeds        of the devices as shares of the first one's, where they differ
-    mesh          only this one; then the example is the share of one replica
+    wanted.mesh   where it is given, the example is the share of one replica
     threads       intra-op threads of a CPU device; by default the caller's, shared among the devices
     side_by_side  how many of the devices share this machine's processors; all of them unless given
     name          of the profile
+    measured      what else `measure` takes
     """
     told = progress or (lambda line: None)
-    for word, value in {"slack": slack, "seconds": seconds, "time_limit": time_limit}.items():
-        _check_number(word, value)
-    if schedules is not None:
-        check_recipes(schedules)
+    check_number("seconds", seconds)
     there = _devices(devices)
     machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
     size = mb.batch_size(example, batch_dims)
-    pipelines = 1 if mesh is None else mesh.replicas  # that have a minibatch like the example each
-    sizes = _Sizes(
+    pipelines = 1 if wanted.mesh is None else wanted.mesh.replicas  # that have a minibatch like the example each
+    profiles = _Profiles(
         model,
         layers,
         _Batch(example, target, batch_dims, size),
@@ -92,47 +81,44 @@ def planned(
         links=_links(there) if links is None else tuple(links),
         minibatch=pipelines * size,
         loss=loss,
-        optimizer=optimizer,
-        batchnorm=batchnorm,
         threads=threads or max(1, torch.get_num_threads() // len(there)),
         side_by_side=side_by_side or len(there),
         seconds=seconds / 2,
         name=name or type(model).__name__,
+        **measured,
     )
-    find = partial(
-        search,
-        devices=machine,
-        minibatch=pipelines * size,
-        microbatches=microbatches,
-        recipes=schedules,
-        replicas=replicas,
-        mesh=mesh,
-        slack=slack,
-        time_limit=time_limit,
-        progress=lambda searched: told(f"searching: {searched}"),
-    )
-    if microbatches is not None:
-        asked = [microbatches]
+    return _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
+
+
+def _best_of_all_sizes(
+    profiles: "_Profiles", machine: Sequence[Device], wanted: Wanted, size: int, pipelines: int, told: Progress
+) -> Planned:
+    """Measures and searches until the best plan has microbatches of a size that was measured."""
+    if wanted.microbatches is not None:
+        asked = [wanted.microbatches]
     else:  # and twice as many samples, which tells what does not grow with them
-        most = min(size, _DEPTH * len(there) // pipelines)
+        most = min(size, _DEPTH * len(machine) // pipelines)
         asked = [most, max(1, most // 2)]
     founds: dict[int, Found] = {}  # by the samples in a microbatch
     for _ in range(_ROUNDS):
         for count in asked:
-            sizes.measure(count)
+            profiles.measure(count)
         errors = []
-        for samples, profile in _with_overheads(sizes.profiles).items():
+        for samples, profile in _with_overheads(profiles.found).items():
             if samples not in founds:
                 try:
-                    founds[samples] = sizes.with_cuts(samples, find(profile))
+                    found = search(
+                        profile, machine, wanted, pipelines * size, lambda searched: told(f"searching: {searched}")
+                    )
+                    founds[samples] = profiles.with_cuts(samples, found)
                 except PlanError as error:
                     errors.append(error)
         if not founds:
             raise errors[-1]
-        best = _merged(sizes.profiles, founds)
+        best = _merged(profiles.found, founds)
         plan = best.found.best
         count = plan.microbatches * plan.mesh.replicas // pipelines
-        if plan.samples in sizes.profiles or count in asked:
+        if plan.samples in profiles.found or count in asked:
             break
         asked = [count]
     return best
@@ -152,7 +138,7 @@ class _Batch(NamedTuple):
         return mb.split(self.example, count, self.dims)[0], target, mb.sizes(self.size, min(count, self.size))[0]
 
 
-class _Sizes:
+class _Profiles:
     """Profiles of a model, by the samples in a microbatch."""
 
     def __init__(
@@ -179,12 +165,12 @@ class _Sizes:
             assert isinstance(model, nn.Module)
             self._tracer, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
         self._loss = loss
-        self.profiles: dict[int, Profile] = {}
+        self.found: dict[int, Profile] = {}
 
     def measure(self, count: int) -> None:
         """With a minibatch in so many parts. What does not fit the device is left out, if anything else did."""
         inputs, target, samples = self._batch.part(count)
-        if samples in self.profiles:
+        if samples in self.found:
             return
         layers, names = self._layers, None
         if self._tracer is not None:
@@ -195,7 +181,7 @@ class _Sizes:
         try:
             found = measure(layers, inputs, target, loss=self._loss, device=self._device, names=names, **self._options)
         except torch.OutOfMemoryError:
-            if self.profiles:
+            if self.found:
                 return
             raise
         except (AttributeError, TypeError) as error:
@@ -204,7 +190,7 @@ class _Sizes:
                     f"no target was given, and the loss failed without one ({error}): pass a target after the example"
                 ) from error
             raise
-        self.profiles[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
+        self.found[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
 
     def with_cuts(self, samples: int, found: Found) -> Found:
         """Plans of a traced model say where its graph is cut."""
@@ -262,11 +248,6 @@ def _devices(devices: Devices) -> list[torch.device]:
             f"devices are {', '.join(sorted({device.type for device in made}))}, but a plan is for one kind"
         )
     return made
-
-
-def _check_number(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < math.inf:
-        raise ConfigError(f"{name} is {value!r}, but it must be a number of at least 0")
 
 
 def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int | None]:

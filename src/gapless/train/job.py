@@ -1,7 +1,7 @@
 """What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,6 +14,7 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.task import Optimizer
+from gapless.plan.search.wanted import ANYTHING, Wanted
 from gapless.stage import microbatch as mb
 from gapless.stage.devices import torch_devices
 from gapless.train import room
@@ -39,21 +40,21 @@ class Job:
     def planned(
         self,
         *,
+        wanted: Wanted = ANYTHING,
         memory: Memory | None = None,
         speeds: Sequence[float] | None = None,
-        microbatches: int | None = None,
-        schedules: Sequence[str] | None = None,
-        slack: float | None = None,
         seconds: float = 10.0,
-        time_limit: float = 60.0,
         progress: Progress | None = None,
     ) -> Planned:
         """Measured and planned, with what the config allows where nothing is given."""
         layout = self.config.pipeline
         if layout.plan == "auto":
-            microbatches = microbatches or layout.microbatches
-            schedules = schedules or (None if layout.schedule is None else [layout.schedule])
-        self._check(microbatches)
+            wanted = replace(
+                wanted,
+                microbatches=wanted.microbatches or layout.microbatches,
+                schedules=wanted.schedules or (None if layout.schedule is None else [layout.schedule]),
+            )
+        self._check(wanted.microbatches)
         with (
             own.importable(self.config),
             own.told(f"measuring the model{with_shape(self.first)}"),
@@ -63,15 +64,12 @@ class Job:
                 self.model,
                 *self.first,
                 devices=self.devices,
+                wanted=wanted,
                 loss=self.loss,
                 memory=layout.memory if memory is None else memory,
                 speeds=speeds,
-                microbatches=microbatches,
-                schedules=schedules,
                 optimizer=self.optimizer,
-                slack=slack,
                 seconds=seconds,
-                time_limit=time_limit,
                 progress=progress,
                 name=self.config.model.name,
             )

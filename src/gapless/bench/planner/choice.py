@@ -15,9 +15,11 @@ from gapless.bench.planner.subjects import Subject, emulated
 from gapless.bench.report import milliseconds, signed, tabular
 from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
 from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device
 from gapless.plan.profile.measure import hop
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.search import search
+from gapless.plan.search.wanted import Wanted
 
 NEAR = 0.03
 _MIB = 2**20
@@ -91,12 +93,9 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
     link = Link("emulated", None, hop().latency + place.latency / 1e3)
     found = search(
         replace(profile, links=(link,)),
-        place.K,
-        memory=None if place.limit is None else place.limit * _MIB,
-        microbatches=place.M,
+        [Device(None if place.limit is None else place.limit * _MIB)] * place.K,
+        Wanted(microbatches=place.M, slack=0.0, time_limit=None),
         minibatch=place.M,
-        replicas=False,
-        slack=0.0,
     )
     best: dict[str, Plan] = {}
     for plan in found.plans:

@@ -16,6 +16,7 @@ from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, ti
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import search
+from gapless.plan.search.wanted import Wanted
 
 NEAR = 0.03  # how much slower than the best of all cuts the planned one may be
 _DEVICES, _MICROBATCHES = 2, 4
@@ -71,7 +72,7 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
 def _chosen(profile: Profile) -> tuple[int, ...]:
     """As `make_plan` would cut it."""
     minibatch = _MICROBATCHES * profile.samples
-    found = search(profile, _DEVICES, microbatches=_MICROBATCHES, minibatch=minibatch, recipes=["1f1b"], replicas=False)
+    found = search(profile, _DEVICES, Wanted(_MICROBATCHES, ["1f1b"], time_limit=None), minibatch)
     return found.best.partition
 
 

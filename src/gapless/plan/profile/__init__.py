@@ -1,0 +1,13 @@
+"""What the layers of a model cost, in reading order:
+
+contention  how much longer devices of one machine take beside each other
+profile     the value: layers with their times and sizes, and the links between devices
+file        a profile as JSON that people can write
+machine     devices, and the mesh of pipelines that they make
+task        what is measured: layers as stages, and one microbatch
+runner      runs them as a pipeline would, and times every action
+meter       counts bytes on the CPU or on a GPU
+sizes       what the layers hold, measured or found without running anything
+measure     all of it together: a profile from a model
+traced      a module that is no sequence, as layers to measure
+"""

@@ -30,8 +30,6 @@ from gapless.stage.autocast import AutocastState
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.intra_op import intra_op_threads
 
-Progress = Callable[[int, int], None]
-
 _LEAST, _MOST = 5, 25  # rounds
 _MORE = 3  # times as many of stages beside each other
 _PAUSE = 0.5  # at most, between them, of what they take
@@ -53,7 +51,6 @@ def measure(
     sizes_alone: bool = False,
     name: str = "",
     names: Sequence[str] | None = None,
-    progress: Progress | None = None,
 ) -> Profile:
     """The profile of these layers for this microbatch on this device.
 
@@ -63,7 +60,6 @@ def measure(
     optimizer     makes the optimizer whose state and step are measured; None for one without either
     names         of the layers; by default their classes
     sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
-    progress      is called with the rounds done and the rounds in all
     """
     if not len(model):
         raise ConfigError("there are no layers to measure: give at least 1")
@@ -75,7 +71,7 @@ def measure(
     else:
         with intra_op_threads(threads):
             sizes, input_ = measured_sizes(task, device, optimizer)
-        timed = _timed(task, device, optimizer, threads, side_by_side, seconds, progress)
+        timed = _timed(task, device, optimizer, threads, side_by_side, seconds)
     names = [type(layer).__name__ for layer in model] if names is None else names
     return Profile(
         name=name,
@@ -129,11 +125,10 @@ def _timed(
     threads: int,
     side_by_side: int,
     seconds: float,
-    progress: Progress | None,
 ) -> _Timed:
     count = min(side_by_side, _cores()) if device.type == "cpu" else 1
     runners = [Runner(task, device, optimizer, side_by_side, index) for index in range(count)]
-    phases = _Phases(runners, threads, seconds, progress)
+    phases = _Phases(runners, threads, seconds)
     phases.run()
     contention = _contention(phases.alone, phases.beside, runners[0].groups) if count > 1 else ALONE
     if device.type == "cpu" and side_by_side * phases.processors > _cores():
@@ -144,8 +139,8 @@ def _timed(
 class _Phases:
     """Every runner in a thread of its own, as a pipeline has: one after another, then all together."""
 
-    def __init__(self, runners: Sequence[Runner], threads: int, seconds: float, progress: Progress | None) -> None:
-        self._runners, self._threads, self._progress = runners, threads, progress
+    def __init__(self, runners: Sequence[Runner], threads: int, seconds: float) -> None:
+        self._runners, self._threads = runners, threads
         self._seconds = seconds / (len(runners) if len(runners) == 1 else 2 * len(runners))
         self._autocast = AutocastState()  # of the caller, which a thread does not inherit
         self._turn = threading.Lock()
@@ -214,8 +209,6 @@ class _Phases:
         for done in range(self._rounds):
             if self._failures:
                 return
-            if self._progress is not None:
-                self._progress(index * self._rounds + done, len(self._runners) * self._rounds)
             runner.round(index + done)
         self.processors = (time.process_time() - used) / (time.perf_counter() - begin)
         self.alone.join(runner.taken())

@@ -1,0 +1,12 @@
+"""Every plan there might be, tried, in reading order:
+
+wanted     what a plan is searched for
+choices    what is chosen from: pipelines, microbatches, recipes, stages per device
+drafts     a choice with its cuts and its schedule, and what each device would hold
+footprint  bytes of each device at its peak
+breakdown  where the time of a step goes
+judge      from a choice to the quickest plan that fits
+refine     the last per cent: cuts moved layer by layer
+search     all choices, ranked
+replicate  stages that are replicated each on its own, as PipeDream does without a flush
+"""

@@ -20,6 +20,7 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts, TooLargeError
 from gapless.plan.search.judge import Judge
 from gapless.plan.search.refine import refined
+from gapless.plan.search.wanted import ANYTHING, Wanted
 from gapless.units import show_bytes, show_seconds
 
 _REFINED = 3  # of the best, each of another recipe
@@ -42,16 +43,6 @@ class Miss(NamedTuple):
     reason: str
 
 
-class Progress(NamedTuple):
-    done: int
-    total: int
-    best: Plan | None
-
-    def __str__(self) -> str:
-        best = f"best {show_seconds(self.best.step_seconds)}" if self.best else "nothing fits yet"
-        return f"{self.done}/{self.total} choices, {best}"
-
-
 @dataclass(frozen=True)
 class Found:
     """All plans, the quickest first; all that was rejected; and in two sentences why the first is the first."""
@@ -69,76 +60,49 @@ class Found:
 def search(
     profile: Profile,
     devices: int | Sequence[Device],
-    *,
-    memory: int | None = None,
+    wanted: Wanted = ANYTHING,
     minibatch: int | None = None,
-    microbatches: int | None = None,
-    recipes: Sequence[str] | None = None,
-    replicas: bool = True,
-    mesh: Mesh | None = None,
-    shard_optimizer: bool = False,
-    slack: float | None = None,
-    time_limit: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """The best plan for a profile on these devices.
 
-    memory           bytes of each device; None for no limit
-    minibatch        samples in a step; by default the profile's, or 4 of its microbatches per device
-    microbatches     only this many; by default several numbers are tried
-    recipes          only these; by default all, and `auto` where they do best
-    replicas         several pipelines side by side are tried too; otherwise one of all devices
-    mesh             only this one
-    shard_optimizer  the optimizer's state is shared out among replicas
-    slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
-    time_limit       in seconds; what was found until then is the answer
+    minibatch  samples in a step; by default the profile's, or 4 of its microbatches per device
     """
-    there = [Device(memory)] * _at_least_one("devices", devices) if isinstance(devices, int) else list(devices)
+    there = [Device()] * _at_least_one("devices", devices) if isinstance(devices, int) else list(devices)
     check_devices(there)
-    if recipes is not None:
-        options.check_recipes(recipes)
     if minibatch is None:
         minibatch = profile.minibatch or 4 * len(there) * profile.samples
     _at_least_one("minibatch", minibatch)
-    if microbatches is not None and _at_least_one("microbatches", microbatches) > minibatch:
+    if wanted.microbatches is not None and _at_least_one("microbatches", wanted.microbatches) > minibatch:
         raise ConfigError(
-            f"a minibatch of {minibatch} samples can't be cut into {microbatches} microbatches: use fewer"
+            f"a minibatch of {minibatch} samples can't be cut into {wanted.microbatches} microbatches: use fewer"
         )
     check_reach(profile, len(there))
     _check_layers(profile, there)
-    judge = Judge(Drafts(profile, there, shard_optimizer=shard_optimizer, slack=slack))
-    run = _Search(judge, minibatch, microbatches, recipes, len(profile.layers), time_limit, progress)
-    even = replicas and len(set(there)) == 1
-    meshes = [mesh] if mesh else options.meshes(len(there), even=even, levels=len(profile.links))
-    run.try_all(meshes)
-    if not run.found and not run.missed and not mesh:
-        run.try_all(options.shorter(len(there)))
-    if not run.found:
-        raise PlanError(_why_none(run, profile, there, minibatch))
-    run.refine()
-    plans = tuple(plan for _, plan in run.ranked())
-    text = explained(plans, len(run.rejected))
-    return Found(plans, tuple(run.rejected), text, not run.ended_early)
+    judge = Judge(Drafts(profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack))
+    tries = _Tries(judge, wanted, minibatch, len(profile.layers), progress)
+    even = wanted.replicas and len(set(there)) == 1
+    meshes = options.meshes(len(there), even=even, levels=len(profile.links))
+    tries.try_all([wanted.mesh] if wanted.mesh else meshes)
+    if not tries.found and not tries.missed and not wanted.mesh:
+        tries.try_all(options.shorter(len(there)))
+    if not tries.found:
+        raise PlanError(_why_none(tries, there, minibatch))
+    tries.refine()
+    plans = tuple(plan for _, plan in tries.ranked())
+    text = explained(plans, len(tries.rejected))
+    return Found(plans, tuple(tries.rejected), text, not tries.ended_early)
 
 
-class _Search:
+class _Tries:
     """Keeps what was found and what was rejected."""
 
     def __init__(
-        self,
-        judge: Judge,
-        minibatch: int,
-        microbatches: int | None,
-        recipes: Sequence[str] | None,
-        num_layers: int,
-        time_limit: float | None,
-        progress: Callable[[Progress], None] | None,
+        self, judge: Judge, wanted: Wanted, minibatch: int, num_layers: int, progress: Callable[[str], None]
     ) -> None:
-        self.judge, self.minibatch, self.microbatches, self.num_layers = judge, minibatch, microbatches, num_layers
-        self.recipes = recipes
-        self.progress = progress or (lambda progress: None)
-        self.deadline = None if time_limit is None else time.monotonic() + time_limit
-        self.time_limit = time_limit
+        self.judge, self.minibatch, self.num_layers, self.progress = judge, minibatch, num_layers, progress
+        self.microbatches, self.recipes, self.time_limit = wanted.microbatches, wanted.schedules, wanted.time_limit
+        self.deadline = None if self.time_limit is None else time.monotonic() + self.time_limit
         self.found: list[tuple[Choice, Plan]] = []
         self.best: Plan | None = None
         self.rejected: list[Rejection] = []
@@ -187,7 +151,8 @@ class _Search:
         self.tried.update(choices)
         for number, choice in enumerate(choices):
             best = self.best
-            self.progress(Progress(number, len(choices), best))
+            said = f"best {show_seconds(best.step_seconds)}" if best else "nothing fits yet"
+            self.progress(f"{number}/{len(choices)} choices, {said}")
             least = self.judge.drafts.least_seconds(choice)
             if self.out_of_time() and (self.found or self.rejected):
                 self.ended_early = True
@@ -263,17 +228,17 @@ def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
             )
 
 
-def _why_none(run: _Search, profile: Profile, devices: Sequence[Device], minibatch: int) -> str:
-    cut_short = f" (cut short by the time limit of {run.time_limit:g} s)" if run.ended_early else ""
-    if run.missed:
-        excess, choice, reason = min(run.missed, key=lambda miss: miss.excess)
+def _why_none(tries: _Tries, devices: Sequence[Device], minibatch: int) -> str:
+    cut_short = f" (cut short by the time limit of {tries.time_limit:g} s)" if tries.ended_early else ""
+    if tries.missed:
+        excess, choice, reason = min(tries.missed, key=lambda miss: miss.excess)
         most = max(device.memory or 0 for device in devices)
         return (
             f"nothing fits {show_bytes(most)} per device{cut_short}; the nearest is {choice}, where {reason}: about "
             f"{show_bytes(excess * most)} per device would do"
         )
-    if run.rejected:
-        return f"no plan can be made: {run.rejected[0].choice} is rejected because {run.rejected[0].reason}"
+    if tries.rejected:
+        return f"no plan can be made: {tries.rejected[0].choice} is rejected because {tries.rejected[0].reason}"
     return (
         f"a minibatch of {minibatch} samples can't be shared out evenly among {len(devices)} devices as asked: use "
         f"{minibatch // len(devices) * len(devices) or len(devices)}, or another number of microbatches"
