@@ -62,11 +62,7 @@ ROOMS = (
     ("plan.profile", "plan.cut", "plan.plan", "plan.explain", "plan.search", "plan.planner"),
 )
 MOST_LINES = {"file": 350, "function": 80}
-OWED: dict[str, set[str]] = {
-    "names_of_several_things": {
-        "_Tries",
-    },
-}
+OWED: dict[str, set[str]] = {}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}
 
 

@@ -37,7 +37,12 @@ class Placement:
     @cached_property
     def single(self) -> tuple[int, ...] | None:
         """The device of each stage where no stage is replicated: the quick path of everything that asks often."""
-        return tuple(cycle[0] for cycle in self.cycles) if all(len(cycle) == 1 for cycle in self.cycles) else None
+        return self.homes if all(len(cycle) == 1 for cycle in self.cycles) else None
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The device of each stage, and of its first microbatch where stages are replicated."""
+        return tuple(cycle[0] for cycle in self.cycles)
 
     def device(self, stage: int, microbatch: int) -> int:
         if self.single is not None:

@@ -46,12 +46,7 @@ def partition(
     S = placement.num_stages
     rows = _rows(times, S)
     check_enough_layers(len(rows[0]), S)
-    homes = [placement.device(stage, 0) for stage in range(S)]
-    chain = Chain(
-        _sums(_at_speed(rows, homes, speeds)),
-        _crossings(hops, homes),
-        [None] * S,
-    )
+    chain = Chain(_sums(_at_speed(rows, placement.homes, speeds)), _crossings(hops, placement), [None] * S)
     if memory is None or limits is None:
         cuts = solve(chain)
         assert cuts is not None
@@ -127,14 +122,12 @@ def _at_speed(
     return [made[id(row), speeds[home]] for row, home in zip(rows, homes, strict=True)]
 
 
-def _crossings(hops: PerLayer | None, homes: Sequence[int]) -> list[Sequence[Number] | None]:
+def _crossings(hops: PerLayer | None, placement: Placement) -> list[Sequence[Number] | None]:
     """The hop behind each stage by where it ends; none between two stages of one device."""
-    found: list[Sequence[Number] | None] = [None] * len(homes)
-    if hops is not None:
-        for stage, row in enumerate(_rows(hops, len(homes))[:-1]):
-            if homes[stage] != homes[stage + 1]:
-                found[stage] = [0, *row]
-    return found
+    if hops is None:
+        return [None] * placement.num_stages
+    rows = enumerate(_rows(hops, placement.num_stages), start=1)
+    return [[0, *row] if after in placement.crossed else None for after, row in rows]
 
 
 def _why_nothing_fits(held: Sequence[Sequence[Number]], placement: Placement, limits: Sequence[Number]) -> str:
@@ -148,8 +141,8 @@ def _why_nothing_fits(held: Sequence[Sequence[Number]], placement: Placement, li
             f"layer {largest} alone holds {float(sizes[largest]):g}, but the largest limit of a device is {most:g}: "
             "cut it into smaller layers, or use smaller microbatches"
         )
-    homes = [placement.device(stage, 0) for stage in range(S)]
-    shares = [[size / max(limits[home], 1e-9) for size in sums] for sums, home in zip(held, homes, strict=True)]
+    pairs = zip(held, placement.homes, strict=True)
+    shares = [[size / max(limits[home], 1e-9) for size in sums] for sums, home in pairs]
     even = solve(Chain(shares, [None] * S, [None] * S))
     assert even is not None
     by_stage = held_by_stage(held, even)

@@ -29,7 +29,7 @@ def solve_shared(
     most_tries: int,
 ) -> Solution | None:
     """The best cuts such that no device holds more than its limit. `memory`: per stage, summed up to each position."""
-    homes = [placement.device(stage, 0) for stage in range(placement.num_stages)]
+    homes = placement.homes
     start: tuple[Range, ...] = tuple((0, limits[home]) for home in homes)
     waiting: list[tuple[float, Number, int, Solution, tuple[Range, ...]]] = []
     tries = 0

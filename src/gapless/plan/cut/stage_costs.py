@@ -37,7 +37,7 @@ def make_stages(
     """`counts` are the layers per stage, `speeds` those of the devices."""
     ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = tuple(profile.layers[first:last] for first, last in pairwise(ends))
-    homes = [placement.device(stage, 0) for stage in range(len(counts))]
+    homes = placement.homes
 
     def time(of: Callable[[Layer], float], entry: float = 0.0) -> tuple[float, ...]:
         return tuple((entry + sum(map(of, own))) / speeds[home] for own, home in zip(layers, homes, strict=True))
@@ -67,10 +67,8 @@ def make_stages(
 
 def _with_links(costs: Costs, profile: Profile, placement: Placement, mesh: Mesh, boundary: Sequence[int]) -> Costs:
     """The simulator knows one latency and one bandwidth: on a slower link a message is so much the larger."""
-    links = {
-        stage: mesh.hop(profile, placement.device(stage - 1, 0), placement.device(stage, 0))
-        for stage in sorted(placement.crossed)
-    }
+    homes = placement.homes
+    links = {stage: mesh.hop(profile, homes[stage - 1], homes[stage]) for stage in sorted(placement.crossed)}
     if not links:
         return costs
     latency = min(link.latency for link in links.values())

@@ -132,7 +132,7 @@ class Drafts:
         placement = choice.placement
         plain = [work(layer) for layer in profile.layers]
         again = [work(layer) + layer.recompute.median for layer in profile.layers]
-        homes = [placement.device(stage, 0) for stage in range(placement.num_stages)]
+        homes = placement.homes
         hops = []
         for stage, home in enumerate(homes):
             link = choice.mesh.hop(profile, home, homes[min(stage + 1, len(homes) - 1)])

@@ -80,7 +80,7 @@ def search(
     check_reach(profile, len(there))
     _check_layers(profile, there)
     judge = Judge(Drafts(profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack))
-    tries = _Tries(judge, wanted, minibatch, len(profile.layers), progress)
+    tries = _Attempts(judge, wanted, minibatch, len(profile.layers), progress)
     even = wanted.replicas and len(set(there)) == 1
     meshes = options.meshes(len(there), even=even, levels=len(profile.links))
     tries.try_all([wanted.mesh] if wanted.mesh else meshes)
@@ -94,7 +94,7 @@ def search(
     return Found(plans, tuple(tries.rejected), text, not tries.ended_early)
 
 
-class _Tries:
+class _Attempts:
     """Keeps what was found and what was rejected."""
 
     def __init__(
@@ -228,7 +228,7 @@ def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
             )
 
 
-def _why_none(tries: _Tries, devices: Sequence[Device], minibatch: int) -> str:
+def _why_none(tries: _Attempts, devices: Sequence[Device], minibatch: int) -> str:
     cut_short = f" (cut short by the time limit of {tries.time_limit:g} s)" if tries.ended_early else ""
     if tries.missed:
         excess, choice, reason = min(tries.missed, key=lambda miss: miss.excess)
