@@ -331,7 +331,7 @@ class Cell:
         Two are enough: a penalty in the loss may turn out to be the third.
         """
         often = [parameter for parameter in found.casts if found.uses[parameter] > 1]
-        news = [self._calls.mode.casts_anew(parameter) for parameter in often]
+        news = [self._calls.mode.casts_anew(parameter, unless_deferred=True) for parameter in often]
         if any(news):
             raise Restart
 

@@ -53,6 +53,7 @@ class Mode(TorchFunctionMode):
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = table
         self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
+        self._unless_deferred: set[int] = set()  # of these, those whose records know how to add up without
         self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
         self._own: dict[int, Tensor] = {}
 
@@ -99,6 +100,8 @@ class Mode(TorchFunctionMode):
         if type(arg) is not Parameter or id(arg) not in self.cast_anew or arg.dtype != torch.float32:
             return arg
         if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled():
+            return arg
+        if self._records is not None and id(arg) in self._unless_deferred and id(arg) not in self.excluded:
             return arg
         made = self._own.get(id(arg))
         if made is None:
@@ -169,10 +172,17 @@ class Mode(TorchFunctionMode):
         """Leaves the gradients of these to autograd."""
         self.excluded.update(id(parameter) for parameter in parameters)
 
-    def casts_anew(self, parameter: Tensor) -> bool:
-        """Has autocast's cast of a parameter made anew by every forward; whether that is news."""
+    def casts_anew(self, parameter: Tensor, *, unless_deferred: bool = False) -> bool:
+        """Has autocast's cast of a parameter made anew by every forward; whether that is news. `unless_deferred`: not
+        where its gradient waits. What is learnt from a forward that defers nothing must not change those that do: some
+        of their step have run, and gradients of one step either all wait or none.
+        """
         is_news = id(parameter) not in self.cast_anew
         self.cast_anew.add(id(parameter))
+        if not unless_deferred:
+            self._unless_deferred.discard(id(parameter))
+        elif is_news:
+            self._unless_deferred.add(id(parameter))
         return is_news
 
     def exclude_deferred(self) -> None:
