@@ -113,7 +113,7 @@ def test_a_pipeline_compiles_each_layer_and_keeps_the_names() -> None:
 def test_compiled_layers_under_a_split_schedule_say_once_that_they_do_not_wait() -> None:
     model = blocks()
     layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
-    with pytest.warns(UserWarning, match="stages whose backward is split have 3 of them") as seen:
+    with pytest.warns(UserWarning, match="3 compiled layers are in stages with a split backward") as seen:
         pipe = gapless.Pipeline(
             [*layers[:3], model[3]],
             devices=2,

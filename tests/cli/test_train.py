@@ -164,7 +164,7 @@ def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
         monkeypatch.setenv(name, value)
     code, out, err = gapless(command.format(config=write(tmp_path)))
     assert (code, out) == (2, "")
-    assert "runs in one process, but torchrun started 2 of them" in err
+    assert "runs in one process, but torchrun started 2, and each would do the whole job" in err
     assert "docs/cluster.md" in err
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert gapless(f"train {write(tmp_path)} --steps 1").code == 0
@@ -184,6 +184,6 @@ def test_torchrun_itself_ends_with_that_sentence(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode != 0
-    assert "`gapless train` runs in one process, but torchrun started 2 of them" in ended.stderr
+    assert "`gapless train` runs in one process, but torchrun started 2, and each would do" in ended.stderr
     assert "exitcode  : 2" in ended.stderr
     assert "loss" not in ended.stdout

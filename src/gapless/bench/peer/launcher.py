@@ -9,6 +9,7 @@ its standard input, and ranks end with the launcher.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -122,6 +123,7 @@ def _serve() -> Callable[[], object] | None:
                 reply = {"number": question["number"], "failed": f"{type(error).__name__}: {error}"}
                 print(json.dumps(reply), file=answers, flush=True)
                 continue
+            gc.freeze()  # what is here stays: ranks need not look through it, nor copy it by doing so
             answer = []
             for rank, file in enumerate(question["said"]):
                 child = os.fork()
