@@ -511,7 +511,7 @@ def test_a_sequence_that_gets_a_hook_of_its_own_is_refused_until_it_is_gone() ->
         handle = model.register_forward_hook(_half)
         for _ in range(2):
             with pytest.raises(
-                ConfigError, match="was a sequence when the pipeline was made, and has hooks of its own"
+                ConfigError, match="was a sequence when the pipeline was made, but has hooks of its own now"
             ):
                 pipe.step(x, y)
         handle.remove()

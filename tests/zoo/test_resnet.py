@@ -56,7 +56,7 @@ def test_it_has_the_published_number_of_parameters(depth: int, parameters: int) 
 
 
 def test_an_unknown_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match="a ResNet of depth 20 is not known: it is one of 18, 34, 50, 101"):
+    with pytest.raises(ValueError, match="a ResNet of depth 20 is not known: choose one of 18, 34, 50, 101"):
         resnet(20)
 
 

@@ -53,7 +53,8 @@ class Mode(TorchFunctionMode):
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = table
         self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
-        self._unless_deferred: set[int] = set()  # of these, those whose records know how to add up without
+        self._unless_deferred: set[int] = set()  # of these, those that may go on waiting if they have waited
+        self._have_waited: set[int] = set()  # parameters that some forward has deferred, by id
         self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
         self._own: dict[int, Tensor] = {}
 
@@ -101,7 +102,7 @@ class Mode(TorchFunctionMode):
             return arg
         if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled():
             return arg
-        if self._records is not None and id(arg) in self._unless_deferred and id(arg) not in self.excluded:
+        if self._records is not None and id(arg) in self._unless_deferred & self._have_waited - self.excluded:
             return arg
         made = self._own.get(id(arg))
         if made is None:
@@ -166,6 +167,7 @@ class Mode(TorchFunctionMode):
                 raise Restart
             if low or not known:
                 self.deferred[id(each)] = (each, low)
+                self._have_waited.add(id(each))
         return self._records.append
 
     def exclude(self, parameters: Iterable[Parameter]) -> None:
