@@ -55,7 +55,7 @@ def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: 
         found = torchrun(hosts, 1, "dies", tmp_path / "found.json", timeout=250)
     assert "rank 1 is dead: its connection to rank 0 was closed" in found["words"]
     print(f"noticed after {found['seconds']:.2f} s")
-    assert found["seconds"] < 10  # and not after 20, when its child ends
+    assert found["seconds"] < 3
 
 
 @pytest.mark.slow

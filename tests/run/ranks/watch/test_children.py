@@ -208,9 +208,10 @@ def test_a_dead_rank_whose_child_lives_is_noticed(server: Server, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(11, 21))
-def test_fifty_dead_ranks_whose_children_live_are_noticed_before_these_end(
+def test_fifty_dead_ranks_whose_children_live_are_noticed_within_three_seconds(
     server: Server, tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -219,7 +220,7 @@ def test_fifty_dead_ranks_whose_children_live_are_noticed_before_these_end(
         ranks = chance.choice([2, 3, 4])
         took.append(kill_a_parent(server, tmp_path, ranks, ("python", "libc")[number % 2], chance.randrange(ranks)))
     print(f"seed {seed}: after {', '.join(f'{seconds:.2f}' for seconds in sorted(took))} s")
-    assert max(took) < 20  # their children live for 60
+    assert max(took) < 3
 
 
 @pytest.mark.slow
