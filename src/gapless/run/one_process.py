@@ -50,7 +50,7 @@ class OneProcess:
         return nullcontext()
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
-        """With whom?"""
+        """There is nobody to agree with."""
 
     def adopt(
         self,

@@ -143,6 +143,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     tree = _as_dict(tree)
     if num_microbatches < 1:
         raise ConfigError(f"{num_microbatches} microbatches: at least 1 is needed.")
+    follows = size is not None
     if size is None:
         size = batch_size(tree, batch_dims)
     if size == 0:
@@ -152,6 +153,8 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     if shape is not None:
         _refuse_arrays(shape.leaves)
     dims = _dims(tensors, shape, tree, batch_dims)
+    if follows and batch_dims is None and count > 1:
+        _refuse_rows_of_a_microbatch(tensors, size, count)
     columns = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if dim is None or tensor.dim() <= dim or (batch_dims is None and tensor.size(dim) != size):
@@ -164,6 +167,18 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         else:
             columns.append(list(tensor.tensor_split(count, dim)))
     return [unflatten([column[m] for column in columns], shape) for m in range(count)]
+
+
+def _refuse_rows_of_a_microbatch(tensors: Sequence[Tensor], size: int, count: int) -> None:
+    """A target that is not cut but fits every microbatch would train on wrong pairs without a word."""
+    rows = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
+    fitting = [number for number in rows if number in sizes(size, count)]
+    if fitting and size not in rows:
+        raise ConfigError(
+            f"the target has {fitting[0]} rows for {size} samples, which is as many as one of the {count} microbatches "
+            "has, so each of them would get all rows: give the target one row per sample, or say with target_dims "
+            "where to cut it."
+        )
 
 
 def _refuse_arrays(leaves: Sequence[Any]) -> None:
