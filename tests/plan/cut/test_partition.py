@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from gapless.errors import PartitionError
-from gapless.plan.cut.partition import balanced, equal_counts, gpipe, least_variance, partition
+from gapless.plan.cut.partition import balanced, equal_counts, gpipe, partition
 from gapless.schedule.placement import Placement, line, loop, vee
 
 COSTS = (0, 1, 1, 1, 2, 2, 3, 5, 8, 13)
@@ -115,18 +115,8 @@ def test_it_never_loses_to_gpipe_or_to_counting_layers() -> None:
         S = chance.randint(1, min(n, 12))
         costs = [chance.choice((chance.random(), 10 * chance.random(), 0.0)) for _ in range(n)]
         ours = max(stages_of(costs, balanced(costs, S)))
-        for other in (gpipe(costs, S), equal_counts(n, S), least_variance(costs, S)):
+        for other in (gpipe(costs, S), equal_counts(n, S)):
             assert ours <= max(stages_of(costs, other)) * (1 + 1e-9)
-
-
-def test_the_variance_alone_is_the_least_there_is() -> None:
-    chance = random.Random(3)
-    for _ in range(300):
-        n = chance.randint(1, 10)
-        S = chance.randint(1, n)
-        costs = chance.choices(COSTS, k=n)
-        squares = [sum(x * x for x in stages_of(costs, counts)) for counts in all_partitions(n, S)]
-        assert sum(x * x for x in stages_of(costs, least_variance(costs, S))) == min(squares)
 
 
 @pytest.mark.parametrize("kind", ["even", "random", "one heavy layer", "many heavy layers", "growing", "nothing"])
@@ -219,6 +209,6 @@ def test_what_can_t_fit_is_said_with_its_numbers(memory: list[int], limits: int 
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    for function in (balanced, gpipe, least_variance):
+    for function in (balanced, gpipe):
         with pytest.raises(PartitionError, match="the model has 3 layers, but 4 stages were asked for"):
             function([1, 1, 1], 4)

@@ -63,14 +63,9 @@ class Solution(NamedTuple):
         return tuple(end - start for start, end in pairwise((0, *self.ends)))
 
 
-def solve(chain: Chain, bounded: bool = True, least: Number = 0) -> Solution | None:
-    """The best solution, or None where nothing fits the rooms. Not `bounded`: the least squares alone.
-
-    `least`: what the slowest is known not to be below
-    """
+def solve(chain: Chain, least: Number = 0) -> Solution | None:
+    """The best solution, or None where nothing fits the rooms. `least`: what the slowest is known not to be below."""
     high: Number = max(max(times[-1] for times in chain.times), *(max(hops) for hops in chain.hops if hops), 0)
-    if not bounded:
-        return _least_squares(chain, high)
     if _windows(chain, high) is None:
         return None
     low = least

@@ -59,14 +59,6 @@ def partition(
     return cuts.counts
 
 
-def least_variance(costs: Sequence[Number], num_stages: int) -> tuple[int, ...]:
-    """By the variance alone: what is sometimes used, and may leave a slower stage than there has to be."""
-    check_enough_layers(len(costs), num_stages)
-    cuts = solve(Chain(_sums([costs] * num_stages), [None] * num_stages, [None] * num_stages), bounded=False)
-    assert cuts is not None
-    return cuts.counts
-
-
 def gpipe(costs: Sequence[Number], num_stages: int) -> tuple[int, ...]:
     """GPipe's own: a layer goes to stage min(floor(qS), S-1), q its inclusive share of all. Stages may stay empty.
 
