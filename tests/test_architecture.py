@@ -11,6 +11,7 @@ Inside `plan`:  profile < cut < plan < explain < search < planner
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -191,7 +192,20 @@ def without_a_word() -> Iterator[str]:
                 yield f"{named(path)}: {node.name}"
 
 
-@pytest.mark.parametrize("rule", [against_the_order, in_circles, names_of_several_things, too_long, without_a_word])
+def unnamed_by_their_package() -> Iterator[str]:
+    """Files and folders that the docstring of their package says nothing of."""
+    for package in PACKAGE.rglob("__init__.py"):
+        words = {word.strip(".") for word in re.findall(r"[\w.]+", ast.get_docstring(_tree(package)) or "")}
+        for path in package.parent.iterdir():
+            is_part = path.suffix in (".py", ".html", ".css", ".js") or (path / "__init__.py").exists()
+            if is_part and not path.name.startswith("_") and path.name.removesuffix(".py") not in words:
+                yield named(path)
+
+
+RULES = [against_the_order, in_circles, names_of_several_things, too_long, without_a_word, unnamed_by_their_package]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_house_is_in_order(rule: Callable[[], Iterator[str]]) -> None:
     assert not set(rule())
 

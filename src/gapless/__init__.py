@@ -2,6 +2,21 @@
 it runs.
 
 The names below load when they are first used: looking at schedules never imports torch.
+
+The packages, from the lowest to the highest; each says in its own `__init__` what its files are:
+
+errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a file of theirs
+schedule  theory, without torch: actions, schedules, costs, verify and simulate
+view      drawings of schedules and timelines
+stage     tensors on one device
+model     whole models, as layers or traced
+plan      how to cut a model, and which schedule to run
+run       a schedule at work: on threads, or on a process per device
+pipeline  what users call: Pipeline and make_plan
+zoo       models as people write them
+train     training from a config
+bench     the benchmarks
+cli       the command line
 """
 
 from importlib import import_module

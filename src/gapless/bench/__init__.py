@@ -16,8 +16,9 @@ scale        generate, verify and simulate ever larger schedules
 planner/     what `plan` measures
 plan         is the planner right?
 
-A benchmark has a file with `run`, which measures and returns JSON values, and `report`, which makes text of them. It is
-a line in BENCHMARKS, and nothing else needs to know of it.
+A benchmark has a file with `run`, which measures and returns JSON values, and `report`, which makes text of them. `run`
+takes `progress`, and what else it takes are its options, annotated as `parameters` says. The benchmark is a line in
+BENCHMARKS, and no other code needs to know of it.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.

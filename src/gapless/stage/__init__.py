@@ -19,11 +19,11 @@ How layers are called
     calls          the calls of a stage: layers, loss, backwards
     way            inside the mode, outside of it, or neither; `compiled`: layers of which nothing can be seen
     mode           the one function mode; `table`: what it answers; `signature`: the arguments of such a call
-    linear         weight gradients that wait; `convolution`: those of convolutions and embeddings
+    linear         handlers that let weight gradients wait (a new one: see `table`); `convolution`: more of them
     random_calls   torch's random functions; `batchnorm`: running statistics
 
 What they stand on
-    deferred       the records of weight gradients; `graph_task`: for whom a backward runs
+    deferred       weight gradients that wait for the second half of a backward; `graph_task`: for whom a backward runs
     draws          private generators; `unseen`: draws that the mode can't see; `exclusive`: one thread at a time
     reach          which parameters a graph reaches
     autocast       its state, where it must be off or replayed; `settings`: all settings that a layer may depend on

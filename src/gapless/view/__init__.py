@@ -1,11 +1,20 @@
 """Timelines and schedules for people to look at. In reading order:
 
-legend    what each kind of action is called, and its colour
+legend    what each kind of action is called, and its colour; the page's legend is made in `page`
 text      grids, tables and figures for a terminal
 needs     who waits for whom, as numbers
 columns   a timeline packed for the page
 summary   the page's table
-page      one interactive HTML file
+page      one interactive HTML file, put together from the files below
 svg       a picture that stands still
 perfetto  a trace for ui.perfetto.dev
+
+What the page is made of:
+
+timeline.html        its fixed words and controls, with a {{place}} for each part that `page` fills in
+timeline.css         its layout and colours, but for those of actions
+timeline.data.js     reads the columns, and answers what drawing asks of them
+timeline.draw.js     draws the rows: actions, idle time, memory
+timeline.overlay.js  draws what follows the pointer, and the time axis
+timeline.js          what the controls do: zoom, theme, sorting, the details of an action
 """

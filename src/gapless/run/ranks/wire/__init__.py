@@ -2,12 +2,12 @@
 
 layout         everything of a tree of tensors but its numbers: structure, dtypes, shapes, strides
 message        a tree as one buffer of bytes, and back
-channel        the two ends of a channel, the courier that posts for them, and the interface of a way
+channel        the two ends of a channel, the courier that posts for them, and the interface of a carrier
 groups         groups of ranks that are gapless's own, over Gloo
 gloo           channels over Gloo: between hosts, and wherever nothing better reaches
 pinned         the same for tensors of a GPU, by way of pinned host memory
 nccl           channels from GPU to GPU
 shared_memory  memory that two processes of one host share, in which large tensors stay where they are
 pipes          channels between processes of one host
-connections    all channels of this process; a new way is added here
+connections    all channels of this process; a new carrier is added here
 """
