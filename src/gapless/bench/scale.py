@@ -25,12 +25,8 @@ MOST_MICROBATCHES = 1024
 
 def sizes(smallest: int, largest: int) -> list[tuple[int, int]]:
     """(devices, microbatches), the devices doubling."""
-    found = []
-    devices = smallest
-    while devices <= largest:
-        found.append((devices, min(4 * devices, MOST_MICROBATCHES)))
-        devices *= 2
-    return found
+    doubled = (smallest << times for times in range((largest // smallest).bit_length()))
+    return [(devices, min(4 * devices, MOST_MICROBATCHES)) for devices in doubled]
 
 
 def run(

@@ -12,7 +12,7 @@ plan          cut a model and choose a schedule for it; plan_report is what it p
 train         train what a config describes
 bench         run a benchmark; its options are the parameters of the benchmark's `run`
 
-A command is a file with `add`, which declares its options and returns what runs it, and a line in COMMANDS.
+A command is a file with an EXAMPLE for its help, `add`, which declares its options, and `run`; and a line in COMMANDS.
 What goes wrong is one sentence on standard error and exit code 2 (1 where training itself failed); Ctrl-C is exit code
 130. Results go to standard output.
 """
@@ -20,7 +20,7 @@ What goes wrong is one sentence on standard error and exit code 2 (1 where train
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -81,15 +81,25 @@ def _run(argv: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
         return _complain(f"there is no command {name[:60]!r}; {hint}")
-    run: Callable[[argparse.Namespace], int] | None = None
+    asked = None
     for command, purpose in COMMANDS.items():
-        # Only the command that was asked for is loaded, so that each starts at once.
-        if command == name:
-            run = import_module(f"gapless.cli.{command}").add(commands, purpose)
-        else:
+        if command != name:
             commands.add_parser(command, help=purpose, add_help=False)
+            continue
+        # Only the command that was asked for is loaded, so that each starts at once.
+        asked = import_module(f"gapless.cli.{command}")
+        own = commands.add_parser(
+            command,
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            epilog=f"example: {asked.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        asked.add(own)
     arguments = parse(parser, argv, commands.choices[name] if name else parser)
-    if run is None:
+    if asked is None:
         parser.print_help()
         return 0
-    return run(arguments)
+    code: int = asked.run(arguments)
+    return code

@@ -16,27 +16,25 @@ from gapless.bench.parameters import Between
 from gapless.cli import options, terminal
 from gapless.cli.parser import Parser, parse
 
+EXAMPLE = "gapless bench emulated --devices 8 --microbatches 16"
 _LETTERS = {"devices": "K", "microbatches": "M"}
 
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+def add(parser: argparse.ArgumentParser) -> None:
     """The benchmark is a word, and the words after it are for a parser of its own."""
-    parser = options.parser(commands, "bench", purpose, "gapless bench emulated --devices 8 --microbatches 16")
     lines = [f"\n  {name:<8}  {what}" for name, what in BENCHMARKS.items()]
     parser.description = f"{parser.description}\n\nbenchmarks; each has its own --help:{''.join(lines)}"
     parser.add_argument("name", nargs="?", metavar="NAME", choices=list(BENCHMARKS), help="one of the benchmarks")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
-
-    def run(arguments: argparse.Namespace) -> int:
-        if arguments.name is None:
-            parser.print_help()
-            return 0
-        return _run(arguments.name, arguments.words)
-
-    return run
+    parser.set_defaults(print_help=parser.print_help)
 
 
-def _run(name: str, words: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """The benchmark that is named; without a name the list of them."""
+    name = arguments.name
+    if name is None:
+        arguments.print_help()
+        return 0
     benchmark = import_module(f"gapless.bench.{name}")
     parser = Parser(
         prog=f"gapless bench {name}",
@@ -52,7 +50,7 @@ def _run(name: str, words: list[str]) -> int:
             add_option(parser, parameter.name, kind, parameter.default, *notes)
             checks[parameter.name] = [note for note in notes if callable(note)]
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = vars(parse(parser, words, parser))
+    given = vars(parse(parser, arguments.words, parser))
     as_json = given.pop("json")
     for option, value in given.items():
         for check in checks[option]:

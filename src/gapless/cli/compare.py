@@ -1,8 +1,6 @@
 """`gapless compare`: every schedule for these costs and this memory, ranked."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from gapless.cli import options, terminal
 from gapless.errors import GaplessError, ScheduleError
@@ -12,14 +10,8 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
 
-
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """Adds the command to the parser and returns what runs it."""
-    parser = options.parser(
-        commands, "compare", purpose, "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
-    )
-    options.add_all(parser)
-    return run
+EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
+add = options.add_all
 
 
 def run(arguments: argparse.Namespace) -> int:

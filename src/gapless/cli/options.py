@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,79 +21,53 @@ from gapless.schedule.verify import verify
 from gapless.user_file import read_user_file
 
 
-def parser(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
-    """The parser of a command, whose help says its purpose and ends with an example."""
-    made: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=purpose,
-        description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    return made
+def add_values(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
+    """Options that take a value: the flags, how it is read, its default, a word for it in the help, and what it is."""
+    for flags, read, default, word, what in rows:
+        told = what if default is None else f"{what} (default {default})"
+        group.add_argument(*flags.split(), type=read, default=default, metavar=word, help=told)
 
 
 def add_all(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes schedules: sizes, costs, passes and outputs."""
-    _add_sizes(parser)
-    _add_costs(parser)
-    _add_passes(parser)
-    add_outputs(parser)
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--devices", "-K", type=int, default=4, metavar="K", help="number of devices (default 4)")
-    sizes.add_argument(
-        "--microbatches", "-M", type=int, default=8, metavar="M", help="number of microbatches (default 8)"
+    add_values(
+        parser.add_argument_group("sizes"),
+        ("--devices -K", int, 4, "K", "number of devices"),
+        ("--microbatches -M", int, 8, "M", "number of microbatches"),
+        ("--stages-per-device", int, None, "V", "stages per device (default: the recipe's own)"),
+        ("--minibatches", int, 8, "N", "2bw: number of minibatches to show"),
+        ("--replicas", _integers, None, "R,R", "pipedream: replicas of each stage"),
     )
-    sizes.add_argument(
-        "--stages-per-device", type=int, metavar="V", help="stages per device (default: the recipe's own)"
-    )
-    sizes.add_argument(
-        "--minibatches", type=int, default=8, metavar="N", help="2bw: number of minibatches to show (default 8)"
-    )
-    sizes.add_argument("--replicas", type=_integers, metavar="R,R", help="pipedream: replicas of each stage")
-
-
-def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group(
         "costs",
         "a single number is for a device and a microbatch, and its stages share it; a list as 1,2,1,1 is per stage",
     )
-    for option, default, what in (
-        ("forward", 1, "time of a forward"),
-        ("input-grad", 1, "time of the input gradient"),
-        ("weight-grad", 1, "time of the weight gradient"),
-        ("recompute", 0, "time of a recompute"),
-        ("update", 0, "time of a weight update"),
-        ("activation", 1, "memory of an activation, held from F to W"),
-        ("boundary", 0, "memory of a stage's input: it is sent, and kept if the stage is recomputed"),
-    ):
-        costs.add_argument(
-            f"--{option}", type=_per_stage, default=default, metavar="X", help=f"{what} (default {default})"
-        )
-    costs.add_argument(
-        "--kept-for-weight-grad",
-        type=_per_stage,
-        metavar="X",
-        help="the part of the activation held from I to W (default: all)",
-    )
-    costs.add_argument(
-        "--latency", type=_number, default=0, metavar="X", help="time of a hop between devices (default 0)"
-    )
-    costs.add_argument(
-        "--bandwidth", type=_number, metavar="X", help="boundary memory that a link carries per unit of time"
-    )
-    costs.add_argument(
-        "--memory-limit",
-        metavar="X",
-        help="memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b",
+    limit = "memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b"
+    add_values(
+        costs,
+        ("--forward", _per_stage, 1, "X", "time of a forward"),
+        ("--input-grad", _per_stage, 1, "X", "time of the input gradient"),
+        ("--weight-grad", _per_stage, 1, "X", "time of the weight gradient"),
+        ("--recompute", _per_stage, 0, "X", "time of a recompute"),
+        ("--update", _per_stage, 0, "X", "time of a weight update"),
+        ("--activation", _per_stage, 1, "X", "memory of an activation, held from F to W"),
+        (
+            "--boundary",
+            _per_stage,
+            0,
+            "X",
+            "memory of a stage's input: it is sent, and kept if the stage is recomputed",
+        ),
+        ("--kept-for-weight-grad", _per_stage, None, "X", "the part of the activation held from I to W (default: all)"),
+        ("--latency", _number, 0, "X", "time of a hop between devices"),
+        ("--bandwidth", _number, None, "X", "boundary memory that a link carries per unit of time"),
+        ("--memory-limit", str, None, "X", limit),
     )
     costs.add_argument(
         "--objective", choices=("makespan", "span"), default="makespan", help="what to minimise (default makespan)"
     )
+    _add_passes(parser)
+    add_outputs(parser)
 
 
 def _add_passes(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +90,12 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Where a result goes beside standard output."""
     outputs = parser.add_argument_group("output")
     outputs.add_argument("--json", action="store_true", help="print one JSON object")
-    outputs.add_argument("--html", type=file_to_write, metavar="FILE", help="write the interactive page")
-    outputs.add_argument("--svg", type=file_to_write, metavar="FILE", help="write a picture")
-    outputs.add_argument("--perfetto", type=file_to_write, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    add_values(
+        outputs,
+        ("--html", file_to_write, None, "FILE", "write the interactive page"),
+        ("--svg", file_to_write, None, "FILE", "write a picture"),
+        ("--perfetto", file_to_write, None, "FILE", "write a trace for ui.perfetto.dev"),
+    )
 
 
 def file_to_write(path: str) -> str:
@@ -134,15 +111,17 @@ def file_to_write(path: str) -> str:
 def add_name(parser: argparse.ArgumentParser) -> None:
     """Which schedule, for commands that take one."""
     parser.add_argument("schedule", metavar="SCHEDULE", help="a name from `gapless schedules`, or a schedule file")
-    parser.add_argument(
-        "--time-limit", type=_number, default=60, metavar="S", help="optimal: seconds to search (default 60)"
-    )
+    add_values(parser, ("--time-limit", _number, 60, "S", "optimal: seconds to search"))
 
 
 def costs_of(arguments: argparse.Namespace) -> Costs:
     """The costs that were asked for, by the names of their options."""
-    given = vars(arguments)
-    return Costs(**{field.name: given[field.name] for field in fields(Costs) if field.name in given})
+    return Costs(**_given(arguments, Costs))
+
+
+def _given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are options."""
+    return {field.name: vars(arguments)[field.name] for field in fields(kind) if field.name in arguments}
 
 
 def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
@@ -175,17 +154,8 @@ def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> recipes.Request:
-    return recipes.Request(
-        arguments.devices,
-        arguments.microbatches,
-        arguments.stages_per_device,
-        costs,
-        arguments.memory_limit,
-        arguments.objective,
-        arguments.replicas if name == "pipedream" else None,
-        arguments.minibatches,
-        getattr(arguments, "time_limit", 60.0),
-    )
+    asked = _given(arguments, recipes.Request)
+    return recipes.Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
 def schedule_of(arguments: argparse.Namespace) -> tuple[Schedule, Costs, Number | None]:
@@ -231,18 +201,9 @@ def passed(
     schedule: Schedule, costs: Costs, arguments: argparse.Namespace, limit: Number | None
 ) -> tuple[Schedule, Costs]:
     """The schedule after the passes asked for, and the costs it is to be simulated with."""
-    late = arguments.remat == "late"
-    passes = Passes(
-        split=arguments.split,
-        fuse=arguments.fuse,
-        recompute=range(schedule.num_stages) if arguments.remat else (),
-        early=not late,
-        memory_limit=limit,
-        forward_only=arguments.forward_only,
-        updates=arguments.updates,
-        transfers=arguments.transfers,
-    )
-    made = lowered(schedule, costs, passes)
+    late, again = arguments.remat == "late", range(schedule.num_stages) if arguments.remat else ()
+    asked = _given(arguments, Passes) | {"recompute": again, "early": not late, "memory_limit": limit}
+    made = lowered(schedule, costs, Passes(**asked))
     return made, costs.recomputed_late(schedule.placement) if late else costs
 
 

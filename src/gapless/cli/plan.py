@@ -19,49 +19,43 @@ from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
 from gapless.view import text
 
+EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """The options of the command; what comes back runs it."""
-    parser = options.parser(commands, "plan", purpose, "gapless plan profile.json --devices 8 --memory 24GiB")
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     parser.add_argument(
         "source",
         metavar="PROFILE",
         help="a JSON file with the costs of the layers (docs/planning.md), or a .toml config with a model and data, "
         "which is then measured (docs/training.md)",
     )
-    sizes = parser.add_argument_group("devices and sizes")
-    sizes.add_argument("--devices", "-K", type=int, metavar="N", help="number of devices (default: the config's, or 4)")
-    sizes.add_argument(
-        "--memory", metavar="SIZE", help="memory of each device, as 24GiB, or a list such as 24GiB,16GiB"
+    options.add_values(
+        parser.add_argument_group("devices and sizes"),
+        ("--devices -K", int, None, "N", "number of devices (default: the config's, or 4)"),
+        ("--memory", str, None, "SIZE", "memory of each device, as 24GiB, or a list such as 24GiB,16GiB"),
+        ("--speeds", str, None, "X,X", "speeds of the devices, if they differ; 1 is as profiled"),
+        ("--minibatch", int, None, "N", "samples in a step (default: from the file)"),
+        ("--microbatches -M", int, None, "M", "number of microbatches (default: try several)"),
     )
-    sizes.add_argument("--speeds", metavar="X,X", help="speeds of the devices, if they differ; 1 is as profiled")
-    sizes.add_argument("--minibatch", type=int, metavar="N", help="samples in a step (default: from the file)")
-    sizes.add_argument(
-        "--microbatches", "-M", type=int, metavar="M", help="number of microbatches (default: try several)"
-    )
-    measured = parser.add_argument_group("measuring a config")
-    measured.add_argument("--seconds", type=float, metavar="S", help="about how many seconds to measure (default 10)")
-    measured.add_argument(
-        "--profile", type=options.file_to_write, metavar="FILE", help="write the measured profile, to plan again later"
+    options.add_values(
+        parser.add_argument_group("measuring a config"),
+        ("--seconds", float, None, "S", "about how many seconds to measure (default 10)"),
+        ("--profile", options.file_to_write, None, "FILE", "write the measured profile, to plan again later"),
     )
     searched = parser.add_argument_group("search")
-    searched.add_argument(
-        "--schedules", metavar="NAME,NAME", help="schedules to try (default: auto and all with a flush)"
-    )
+    names = ("--schedules", str, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
+    options.add_values(searched, names)
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
-    searched.add_argument(
-        "--slack",
-        type=float,
-        metavar="X",
-        help=f"share of memory that the allocator loses (default: the profile's, or {SLACK})",
+    slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
+    options.add_values(
+        searched,
+        ("--slack", float, None, "X", slack),
+        ("--time-limit", float, 60, "S", "seconds to search"),
+        ("--top", int, 10, "N", "number of plans to list"),
     )
-    searched.add_argument("--time-limit", type=float, default=60, metavar="S", help="seconds to search (default 60)")
-    searched.add_argument("--top", type=int, default=10, metavar="N", help="number of plans to list (default 10)")
     options.add_outputs(parser)
-    parser.add_argument(
-        "--write", type=options.file_to_write, metavar="FILE", help="write the best plan, to train with"
-    )
-    return run
+    options.add_values(parser, ("--write", options.file_to_write, None, "FILE", "write the best plan, to train with"))
 
 
 def run(arguments: argparse.Namespace) -> int:

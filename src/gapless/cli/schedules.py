@@ -1,23 +1,20 @@
 """`gapless schedules`: the table of all recipes."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
-from gapless.cli import options, terminal
+from gapless.cli import terminal
 from gapless.schedule.recipes import RECIPES
 from gapless.view import text
 
+EXAMPLE = "gapless schedules"
 _LEGEND = """K devices, M microbatches, v stages per device, r = device 0..K-1; f, i, w = time of a forward, an input
 gradient and a weight gradient of one microbatch on one device, b = i + w. Bubble: idle time of a step; peak:
 activations a device holds."""
 
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """Adds the command to the parser and returns what runs it."""
-    parser = options.parser(commands, "schedules", purpose, "gapless schedules")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Nothing but how to print it."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,22 +1,20 @@
 """`gapless show`: draw a schedule, or print it."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from gapless.cli import options, terminal
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import text
 
+EXAMPLE = "gapless show zb-v --devices 4 --microbatches 8"
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """Adds the command to the parser and returns what runs it."""
-    parser = options.parser(commands, "show", purpose, "gapless show zb-v --devices 4 --microbatches 8")
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Which schedule, and how to print it."""
     options.add_name(parser)
     parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="how to print it (default grid)")
     options.add_all(parser)
-    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """`gapless simulate`: what a schedule costs in time and memory."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from gapless.cli import options, terminal
@@ -10,14 +9,13 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
 
+EXAMPLE = "gapless simulate zb-h1 --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03"
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """Adds the command to the parser and returns what runs it."""
-    example = "gapless simulate zb-h1 --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03"
-    parser = options.parser(commands, "simulate", purpose, example)
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Which schedule, and for what costs."""
     options.add_name(parser)
     options.add_all(parser)
-    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,32 +17,27 @@ if TYPE_CHECKING:
     from gapless.train.config import Config
     from gapless.train.trainer import Step
 
+EXAMPLE = "gapless train examples/gpt.toml --plan auto"
 _EVERY = 5.0  # seconds between two lines
 _LIVE = 0.2  # and between two looks at the line that is written over
 
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
+def add(parser: argparse.ArgumentParser) -> None:
     """Options stand in place of what the config says."""
-    parser = options.parser(commands, "train", purpose, "gapless train examples/gpt.toml --plan auto")
     parser.add_argument(
         "config", metavar="CONFIG", help="a TOML file with a model, its data and its optimizer (docs/training.md)"
     )
-    instead = parser.add_argument_group("instead of what the config says")
-    instead.add_argument(
-        "--plan", metavar="auto|FILE", help="make a plan first, or use one from `gapless plan --write`"
+    options.add_values(
+        parser.add_argument_group("instead of what the config says"),
+        ("--plan", str, None, "auto|FILE", "make a plan first, or use one from `gapless plan --write`"),
+        ("--steps", int, None, "N", "number of steps"),
+        ("--devices -K", int, None, "K", "number of devices"),
+        ("--microbatches -M", int, None, "M", "number of microbatches, also for --plan auto"),
+        ("--schedule", str, None, "NAME", "schedule, also for --plan auto"),
     )
-    for name, letter, what in (
-        ("steps", "N", "number of steps"),
-        ("devices", "K", "number of devices"),
-        ("microbatches", "M", "number of microbatches, also for --plan auto"),
-    ):
-        short = [f"-{letter}"] if letter in "KM" else []
-        instead.add_argument(f"--{name}", *short, type=int, metavar=letter, help=what)
-    instead.add_argument("--schedule", metavar="NAME", help="schedule, also for --plan auto")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end; progress goes to standard error"
     )
-    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

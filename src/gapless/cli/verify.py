@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,15 +9,13 @@ from gapless.cli import options, terminal
 from gapless.schedule.verify import Report, verify
 from gapless.view import text
 
+EXAMPLE = "gapless show 1f1b --format text > mine.txt; gapless verify mine.txt"
 
-def add(commands: Any, purpose: str) -> Callable[[argparse.Namespace], int]:
-    """Adds the command to the parser and returns what runs it."""
-    parser = options.parser(
-        commands, "verify", purpose, "gapless show 1f1b --format text > mine.txt; gapless verify mine.txt"
-    )
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Which file, and how to print what is wrong with it."""
     parser.add_argument("file", metavar="FILE", help="a schedule as text, CSV or JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

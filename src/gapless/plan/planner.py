@@ -221,7 +221,7 @@ def _with_overheads(profiles: Mapping[int, Profile]) -> dict[int, Profile]:
 
 def _overhead(layer: profiled.Layer, twin: profiled.Layer, ratio: float) -> float:
     """The same for a forward and for a backward; `twin` is the layer for `ratio` times the samples."""
-    one, other = (each.forward.median + each.whole_backward for each in (layer, twin))
+    one, other = (each.work for each in (layer, twin))
     return min(one, max(0.0, (ratio * one - other) / (ratio - 1))) / 2
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import Any
 
 from gapless.errors import ConfigError
@@ -13,18 +14,6 @@ Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
 
 _MOST = 1e100  # sums of costs stay finite
-
-_PER_STAGE = (
-    "forward",
-    "input_grad",
-    "weight_grad",
-    "recompute",
-    "update",
-    "activation",
-    "kept_for_weight_grad",
-    "boundary",
-    "backward",
-)
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class Costs:
             value = getattr(self, field.name)
             listed = isinstance(value, Sequence) and not isinstance(value, str)
             if listed:
-                if field.name not in _PER_STAGE:
+                if field.name in ("latency", "bandwidth"):
                     raise ConfigError(f"{field.name} takes one number, not a list of {len(value)}")
                 object.__setattr__(self, field.name, tuple(value))
             for number in value if listed else () if value is None else (value,):
@@ -126,17 +115,12 @@ class Costs:
     def merged(self, num_stages: int) -> "Costs":
         """The costs of `num_stages` stages, each made of as many consecutive ones of these."""
         changes: dict[str, tuple[Number, ...]] = {}
-        for name in _PER_STAGE:
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if isinstance(value, tuple) and len(value) != num_stages and len(value) % num_stages == 0:
                 run = len(value) // num_stages
-                merge = sum if name != "boundary" else _first  # what comes into the first comes into all
+                merge = sum if name != "boundary" else itemgetter(0)  # what comes into the first comes into all
                 changes[name] = tuple(merge(value[i : i + run]) for i in range(0, len(value), run))
         return replace(self, **changes) if changes else self  # type: ignore[arg-type]
-
-
-def _first(values: Sequence[Number]) -> Number:
-    return values[0]
 
 
 def _divided(value: Number, parts: int) -> Number:

@@ -26,17 +26,16 @@ def changes(schedule: Schedule, costs: Costs) -> Iterator[Iterator[tuple[Number,
     # One shared pair per (kind, stage), so that a million actions cost a million look-ups and no arithmetic.
     stages = range(placement.num_stages)
     table: dict[tuple[Kind, int], tuple[Number, Number]] = {}
+    again: dict[tuple[Kind, int], tuple[Number, Number]] = {}
     for s in stages:
         table[Kind.FORWARD, s] = (activation[s], activation[s] if inference else 0)
         table[Kind.BACKWARD, s] = (0, activation[s])
         table[Kind.INPUT_GRAD, s] = (0, activation[s] - kept[s])
         table[Kind.WEIGHT_GRAD, s] = (0, kept[s])
         table[Kind.RECOMPUTE, s] = (activation[s], 0)
-    again = {
-        **{(Kind.FORWARD, s): (boundary[s], 0) for s in stages},
-        **{(Kind.BACKWARD, s): (0, activation[s] + boundary[s]) for s in stages},
-        **{(Kind.WEIGHT_GRAD, s): (0, kept[s] + boundary[s]) for s in stages},
-    }
+        again[Kind.FORWARD, s] = (boundary[s], 0)
+        again[Kind.BACKWARD, s] = (0, activation[s] + boundary[s])
+        again[Kind.WEIGHT_GRAD, s] = (0, kept[s] + boundary[s])
 
     def row_changes(device: int) -> Iterator[tuple[Number, Number]]:
         for stage, kind, microbatch in schedule.rows[device]:
@@ -50,28 +49,18 @@ def changes(schedule: Schedule, costs: Costs) -> Iterator[Iterator[tuple[Number,
 
 def peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
     """The most each device holds at any time. A device runs one action at a time, so the order alone decides."""
-    found: list[Number] = []
-    for row in changes(schedule, costs):
-        held: Number = 0
-        peak: Number = 0
-        for takes, gives in row:
-            held += takes
-            if held > peak:
-                peak = held
-            held -= gives
-        found.append(peak)
-    return tuple(found)
+    rows = changes(schedule, costs)
+    return tuple(max((held for held, _ in _levels(row)), default=0) for row in rows)
 
 
 def levels(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Number, Number], ...], ...]:
     """Per device and action: what is held while it runs, and after it has ended."""
-    found = []
-    for row in changes(schedule, costs):
-        held: Number = 0
-        steps: list[tuple[Number, Number]] = []
-        for takes, gives in row:
-            held += takes
-            steps.append((held, held - gives))
-            held -= gives
-        found.append(tuple(steps))
-    return tuple(found)
+    return tuple(tuple(_levels(row)) for row in changes(schedule, costs))
+
+
+def _levels(row: Iterator[tuple[Number, Number]]) -> Iterator[tuple[Number, Number]]:
+    held: Number = 0
+    for takes, gives in row:
+        held += takes
+        yield held, held - gives
+        held -= gives

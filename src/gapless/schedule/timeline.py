@@ -113,14 +113,8 @@ class Timeline:
             # Of one minibatch; where each has only one (pipedream), all of them.
             "microbatches": per_minibatch if per_minibatch > 1 else schedule.num_microbatches,
             "minibatches": schedule.num_minibatches,
-            "makespan": plain(self.makespan),
-            "span": plain(self.span),
-            "work": plain(self.work),
-            "bubble": plain(self.bubble),
-            "span_bubble": plain(self.span_bubble),
-            "busy": [plain(busy) for busy in self.busy],
-            "idle": [plain(idle) for idle in self.idle],
-            "peak": [plain(peak) for peak in self.peak],
+            **{name: plain(getattr(self, name)) for name in ("makespan", "span", "work", "bubble", "span_bubble")},
+            **{name: list(map(plain, getattr(self, name))) for name in ("busy", "idle", "peak")},
             "actions": schedule.num_actions,
         }
         if schedule.num_minibatches > 1:

@@ -98,17 +98,6 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
 
 
 _BITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRAD: 4, Kind.WEIGHT_GRAD: 8}
-_COMPLETE = (1 | 2, 1 | 4 | 8)  # F and B, or F, I and W
-_MISSING = {
-    1: ("{}B{} is missing",),
-    1 | 4: ("{}W{} is missing",),
-    1 | 8: ("{}I{} is missing",),
-    2: ("{}F{} is missing",),
-    4: ("{}F{} is missing", "{}W{} is missing"),
-    8: ("{}F{} is missing", "{}I{} is missing"),
-    4 | 8: ("{}F{} is missing",),
-    0: ("{}F{} is missing", "{}B{} is missing"),
-}
 
 
 def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: int | None) -> list[Violation]:
@@ -124,14 +113,15 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
         there = bytearray(found | 2 for found in there)
     found = []
     for index, bits in enumerate(there):
-        if bits in _COMPLETE:
+        wanted = 1 | 4 | 8 if bits & (4 | 8) else 1 | 2  # F, I and W, or F and B
+        if bits == wanted:
             continue
         stage, microbatch = divmod(index, M)
         device = schedule.placement.device(stage, microbatch) if stage < schedule.num_stages else 0
-        messages = _MISSING.get(bits, ("{}B{} is there beside its own I or W, which it stands for",))
-        for message in messages:
-            violation = Violation("complete", device, len(schedule.rows[device]), message.format(stage, microbatch))
-            found.append(violation)
+        wrong = [f"{stage}{kind}{microbatch} is missing" for kind, bit in _BITS.items() if wanted & bit & ~bits]
+        if bits & ~wanted:
+            wrong = [f"{stage}B{microbatch} is there beside its own I or W, which it stands for"]
+        found += [Violation("complete", device, len(schedule.rows[device]), message) for message in wrong]
     return found
 
 

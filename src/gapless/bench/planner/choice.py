@@ -6,7 +6,7 @@ First every schedule runs twice; then the pick and the quickest of the first par
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,13 @@ COSTS: dict[str, Callable[[int], list[Milliseconds]]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """`costs` of a layer, `latency` of a link in milliseconds, K devices, M microbatches, and how many MiB a device has
-    (None: no limit), where the activation of a layer is 1 MiB.
+    """`costs` of a layer, `latency` of a link in milliseconds, the MiB that a device has (None: no limit), where the
+    activation of a layer is 1 MiB.
     """
 
     costs: str
-    K: int
-    M: int
+    devices: int
+    microbatches: int
     latency: float = 0.0
     limit: int | None = None
 
@@ -73,11 +73,11 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
     profiles: dict[tuple[str, int], Profile] = {}
     rows = []
     for place in (Place("even", 2, 2, latency=1),) if quick else GRID:
-        subject = emulated(place.costs, COSTS[place.costs](_LAYERS * place.K))
-        if (place.costs, place.K) not in profiles:
+        subject = emulated(place.costs, COSTS[place.costs](_LAYERS * place.devices))
+        if (place.costs, place.devices) not in profiles:
             progress(f"measuring {place.costs}")
-            profiles[place.costs, place.K] = _sized(subject.profile("cpu", place.K, seconds))
-        rows.append(_row(place, subject, _plans(place, profiles[place.costs, place.K]), rounds, progress))
+            profiles[place.costs, place.devices] = _sized(subject.profile("cpu", place.devices, seconds))
+        rows.append(_row(place, subject, _plans(place, profiles[place.costs, place.devices]), rounds, progress))
     return {"rows": rows, "near": NEAR}
 
 
@@ -93,9 +93,9 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
     link = Link("emulated", None, hop().latency + place.latency / 1e3)
     found = search(
         replace(profile, links=(link,)),
-        [Device(None if place.limit is None else place.limit * _MIB)] * place.K,
-        Wanted(microbatches=place.M, slack=0.0, time_limit=None),
-        minibatch=place.M,
+        [Device(None if place.limit is None else place.limit * _MIB)] * place.devices,
+        Wanted(microbatches=place.microbatches, slack=0.0, time_limit=None),
+        minibatch=place.microbatches,
     )
     best: dict[str, Plan] = {}
     for plan in found.plans:
@@ -104,21 +104,17 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
 
 
 def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:
-    inputs, target = subject.batch(place.M)
+    inputs, target = subject.batch(place.microbatches)
     picked = plans[0].recipe
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         for plan in plans:
-            pipe = stack.enter_context(subject.pipeline(plan, late(["cpu"] * place.K, place.latency / 1e3)))
+            pipe = stack.enter_context(subject.pipeline(plan, late(["cpu"] * place.devices, place.latency / 1e3)))
             contestants[plan.recipe] = timed(partial(pipe.step, inputs, target))
         first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
     quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))
     return {
-        "costs": place.costs,
-        "latency": place.latency,
-        "devices": place.K,
-        "microbatches": place.M,
-        "limit": place.limit,
+        **asdict(place),
         "picked": picked,
         "quickest": quickest,
         "seconds": {recipe: median(values) for recipe, values in (first | seconds).items()},

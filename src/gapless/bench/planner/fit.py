@@ -105,11 +105,7 @@ def _row(subject: Subject, plan: Plan, gpu: str, lost: int) -> dict[str, Any]:
         # Devices of one GPU may run in less than devices of their own need: not all have their peaks at once.
         tries.append({"kind": kind, "share": share, "ran": ran, "fits": ran and free["peaks"] <= limit})
     return {
-        "model": subject.name,
-        "schedule": plan.recipe,
-        "devices": plan.num_devices,
-        "microbatches": plan.microbatches,
-        "remat": "stage" in plan.remat,
+        **subjects.told(subject, plan),
         "partition": plan.partition,
         "predicted": predicted,
         "predicted_live": live,
@@ -185,11 +181,7 @@ def report(found: dict[str, Any]) -> str:
     """A row for each model and setting, and how often a plan or a refusal was wrong."""
     rows = [
         (
-            row["model"],
-            row["schedule"],
-            str(row["devices"]),
-            str(row["microbatches"]),
-            "yes" if row["remat"] else "-",
+            *subjects.cells(row),
             *(f"{row[key] / 2**30:.3f} GiB" for key in ("predicted", "predicted_live", "peaks")),
             signed(row["difference"]),
             *(f"{row[key] / 2**30:.3f} GiB" for key in ("allocated", "reserved")),
@@ -197,13 +189,10 @@ def report(found: dict[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
-    headings = (
-        *("model", "schedule", "K", "M", "remat", "predicted", "live", "measured", "", "together", "reserved"),
-        *("planned ran", "refused ran"),
-    )
+    figures = ("predicted", "live", "measured", "", "together", "reserved", "planned ran", "refused ran")
     return tabular(
         f"{found['device']}: {found['tries']} limits around what is predicted",
-        headings,
+        (*subjects.HEADINGS, *figures),
         rows,
         "",
         f"planned and failed: {found['failed']}, refused though it fits in {1 - ROOM:.0%} of the limit: "

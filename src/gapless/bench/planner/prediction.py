@@ -144,31 +144,19 @@ def _live(subject: Subject, plan: Plan) -> int:
     return sum(meter.peak() for meter in meters) - before
 
 
-def _held(plan: Plan) -> int:
-    """The same as predicted."""
-    return sum(held.activations + held.buffers + held.workspace for held in plan.memory)
-
-
 def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], live: int | None) -> dict[str, Any]:
     predicted, measured = median([one for one, _ in pairs]), median([other for _, other in pairs])
-    found: dict[str, Any] = {
-        "model": subject.name,
-        "devices": plan.num_devices,
-        "schedule": plan.recipe,
-        "microbatches": plan.microbatches,
-        "remat": "stage" in plan.remat,
+    held = None if live is None else sum(held.activations + held.buffers + held.workspace for held in plan.memory)
+    return {
+        **subjects.told(subject, plan),
         "predicted": predicted,
         "measured": measured,
         "difference": median([one / other for one, other in pairs]) - 1,
-        "predicted_bytes": None,
-        "measured_bytes": None,
-        "bytes_difference": None,
+        "predicted_bytes": held,
+        "measured_bytes": live,
+        "bytes_difference": held / live - 1 if held is not None and live is not None else None,
         "sessions": list(pairs),
     }
-    if live is not None:
-        held = _held(plan)
-        found |= {"predicted_bytes": held, "measured_bytes": live, "bytes_difference": held / live - 1}
-    return found
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -183,11 +171,7 @@ def report(found: dict[str, Any]) -> str:
     """A row for each plan, and how many predictions are as near as they are meant to be."""
     rows = [
         (
-            row["model"],
-            row["schedule"],
-            str(row["devices"]),
-            str(row["microbatches"]),
-            "yes" if row["remat"] else "-",
+            *subjects.cells(row),
             *_compared(row, milliseconds, ("predicted", "measured", "difference")),
             *_compared(row, mebibytes, ("predicted_bytes", "measured_bytes", "bytes_difference")),
         )
@@ -195,7 +179,7 @@ def report(found: dict[str, Any]) -> str:
     ]
     return tabular(
         "",
-        ("model", "schedule", "K", "M", "remat", "predicted", "measured", "", "held", "measured", ""),
+        (*subjects.HEADINGS, "predicted", "measured", "", "held", "measured", ""),
         rows,
         "",
         f"within -{found['under']:.0%} and +{found['over']:.0%}: {found['times_right']} of {found['times']} "

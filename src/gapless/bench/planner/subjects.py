@@ -74,6 +74,24 @@ def planned(
     return Judge(drafts).finished(drafts.make(choice, counts, again))
 
 
+HEADINGS = ("model", "schedule", "K", "M", "remat")
+
+
+def told(subject: Subject, plan: Plan) -> dict[str, Any]:
+    """What was run, as JSON values."""
+    remat = "stage" in plan.remat
+    ran = {"schedule": plan.recipe, "devices": plan.num_devices, "microbatches": plan.microbatches, "remat": remat}
+    return {"model": subject.name, **ran}
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """The same under the HEADINGS of a table."""
+    return (
+        *(str(row[key]) for key in ("model", "schedule", "devices", "microbatches")),
+        "yes" if row["remat"] else "-",
+    )
+
+
 def threads_hop(profile: Profile) -> Profile:
     """With the time it takes from one thread to another."""
     return replace(profile, links=(hop(),))

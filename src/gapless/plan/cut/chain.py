@@ -11,7 +11,7 @@ and one more stage costs n log n steps for n layers, however wide the windows ar
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -50,6 +50,11 @@ class Chain:
     def num_layers(self) -> int:
         return len(self.times[0]) - 1
 
+    @property
+    def most(self) -> Number:
+        """What no stage and no hop is above."""
+        return max(max(times[-1] for times in self.times), *(max(hops) for hops in self.hops if hops), 0)
+
 
 class Solution(NamedTuple):
     """Where each stage ends, its slowest stage or hop, and the sum of the squares of its stages."""
@@ -65,30 +70,32 @@ class Solution(NamedTuple):
 
 def solve(chain: Chain, least: Number = 0) -> Solution | None:
     """The best solution, or None where nothing fits the rooms. `least`: what the slowest is known not to be below."""
-    high: Number = max(max(times[-1] for times in chain.times), *(max(hops) for hops in chain.hops if hops), 0)
+    low, high = least, chain.most
     if _windows(chain, high) is None:
         return None
-    low = least
     if low and _windows(chain, low * (1 + _ROUNDING)) is not None:
         high = low
-    while low < (middle := (low + high) / 2) < high and high - low > _ROUNDING * high / 10:
-        low, high = (low, middle) if _windows(chain, middle) is not None else (middle, high)
+    high = _bisected(low, high, lambda bound: _windows(chain, bound) is not None)
     found = _least_squares(chain, high)
     return found if found is not None else _searched(chain, high)
 
 
 def _searched(chain: Chain, low: Number) -> Solution | None:
     """Where uneven stages leave no cuts at the bound that the windows promise: the least one that does."""
-    high: Number = max(max(times[-1] for times in chain.times), *(max(hops) for hops in chain.hops if hops), 0)
-    best = _least_squares(chain, high)
-    if best is None:
-        return None
-    high = best.slowest
-    while low < (middle := (low + high) / 2) < high and high - low > _ROUNDING * high / 10:
-        found = _least_squares(chain, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    best = _least_squares(chain, chain.most)
+    if best is not None:
+        best = _least_squares(
+            chain, _bisected(low, best.slowest, lambda bound: _least_squares(chain, bound) is not None)
+        )
     # What was found last may be above its bound by the rounding that bounds allow for; all as slow as it are equals.
-    return _least_squares(chain, best.slowest)
+    return None if best is None else _least_squares(chain, best.slowest)
+
+
+def _bisected(low: Number, high: Number, fits: Callable[[Number], bool]) -> Number:
+    """The least bound of those between that fits; `high` does."""
+    while low < (middle := (low + high) / 2) < high and high - low > _ROUNDING * high / 10:
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _windows(chain: Chain, bound: Number) -> list[tuple[int, int]] | None:

@@ -107,11 +107,9 @@ def _at_speed(
 ) -> Sequence[Sequence[Number]]:
     if speeds is None or set(speeds) == {1}:
         return rows
-    made: dict[tuple[int, Number], Sequence[Number]] = {}
-    for row, home in zip(rows, homes, strict=True):
-        if (id(row), speeds[home]) not in made:
-            made[id(row), speeds[home]] = [time / speeds[home] for time in row]
-    return [made[id(row), speeds[home]] for row, home in zip(rows, homes, strict=True)]
+    pairs = [(row, speeds[home]) for row, home in zip(rows, homes, strict=True)]
+    made = {(id(row), speed): [time / speed for time in row] for row, speed in pairs}
+    return [made[id(row), speed] for row, speed in pairs]
 
 
 def _crossings(hops: PerLayer | None, placement: Placement) -> list[Sequence[Number] | None]:

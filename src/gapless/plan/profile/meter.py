@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,45 +18,56 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gapless.plan.profile.profile import SLACK
 
 
-class Meter(Protocol):
-    """What counts bytes on one kind of device."""
-
-    def on(self) -> AbstractContextManager[object]:
-        """Around all that is to be counted."""
-
-    def live(self) -> int:
-        """Bytes held now."""
-
-    def peak(self) -> int:
-        """The most since the last call of this."""
-
-    def clear_libraries(self) -> int:
-        """Has the device's libraries give back what they keep from call to call; how much that was."""
-
-
-def meter_for(device: torch.device, *, fake: bool = False) -> Meter:
-    """`fake`: of tensors without data, which no allocator knows."""
-    return GpuMeter(device) if device.type == "cuda" and not fake else StorageMeter()
-
-
-class StorageMeter:
+class StorageMeter(TorchDispatchMode):
     """Counts what is made while it is on."""
 
     def __init__(self) -> None:
-        self._mode = _Watching()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = self._most = 0
+        self._known: set[int] = set()
+        self._lock = threading.RLock()  # what dies, dies in any thread, also while this one is here
 
     def on(self) -> AbstractContextManager[object]:
-        return self._mode
+        """Around all that is to be counted."""
+        return self
 
     def live(self) -> int:
-        return self._mode.live
+        """Bytes held now."""
+        return self._live
 
     def peak(self) -> int:
-        most, self._mode.most = self._mode.most, self._mode.live
+        """The most since the last call of this."""
+        most, self._most = self._most, self._live
         return most
 
     def clear_libraries(self) -> int:
+        """Has the device's libraries give back what they keep from call to call; how much that was."""
         return 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made:
+            given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
+            for storage in _storages(made):
+                if id(storage) not in given:
+                    self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        number, size = id(storage), storage.nbytes()
+        with self._lock:
+            if number in self._known or not size:
+                return
+            self._known.add(number)
+            self._live += size
+            self._most = max(self._most, self._live)
+        weakref.finalize(storage, self._died, number, size)
+
+    def _died(self, number: int, size: int) -> None:
+        with self._lock:
+            self._known.discard(number)
+            self._live -= size
 
 
 class GpuMeter:
@@ -82,6 +93,14 @@ class GpuMeter:
         before = self.live()
         clear_workspaces()
         return before - self.live()
+
+
+Meter = StorageMeter | GpuMeter
+
+
+def meter_for(device: torch.device, *, fake: bool = False) -> Meter:
+    """`fake`: of tensors without data, which no allocator knows."""
+    return GpuMeter(device) if device.type == "cuda" and not fake else StorageMeter()
 
 
 def clear_workspaces() -> None:
@@ -115,39 +134,6 @@ def has_expandable_segments(gpu: torch.device) -> bool:
         if segment["address"] <= one.data_ptr() < segment["address"] + segment["total_size"]:
             return bool(segment.get("is_expandable", False))
     return False
-
-
-class _Watching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.most = 0
-        self._known: set[int] = set()
-        self._lock = threading.RLock()  # what dies, dies in any thread, also while this one is here
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if made:
-            given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
-            for storage in _storages(made):
-                if id(storage) not in given:
-                    self._note(storage)
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        number, size = id(storage), storage.nbytes()
-        with self._lock:
-            if number in self._known or not size:
-                return
-            self._known.add(number)
-            self.live += size
-            self.most = max(self.most, self.live)
-        weakref.finalize(storage, self._died, number, size)
-
-    def _died(self, number: int, size: int) -> None:
-        with self._lock:
-            self._known.discard(number)
-            self.live -= size
 
 
 def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:

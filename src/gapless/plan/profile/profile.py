@@ -96,6 +96,11 @@ class Layer(Sizes):
     def whole_backward(self) -> float:
         return self.input_grad.median + self.weight_grad.median if self.backward is None else self.backward.median
 
+    @property
+    def work(self) -> float:
+        """The time of a forward and a backward."""
+        return self.forward.median + self.whole_backward
+
     def scaled(self, ratio: float) -> "Layer":
         """The layer for a microbatch of `ratio` times the samples."""
 
@@ -103,16 +108,13 @@ class Layer(Sizes):
             fixed = min(self.overhead, time.median)
             return Seconds(fixed + (time.median - fixed) * ratio, time.spread * ratio)
 
-        grown = {each.name: each.metadata["rounded"] for each in fields(Sizes) if each.metadata["rounded"]}
-        return replace(
-            self,
-            forward=longer(self.forward),
-            input_grad=longer(self.input_grad),
-            weight_grad=longer(self.weight_grad),
-            recompute=longer(self.recompute),
-            backward=None if self.backward is None else longer(self.backward),
-            **{name: rounded(getattr(self, name) * ratio) for name, rounded in grown.items()},
-        )
+        changed: dict[str, Any] = {}
+        for name in ("forward", "input_grad", "weight_grad", "recompute", "backward"):
+            changed[name] = getattr(self, name) and longer(getattr(self, name))
+        for each in fields(Sizes):
+            if rounded := each.metadata["rounded"]:
+                changed[each.name] = rounded(getattr(self, each.name) * ratio)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

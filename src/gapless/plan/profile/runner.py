@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gapless.stage.stage import Stage
 PASSES = (("whole", False), ("halves", False), ("again", False), ("whole", True), ("halves", True))
 """Each with whether all layers are one stage."""
 
+_WAYS: dict[str, dict[str, Any]] = {"whole": {}, "halves": {"split": True}, "again": {"remat": "stage"}}
 _ROOM = 0.4  # of a GPU's free memory that the copies of all layers may take together
 _UPDATES = 5
 
@@ -87,16 +87,6 @@ def clock_for(device: torch.device) -> CpuClock:
     return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """One layer as a stage: with the backward in one piece, in halves, and recomputed; and its optimizer."""
-
-    whole: Stage
-    halves: Stage
-    again: Stage
-    optimizer: Any
-
-
 class Runner:
     """Runs the passes on copies of its own. Where all layers do not fit on the device, one at a time is there."""
 
@@ -111,8 +101,8 @@ class Runner:
         numbers = range(len(task.layers))
         each = 1 if self._apart else math.ceil(len(numbers) / num_devices)
         self._groups = [list(numbers[first : first + each]) for first in range(0, len(numbers), each)]
-        self._parts: dict[int, _Parts] = {}
-        self._as_one: dict[int, dict[str, Stage]] = {}  # of each group
+        self._stages: dict[int, dict[str, Stage]] = {}  # of each layer and group, in each way
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
         self._times = Times()
 
@@ -124,19 +114,16 @@ class Runner:
     def round(self, turn: int) -> None:
         """All passes over all layers, in an order that differs from turn to turn."""
         for place in self._order():
-            group = self._groups[place]
-            parts = [self._made(number) for number in group]
             for number in range(len(PASSES)):
-                self._pass(*PASSES[(turn + number) % len(PASSES)], place, parts)
+                self._pass(*PASSES[(turn + number) % len(PASSES)], place)
             if self._apart:
-                self._update(group)
-                self._parts.clear()
-                self._as_one.clear()
+                self._update()
+                self.close()
 
     def stages(self, kind: str) -> None:
         """All layers as the stages that they may be, with backwards that are whole or in halves."""
         for place in self._order():
-            self._pass(kind, True, place, ())
+            self._pass(kind, True, place)
 
     def _order(self) -> list[int]:
         """Each runner begins elsewhere, once it knows the inputs: in a pipeline no two devices run the same layers."""
@@ -144,31 +131,25 @@ class Runner:
         start = self._index % len(places) if len(self._given) > len(places) else 0
         return places[start:] + places[:start]
 
-    def _made(self, number: int) -> _Parts:
-        if number not in self._parts:
-            layers = [copied(self._task.layers[number], self._device)]
-            whole = self._task.stage(layers, number)
-            halves = self._task.stage(layers, number, split=True)
-            again = self._task.stage(layers, number, remat="stage")
-            parameters = [each for each in whole.parameters() if each.requires_grad]
-            made = self._optimizer(parameters) if self._optimizer is not None and parameters else None
-            self._parts[number] = _Parts(whole, halves, again, made)
-        return self._parts[number]
+    def _made(self, number: int) -> dict[str, Stage]:
+        """A layer, or a group of them, as a stage: with the backward in one piece, in halves, and recomputed."""
+        if number not in self._stages:
+            if number < 0:
+                group, ways = self.groups[number], ["whole", "halves"]
+                layers = [layer for each in group for layer in self._made(each)["whole"].layers]
+            else:
+                group, ways = [number], list(_WAYS)
+                layers = [copied(self._task.layers[number], self._device)]
+            stages = {way: self._task.stage(layers, group[0], **_WAYS[way]) for way in ways}
+            parameters = [each for each in stages["whole"].parameters() if each.requires_grad]
+            if number >= 0 and self._optimizer is not None and parameters:
+                self._optimizers[number] = self._optimizer(parameters)
+            self._stages[number] = stages
+        return self._stages[number]
 
-    def _one(self, place: int) -> dict[str, Stage]:
-        if place not in self._as_one:
-            group = self._groups[place]
-            layers = [layer for number in group for layer in self._made(number).whole.layers]
-            whole, halves = self._task.stage(layers, group[0]), self._task.stage(layers, group[0], split=True)
-            self._as_one[place] = {"whole": whole, "halves": halves}
-        return self._as_one[place]
-
-    def _pass(self, kind: str, as_one: bool, place: int, parts: Sequence[_Parts]) -> None:
-        group, value = self._groups[place], self._given[place]
-        if as_one:
-            stages, numbers = [self._one(place)[kind]], [-1 - place]
-        else:
-            stages, numbers = [getattr(each, kind) for each in parts], group
+    def _pass(self, kind: str, as_one: bool, place: int) -> None:
+        numbers, value = [-1 - place] if as_one else self._groups[place], self._given[place]
+        stages = [self._made(number)[kind] for number in numbers]
         for number, stage in zip(numbers, stages, strict=True):
             more: dict[str, Any] = {"step": 0, "defer": kind == "halves"}
             if stage.loss is not None:
@@ -202,16 +183,14 @@ class Runner:
     def updates(self) -> None:
         """Optimizer steps, at the end: they go through three times as much memory as the layers do."""
         for _ in range(_UPDATES):
-            self._update(sorted(self._parts))
+            self._update()
 
-    def _update(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            optimizer = self._parts[number].optimizer
-            if optimizer is not None:
-                begin = self._clock.now()
-                with torch.no_grad():
-                    optimizer.step()
-                self._note(number, "U", begin)
+    def _update(self) -> None:
+        for number, optimizer in sorted(self._optimizers.items()):
+            begin = self._clock.now()
+            with torch.no_grad():
+                optimizer.step()
+            self._note(number, "U", begin)
 
     def _note(self, number: int, letter: str, begin: Any) -> None:
         self._times.add(number, letter, self._clock.since(begin))
@@ -222,15 +201,13 @@ class Runner:
         return times
 
     def close(self) -> None:
-        self._parts.clear()
-        self._as_one.clear()
+        self._stages.clear()
+        self._optimizers.clear()
 
 
 def _fit_together(layers: Sequence[Any], device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    size = sum(
-        p.numel() * p.element_size() for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()
-    )
+    size = sum(each.nbytes for layer in layers if isinstance(layer, nn.Module) for each in layer.parameters())
     free, _ = torch.cuda.mem_get_info(device)
     return 4 * size < _ROOM * free

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
 from gapless.plan.profile.profile import Sizes
-from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs
+from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs, remade
 from gapless.stage import microbatch as mb
 from gapless.stage.stage import Stage
 
@@ -38,13 +38,9 @@ def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) ->
     def fake(layer: Any) -> Any:
         return _faked(layer, mode, device) if isinstance(layer, nn.Module) else layer
 
-    def faked(tree: Any) -> Any:
-        if tree is None:
-            return None
-        tensors, shape = mb.flatten(tree)
-        return mb.unflatten([_fake_tensor(tensor, mode, device) for tensor in tensors], shape)
-
-    inputs, target = faked(task.inputs), faked(task.target)
+    inputs, target = (
+        remade(tree, lambda each: _fake_tensor(each, mode, device)) for tree in (task.inputs, task.target)
+    )
     with mode:
         return _sizes(task, device, optimizer, fake, inputs, target, fake=True)
 
@@ -71,7 +67,7 @@ def _sizes(
         parameters = list(here.parameters()) if isinstance(here, nn.Module) else []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         size["parameters"] = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
-        size["gradients"] = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        size["gradients"] = sum(parameter.nbytes for parameter in trained)
         if optimizer is not None and trained:
             size["optimizer_state"], size["update_workspace"] = _of_optimizer(optimizer(trained), trained, meter)
         if before is not None:
@@ -93,12 +89,16 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
         given = _renewed(inputs)
         outputs = stage.forward(0, given, step=0, defer=halves, **more)
         grads = ones_like_outputs(outputs) if stage.loss is None else None
-        _backward(stage, grads, halves)
+        if halves:
+            stage.backward_input(0, grads)
+            stage.backward_weight(0)
+        else:
+            stage.backward(0, grads)
     del grads
     if stage.loss is not None:
         outputs = outputs[0]
     size: dict[str, int] = defaultdict(int)
-    size |= {"boundary": sum(map(_bytes, mb.flatten(outputs)[0])), "passed": _passed(given, outputs)}
+    size |= {"boundary": sum(each.nbytes for each in mb.flatten(outputs)[0]), "passed": _passed(given, outputs)}
     del given
     with meter.on():
         for halves in (False, True):
@@ -132,29 +132,16 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
     return size, outputs
 
 
-def _backward(stage: Stage, grads: list[Tensor | None] | None, halves: bool) -> None:
-    if halves:
-        stage.backward_input(0, grads)
-        stage.backward_weight(0)
-    else:
-        stage.backward(0, grads)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _passed(given: Any, outputs: Any) -> int:
     """Bytes of what is returned just as it was given, and has a gradient."""
     there = {tensor.untyped_storage()._cdata for tensor in mb.flatten(given)[0]}
     same = [tensor for tensor in mb.flatten(outputs)[0] if tensor.untyped_storage()._cdata in there]
-    return sum(_bytes(tensor) for tensor in same if tensor.requires_grad)
+    return sum(tensor.nbytes for tensor in same if tensor.requires_grad)
 
 
 def _renewed(tree: Any) -> Any:
     """Copies, which nobody else holds."""
-    tensors, shape = mb.flatten(tree)
-    return mb.unflatten([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors], shape)
+    return remade(tree, torch.clone)
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter], meter: Meter) -> tuple[int, int]:

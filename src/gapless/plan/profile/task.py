@@ -56,13 +56,17 @@ def copied(layer: Any, device: torch.device) -> Any:
     return made
 
 
-def moved(tree: Any, device: torch.device) -> Any:
-    """The tensors of a tree on the device, cut off from what made them."""
+def remade(tree: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """A tree with others in the places of its tensors, cut off from what made them."""
     if tree is None:
         return None
     tensors, shape = mb.flatten(tree)
-    moved = [tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors]
-    return mb.unflatten(moved, shape)
+    return mb.unflatten([make(each.detach()).requires_grad_(each.requires_grad) for each in tensors], shape)
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """The same on the device."""
+    return remade(tree, lambda tensor: tensor.to(device))
 
 
 def ones_like_outputs(outputs: Any) -> list[Tensor | None]:

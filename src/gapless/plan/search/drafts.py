@@ -5,7 +5,8 @@ Not yet lowered and not yet judged, so that many can be made to find one that fi
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 from gapless.errors import PlanError, ScheduleError
 from gapless.plan.cut.partition import partition
@@ -65,7 +66,7 @@ class Drafts:
         self.devices, self.shard_optimizer = devices, shard_optimizer
         self.slack = profile.slack if slack is None else slack
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
-        self._named = cache(_named_schedule)
+        self._named = cache(make_schedule)
         self._plain: dict[tuple[Choice, tuple[int, ...]], Schedule] = {}
 
     def make(self, choice: Choice, counts: tuple[int, ...], remat: frozenset[int] = frozenset()) -> Draft:
@@ -84,17 +85,13 @@ class Drafts:
         return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
 
     def _schedule(self, choice: Choice, stages: Stages) -> Schedule:
-        K, M, v = choice.mesh.num_devices, choice.microbatches, choice.stages_per_device
+        sizes: dict[str, Any] = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
+        sizes["stages_per_device"] = choice.stages_per_device
         if choice.recipe not in ("auto", "v-half", "v-min"):
-            return self._named(choice.recipe, K, M, v)
-        build = partial(
-            make_schedule, choice.recipe, devices=K, microbatches=M, stages_per_device=v, costs=stages.costs
-        )
-        if choice.recipe != "auto":
-            return build()
-        room = self._room(choice, stages)
+            return self._named(choice.recipe, **sizes)
+        room = self._room(choice, stages) if choice.recipe == "auto" else None
         try:
-            return build(memory_limit=room)
+            return make_schedule(choice.recipe, costs=stages.costs, memory_limit=room, **sizes)
         except ScheduleError:
             left = show_bytes(room or 0)
             raise PlanError(f"no order was found that keeps within the {left} left for activations") from None
@@ -130,8 +127,8 @@ class Drafts:
     ) -> tuple[int, ...]:
         profile = self.profile(choice.samples)
         placement = choice.placement
-        plain = [work(layer) for layer in profile.layers]
-        again = [work(layer) + layer.recompute.median for layer in profile.layers]
+        plain = [layer.work for layer in profile.layers]
+        again = [layer.work + layer.recompute.median for layer in profile.layers]
         homes = placement.homes
         hops = []
         for stage, home in enumerate(homes):
@@ -151,7 +148,7 @@ class Drafts:
         """What no schedule and no partition can be below: all devices busy all the time."""
         layers = self.profile(choice.samples).layers
         speeds = self.speeds(choice)
-        times = [work(layer) for layer in layers]
+        times = [layer.work for layer in layers]
         return choice.microbatches * max(sum(times) / sum(speeds), max(times) / max(speeds))
 
     def fits(self, draft: Draft) -> bool:
@@ -176,15 +173,6 @@ def _contention(profile: Profile, replicas: int) -> Contention:
     """That of one pipeline: replicas take turns with it, too."""
     found = profile.contention
     return found if found.at_once is None else replace(found, at_once=found.at_once / replicas)
-
-
-def _named_schedule(recipe: str, devices: int, microbatches: int, stages_per_device: int) -> Schedule:
-    return make_schedule(recipe, devices=devices, microbatches=microbatches, stages_per_device=stages_per_device)
-
-
-def work(layer: Layer) -> float:
-    """The time of a forward and a backward."""
-    return layer.forward.median + layer.whole_backward
 
 
 def kept(layer: Layer, shards: int) -> float:

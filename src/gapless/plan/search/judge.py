@@ -141,13 +141,8 @@ class Judge:
         device = over_limit(draft.held, limits)[0]
         held = draft.held[device]
         remat = " even with remat" if draft.remat else ""
-        parts = {
-            "parameters": held.parameters,
-            "gradients": held.gradients,
-            "optimizer state": held.optimizer_state,
-            "activations": held.activations,
-        }
-        listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
+        parts = ("parameters", "gradients", "optimizer_state", "activations")
+        listed = ", ".join(f"{part.replace('_', ' ')} {show_bytes(getattr(held, part))}" for part in parts)
         return TooLargeError(
             f"device {device} needs {show_bytes(held.total)}{remat}, but has {show_bytes(limits[device] or 0)} "
             f"({listed})",

@@ -99,7 +99,7 @@ class _Level:
     @cached_property
     def _sums(self) -> tuple[list[float], list[float]]:
         layers = self.profile.layers
-        times = [0.0, *accumulate(layer.forward.median + layer.whole_backward for layer in layers)]
+        times = [0.0, *accumulate(layer.work for layer in layers)]
         return times, [0.0, *accumulate(float(layer.gradients) for layer in layers)]
 
     def best(self, start: int, end: int, parts: int) -> float:
@@ -131,22 +131,14 @@ class _Level:
                 row[end] = self.replicated(first, end, parts)
                 held[parts][end] = self._weights(first, end, parts)
                 for last in range(1, parts):
-                    self._try_cuts(first, end, parts, last, rows[parts - last], least[parts - last], row)
+                    self._try_cuts(first, end, parts, last, least[parts - last])
             least.append([*accumulate(reversed(row), min)][::-1])
 
-    def _try_cuts(
-        self,
-        first: int,
-        end: int,
-        parts: int,
-        last_parts: int,
-        before: Sequence[float],
-        least_before: Sequence[float],
-        row: list[float],
-    ) -> None:
+    def _try_cuts(self, first: int, end: int, parts: int, last_parts: int, least_before: Sequence[float]) -> None:
         """Every cut before a last stage on `last_parts`. It starts about where what is before and the last stage take
         equally long, and goes either way until what is before, or the last stage of single devices, is too slow alone.
         """
+        before, row = self._best[first][parts - last_parts], self._best[first][parts]
 
         def slower_before(cut: int) -> bool:
             return before[cut] >= self.replicated(cut, end, last_parts)
@@ -155,16 +147,17 @@ class _Level:
         for cut in range(meeting, end):
             if least_before[cut] > row[end] * (1 + _ROUNDING):
                 break
-            self._try(first, end, parts, last_parts, cut, before, row)
+            self._try(first, end, parts, last_parts, cut)
         for cut in range(meeting - 1, first, -1):
             if self.below is None and self.replicated(cut, end, last_parts) > row[end] * (1 + _ROUNDING):
                 break
-            self._try(first, end, parts, last_parts, cut, before, row)
+            self._try(first, end, parts, last_parts, cut)
 
-    def _try(
-        self, first: int, end: int, parts: int, last_parts: int, cut: int, before: Sequence[float], row: list[float]
-    ) -> None:
-        time = max(before[cut], self.hops[cut - 1], self.replicated(cut, end, last_parts))
+    def _try(self, first: int, end: int, parts: int, last_parts: int, cut: int) -> None:
+        row = self._best[first][parts]
+        time = max(
+            self._best[first][parts - last_parts][cut], self.hops[cut - 1], self.replicated(cut, end, last_parts)
+        )
         if time > row[end] * (1 + _ROUNDING):
             return
         held = self._held[first]

@@ -1,5 +1,6 @@
 """Every schedule by name: a recipe is a small function from (devices, microbatches, ...) to a schedule.
 
+head_start      so many forwards, then one for each backward: rows of 1f1b and its kin
 line            naive, gpipe, 1f1b, eager-1f1b: one stage per device, whole backwards
 loop            interleaved, looped-bfs: several stages per device
 zero_bubble     zb-h1, zb-h2: weight gradients fill what would be bubbles

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import line, replicated
+from gapless.schedule.recipes.head_start import one_ahead_of_each
 
 
 def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -30,11 +31,9 @@ def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] |
         warm_up = (num_devices - 1 - before) // count
         for replica in range(count):
             own = range(replica, num_microbatches, count)
-            row = [Action(stage, Kind.FORWARD, m) for m in own[:warm_up]]
-            for i, m in enumerate(own):
-                row += [Action(stage, Kind.FORWARD, ahead) for ahead in own[i + warm_up : i + warm_up + 1]]
-                row += [Action(stage, Kind.BACKWARD, m), Action(stage, Kind.UPDATE, m)]
-            rows.append(tuple(row))
+            forwards = [Action(stage, Kind.FORWARD, m) for m in own]
+            groups = [[Action(stage, Kind.BACKWARD, m), Action(stage, Kind.UPDATE, m)] for m in own]
+            rows.append(one_ahead_of_each(forwards, warm_up, groups))
         before += count
     return Schedule(tuple(rows), replicated(replicas), "pipedream")
 
@@ -55,13 +54,9 @@ def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: i
         )
     rows = []
     for r in range(K):
-        w = min(K - 1 - r, total)
-        row = [Action(r, Kind.FORWARD, m) for m in range(w)]
-        for m in range(total):
-            if m + w < total:
-                row.append(Action(r, Kind.FORWARD, m + w))
-            row.append(Action(r, Kind.BACKWARD, m))
-            if (m + 1) % M == 0:
-                row.append(Action(r, Kind.UPDATE, m // M))
-        rows.append(tuple(row))
+        forwards = [Action(r, Kind.FORWARD, m) for m in range(total)]
+        groups = [[Action(r, Kind.BACKWARD, m)] for m in range(total)]
+        for number, group in enumerate(groups[M - 1 :: M]):
+            group.append(Action(r, Kind.UPDATE, number))
+        rows.append(one_ahead_of_each(forwards, K - 1 - r, groups))
     return Schedule(tuple(rows), line(K), "2bw")

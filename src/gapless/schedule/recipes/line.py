@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import line
+from gapless.schedule.recipes.head_start import one_ahead_of_each
 
 
 def naive(num_devices: int, num_microbatches: int) -> Schedule:
@@ -49,11 +50,6 @@ def eager_one_forward_one_backward(num_devices: int, num_microbatches: int) -> S
 def _one_forward_one_backward(name: str, K: int, M: int, warm_up: Callable[[int], int]) -> Schedule:
     rows = []
     for r in range(K):
-        w = min(warm_up(r), M)
-        row = [Action(r, Kind.FORWARD, m) for m in range(w)]
-        for m in range(M):
-            if m + w < M:
-                row.append(Action(r, Kind.FORWARD, m + w))
-            row.append(Action(r, Kind.BACKWARD, m))
-        rows.append(tuple(row))
+        forwards = [Action(r, Kind.FORWARD, m) for m in range(M)]
+        rows.append(one_ahead_of_each(forwards, warm_up(r), [[Action(r, Kind.BACKWARD, m)] for m in range(M)]))
     return Schedule(tuple(rows), line(K), name)

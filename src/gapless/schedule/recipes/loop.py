@@ -5,6 +5,7 @@ Letters: K devices, M microbatches, v stages per device, r = device 0..K-1.
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import loop
+from gapless.schedule.recipes.head_start import one_ahead_of_each
 
 
 def interleaved(num_devices: int, num_microbatches: int, stages_per_device: int = 2) -> Schedule:
@@ -29,13 +30,9 @@ def interleaved(num_devices: int, num_microbatches: int, stages_per_device: int 
     backwards = [(v - 1 - local, m) for local, m in forwards]
     rows = []
     for r in range(K):
-        w = min(2 * (K - 1 - r) + (v - 1) * sizes[0], M * v)
-        row = [_action(K, r, Kind.FORWARD, step) for step in forwards[:w]]
-        for k in range(M * v):
-            if k + w < M * v:
-                row.append(_action(K, r, Kind.FORWARD, forwards[k + w]))
-            row.append(_action(K, r, Kind.BACKWARD, backwards[k]))
-        rows.append(tuple(row))
+        ahead = [_action(K, r, Kind.FORWARD, step) for step in forwards]
+        groups = [[_action(K, r, Kind.BACKWARD, step)] for step in backwards]
+        rows.append(one_ahead_of_each(ahead, 2 * (K - 1 - r) + (v - 1) * sizes[0], groups))
     return Schedule(tuple(rows), loop(K, v), "interleaved")
 
 

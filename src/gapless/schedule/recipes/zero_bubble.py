@@ -6,6 +6,9 @@ bubbles. Letters: K devices, M microbatches, r = device 0..K-1.
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import line
+from gapless.schedule.recipes.head_start import one_ahead_of_each
+
+_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
@@ -31,16 +34,8 @@ def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
 def _zero_bubble(name: str, K: int, M: int, k: int) -> Schedule:
     rows = []
     for r in range(K):
-        w = min(k * (K - 1 - r), M)
-        row = [Action(r, Kind.FORWARD, m) for m in range(w)]
-        done = 0
-        for i in range(M):
-            if i + w < M:
-                row.append(Action(r, Kind.FORWARD, i + w))
-            row.append(Action(r, Kind.INPUT_GRAD, i))
-            if i >= k * r:
-                row.append(Action(r, Kind.WEIGHT_GRAD, done))
-                done += 1
-        row += [Action(r, Kind.WEIGHT_GRAD, m) for m in range(done, M)]
-        rows.append(tuple(row))
+        forwards, inputs, weights = ([Action(r, kind, m) for m in range(M)] for kind in (_F, _I, _W))
+        first = min(k * r, M)  # the I that is followed by the first W
+        groups = [[i] for i in inputs[:first]] + [[i, w] for i, w in zip(inputs[first:], weights, strict=False)]
+        rows.append(one_ahead_of_each(forwards, k * (K - 1 - r), [*groups, weights[M - first :]]))
     return Schedule(tuple(rows), line(K), name)
