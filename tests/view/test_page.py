@@ -21,7 +21,7 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend, page, summary
-from gapless.view.needs import actions, resolve
+from gapless.view.needs import resolve
 from tests.view.conftest import EVIL, timeline_of
 
 
@@ -120,7 +120,7 @@ def test_every_number_arrives_exactly(name: str, costs: Costs) -> None:
     assert columns["end"] == [float(end) for row in timeline.ends for end in row]
     assert columns["held"] == [float(held) for row in timeline.memory for held, _ in row]
     assert columns["after"] == [float(after) for row in timeline.memory for _, after in row]
-    made = list(actions(timeline.schedule))
+    made = list(timeline.schedule.actions)
     assert columns["stage"] == [action.stage for action in made]
     assert columns["microbatch"] == [action.microbatch for action in made]
     assert [legend.KINDS[int(kind)] for kind in columns["kind"]] == [action.kind for action in made]
@@ -148,7 +148,7 @@ def test_a_measured_timeline_is_drawn_from_its_own_start() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "2bw"])
 def test_links_are_what_the_one_rule_says(name: str) -> None:
     schedule = timeline_of(name).schedule
-    links, made = resolve(schedule), list(actions(schedule))
+    links, made = resolve(schedule), list(schedule.actions)
     for number, action in enumerate(made):
         met = {gift for need in links.of(number) for gift in completes(made[need])}
         assert met.issuperset(dependencies(action, schedule))

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from gapless.bench import BENCHMARKS
 from gapless.bench.parameters import Between
@@ -79,17 +79,14 @@ def add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: A
         return
     range_ = next((note for note in notes if isinstance(note, Between)), Between(0, 0))
     letter = _LETTERS.get(name)
-    read: Callable[[str], Any]
-    if kind is int:
-        read, metavar = _count, letter or "N"
-    elif kind is float:
-        read, metavar = _number(range_), "X"
-    elif get_origin(kind) is tuple:
-        read, metavar = _words, "NAME,NAME"
-    elif Path in get_args(kind):
-        read, metavar = _file, "FILE"
-    else:
-        read, metavar = str, "NAME"
+    kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
+        int: (_count, letter or "N"),
+        float: (_number(range_), "X"),
+        str: (str, "NAME"),
+        tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
+        Path | None: (lambda text: Path(options.file_to_write(text)), "FILE"),
+    }
+    read, metavar = kinds[kind]
     shown = ",".join(default) if isinstance(default, tuple) else default
     parser.add_argument(
         flag,
@@ -118,11 +115,3 @@ def _number(range_: Between) -> Callable[[str], float]:
         return value
 
     return read
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _file(text: str) -> Path:
-    return Path(options.file_to_write(text))

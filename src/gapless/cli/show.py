@@ -21,7 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     """A grid by default; pictures and files where they are asked for."""
     schedule, costs, limit = options.schedule_of(arguments)
     form = arguments.format or ("json" if arguments.json else "grid")
-    timeline = simulate(schedule, costs) if form == "grid" or _wants_pictures(arguments) else None
+    wanted = arguments.html or arguments.svg or arguments.perfetto
+    timeline = simulate(schedule, costs) if form == "grid" or wanted else None
     if timeline is not None:
         options.write_pictures(arguments, [timeline], limit)
     if form == "text":
@@ -36,10 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.draw(f"\n{text.key(schedule, colour)}")
         terminal.say(summary(timeline))
     return 0
-
-
-def _wants_pictures(arguments: argparse.Namespace) -> bool:
-    return any((arguments.html, arguments.svg, arguments.perfetto))
 
 
 def summary(timeline: Timeline) -> str:

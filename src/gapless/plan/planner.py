@@ -72,13 +72,21 @@ def planned(
     machine = [Device(*pair) for pair in zip(_memories(memory, there), speeds or [1.0] * len(there), strict=True)]
     size = mb.batch_size(example, batch_dims)
     pipelines = 1 if wanted.mesh is None else wanted.mesh.replicas  # that have a minibatch like the example each
+
+    def part(count: int) -> tuple[Any, Any, int]:
+        """The first of so many parts of the minibatch: inputs, target and samples."""
+        own = None if target is None else mb.split(target, min(count, size), size=size)[0]
+        return mb.split(example, count, batch_dims)[0], own, mb.sizes(size, min(count, size))[0]
+
+    if links is None:
+        links = (hop(),) if len(there) > 1 and there[0].type == "cpu" else ()
     profiles = _Profiles(
         model,
         layers,
-        _Batch(example, target, batch_dims, size),
+        part,
         there,
         told,
-        links=_links(there) if links is None else tuple(links),
+        links=tuple(links),
         minibatch=pipelines * size,
         loss=loss,
         threads=threads or max(1, torch.get_num_threads() // len(there)),
@@ -124,20 +132,6 @@ def _best_of_all_sizes(
     return best
 
 
-class _Batch(NamedTuple):
-    """A minibatch, of which the first part is measured."""
-
-    example: Any
-    target: Any
-    dims: Any
-    size: int
-
-    def part(self, count: int) -> tuple[Any, Any, int]:
-        """Of so many: inputs, target and samples."""
-        target = None if self.target is None else mb.split(self.target, min(count, self.size), size=self.size)[0]
-        return mb.split(self.example, count, self.dims)[0], target, mb.sizes(self.size, min(count, self.size))[0]
-
-
 class _Profiles:
     """Profiles of a model, by the samples in a microbatch."""
 
@@ -145,7 +139,7 @@ class _Profiles:
         self,
         model: nn.Module | Sequence[Layer],
         layers: Sequence[Layer] | None,
-        batch: _Batch,
+        part: Callable[[int], tuple[Any, Any, int]],
         there: Sequence[torch.device],
         told: Progress,
         *,
@@ -154,7 +148,7 @@ class _Profiles:
         loss: Callable[[Any, Any], Tensor] | None,
         **options: Any,
     ) -> None:
-        self._batch, self._device, self._told = batch, there[0], told
+        self._part, self._device, self._told = part, there[0], told
         self._links, self._minibatch, self._options = links, minibatch, options
         self._layers: Sequence[Layer] = ()
         self._tracer: Tracer | None = None
@@ -169,7 +163,7 @@ class _Profiles:
 
     def measure(self, count: int) -> None:
         """With a minibatch in so many parts. What does not fit the device is left out, if anything else did."""
-        inputs, target, samples = self._batch.part(count)
+        inputs, target, samples = self._part(count)
         if samples in self.found:
             return
         layers, names = self._layers, None
@@ -204,18 +198,13 @@ def _with_overheads(profiles: Mapping[int, Profile]) -> dict[int, Profile]:
     """What layers take for microbatches of two sizes tells what does not grow with the samples."""
     if len(profiles) < 2:
         return dict(profiles)
-    found = {}
+    found = dict(profiles)
     for samples, profile in profiles.items():
         other = profiles[next(each for each in profiles if each != samples)]
-        if len(other.layers) != len(profile.layers):  # another graph
-            found[samples] = profile
-            continue
-        ratio = other.samples / samples
-        layers = [
-            replace(layer, overhead=_overhead(layer, twin, ratio))
-            for layer, twin in zip(profile.layers, other.layers, strict=True)
-        ]
-        found[samples] = replace(profile, layers=tuple(layers))
+        if len(other.layers) == len(profile.layers):  # the same graph
+            pairs, ratio = zip(profile.layers, other.layers, strict=True), other.samples / samples
+            layers = tuple(replace(layer, overhead=_overhead(layer, twin, ratio)) for layer, twin in pairs)
+            found[samples] = replace(profile, layers=layers)
     return found
 
 
@@ -263,9 +252,3 @@ def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int 
         return [units.read_bytes(each) for each in listed]
     except ConfigError as error:
         raise ConfigError(f"memory {error}") from None
-
-
-def _links(there: Sequence[torch.device]) -> tuple[Link, ...]:
-    if len(there) < 2 or there[0].type != "cpu":
-        return ()
-    return (hop(),)

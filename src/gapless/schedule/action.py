@@ -11,10 +11,12 @@ An action is written stage, letter, microbatch: `2F0` is the forward of stage 2 
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from gapless.errors import ScheduleError, printable
@@ -87,25 +89,29 @@ class Schedule:
     def num_stages(self) -> int:
         return self.placement.num_stages
 
+    @property
+    def actions(self) -> Iterator[Action]:
+        """All of them, device by device."""
+        return chain.from_iterable(self.rows)
+
     @cached_property
     def num_actions(self) -> int:
         return sum(map(len, self.rows))
 
     @cached_property
     def num_microbatches(self) -> int:
-        numbers = (max((a.microbatch for a in row if a.kind is not Kind.UPDATE), default=-1) for row in self.rows)
-        return max(numbers, default=-1) + 1
+        return 1 + max((action.microbatch for action in self.actions if action.kind is not Kind.UPDATE), default=-1)
 
     @cached_property
     def num_minibatches(self) -> int:
         """How many updates each stage sees; 1 where the schedule leaves the update to the optimizer."""
         if Kind.UPDATE not in self.kinds:
             return 1
-        return 1 + max(action.microbatch for row in self.rows for action in row if action.kind is Kind.UPDATE)
+        return 1 + max(action.microbatch for action in self.actions if action.kind is Kind.UPDATE)
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        return frozenset(action.kind for row in self.rows for action in row)
+        return frozenset(action.kind for action in self.actions)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
@@ -122,7 +128,7 @@ class Schedule:
         if not self.has_transfers and Kind.RECOMPUTE not in self.kinds:
             return frozenset()
         some = TRANSFERS | {Kind.RECOMPUTE}
-        return frozenset(action for row in self.rows for action in row if action.kind in some)
+        return frozenset(action for action in self.actions if action.kind in some)
 
     def renamed(self, name: str) -> "Schedule":
         return Schedule(self.rows, self.placement, name)
@@ -223,7 +229,7 @@ def _parse_json(text: str, name: str) -> Schedule:
 def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
     """Each (stage, microbatch) lives where its first action is; `verify` tells when another action is elsewhere."""
     total = sum(map(len, rows))
-    devices: list[dict[int, int]] = []
+    devices: dict[int, dict[int, int]] = defaultdict(dict)
     updated: dict[int, int] = {}  # where the first update of a stage is
     for device, row in enumerate(rows):
         for stage, kind, microbatch in row:
@@ -234,22 +240,19 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
                 )
             if kind is Kind.UPDATE:
                 updated.setdefault(stage, device)
-                continue
-            if stage >= len(devices):
-                devices.extend({} for _ in range(stage + 1 - len(devices)))
-            devices[stage].setdefault(microbatch, device)
-    if devices and updated:
+            else:
+                devices[stage].setdefault(microbatch, device)
+    if devices:
         # A stage with updates alone is on a device all the same, so that `verify` can tell what it lacks.
-        devices.extend({} for _ in range(max(updated) + 1 - len(devices)))
         for stage, device in updated.items():
-            devices[stage] = devices[stage] or {0: device}
-    missing = next((stage for stage, found in enumerate(devices) if not found), None)
+            devices.setdefault(stage, {0: device})
+    missing = next((stage for stage in range(max(devices, default=-1)) if stage not in devices), None)
     if missing is not None or not devices:
         raise ScheduleError(
             f"stage {missing or 0} has no action, so it is on no device: stages are 0, 1, 2, ... without gaps"
         )
     cycles = []
-    for found in devices:
+    for _, found in sorted(devices.items()):
         if len(set(found.values())) == 1:
             cycles.append([next(iter(found.values()))])
         else:

@@ -17,9 +17,8 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
     """
     taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
-        for device in range(timeline.schedule.num_devices):
-            for action, start, end in timeline.spans(device):
-                taken[action.kind, action.stage].append(float(end - start))
+        for action, start, end in timeline.all_spans:
+            taken[action.kind, action.stage].append(float(end - start))
     median = {place: statistics.median(seconds) for place, seconds in taken.items()}
     stages = range(timelines[0].schedule.num_stages)
     whole = [median.get((Kind.BACKWARD, stage)) for stage in stages]

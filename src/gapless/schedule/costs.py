@@ -72,7 +72,8 @@ class Costs:
             return value
         if name == "boundary":
             return (value,) * stages
-        return tuple(_divided(value, placement.share(stage)) for stage in range(stages))
+        shares = map(placement.share, range(stages))
+        return tuple(value if share == 1 else value / share for share in shares)
 
     def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
         """How long each kind of action takes on each stage. Transfers take no time of a device."""
@@ -121,7 +122,3 @@ class Costs:
                 merge = sum if name != "boundary" else itemgetter(0)  # what comes into the first comes into all
                 changes[name] = tuple(merge(value[i : i + run]) for i in range(0, len(value), run))
         return replace(self, **changes) if changes else self  # type: ignore[arg-type]
-
-
-def _divided(value: Number, parts: int) -> Number:
-    return value if parts == 1 else value / parts

@@ -73,14 +73,9 @@ class Placement:
     def shape(self) -> str:
         """`line`, `loop`, `vee`, `replicated`, or `explicit` for anything else."""
         K, S = self.num_devices, self.num_stages
-        if self == line(K):
-            return "line"
-        if S == 2 * K and self == vee(K):
-            return "vee"
-        if K and S % K == 0 and self == loop(K, S // K):
-            return "loop"
-        replicas = [len(cycle) for cycle in self.cycles]
-        return "replicated" if sum(replicas) == K and self == replicated(replicas) else "explicit"
+        shapes = {"line": line(K), "vee": vee(K), "loop": loop(K, S // max(1, K))}
+        shapes["replicated"] = replicated([len(cycle) for cycle in self.cycles])
+        return next((name for name, other in shapes.items() if self == other), "explicit")
 
     def within(self, num_microbatches: int) -> "Placement":
         """The same placement written in the shortest way that says where the given microbatches run."""

@@ -83,12 +83,11 @@ def messages(
     routes = Routes(schedule.placement)
     produced: dict[Channel, dict[Message, int]] = defaultdict(dict)
     consumed: dict[Channel, list[tuple[Message, Action]]] = defaultdict(list)
-    for row in schedule.rows:
-        for action in row:
-            arriving, leaving = routes.both(action)
-            if arriving is not None and arriving.crosses:
-                consumed[arriving.channel].append(((arriving.source, action.microbatch), action))
-            if leaving is not None and leaving.crosses and action.kind in MAKERS:
-                numbers = produced[leaving.channel]
-                numbers[leaving.source, action.microbatch] = len(numbers)
+    for action in schedule.actions:
+        arriving, leaving = routes.both(action)
+        if arriving is not None and arriving.crosses:
+            consumed[arriving.channel].append(((arriving.source, action.microbatch), action))
+        if leaving is not None and leaving.crosses and action.kind in MAKERS:
+            numbers = produced[leaving.channel]
+            numbers[leaving.source, action.microbatch] = len(numbers)
     return produced, consumed

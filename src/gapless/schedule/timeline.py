@@ -4,8 +4,10 @@ Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the
 *span* bubble is what remains when the next step may start on a device before the others have ended.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from operator import sub
 from typing import Any, Literal
 
@@ -82,11 +84,10 @@ class Timeline:
         count = self.schedule.num_minibatches
         per_minibatch = max(1, self.schedule.num_microbatches // count)
         last: list[Number] = [0] * count
-        for row, ends in zip(self.schedule.rows, self.ends, strict=True):
-            for action, end in zip(row, ends, strict=True):
-                number = action.microbatch if action.kind == "U" else action.microbatch // per_minibatch
-                number = min(number, count - 1)  # what is left over where the updates do not divide the microbatches
-                last[number] = max(last[number], end)
+        for action, _, end in self.all_spans:
+            number = action.microbatch if action.kind == "U" else action.microbatch // per_minibatch
+            number = min(number, count - 1)  # what is left over where the updates do not divide the microbatches
+            last[number] = max(last[number], end)
         return tuple(last)
 
     @property
@@ -100,6 +101,11 @@ class Timeline:
 
     def spans(self, device: int) -> list[tuple[Action, Number, Number]]:
         return list(zip(self.schedule.rows[device], self.starts[device], self.ends[device], strict=True))
+
+    @property
+    def all_spans(self) -> Iterator[tuple[Action, Number, Number]]:
+        """Those of one device after another."""
+        return chain.from_iterable(map(self.spans, range(self.schedule.num_devices)))
 
     def summary(self) -> dict[str, Any]:
         """The numbers of this timeline as plain JSON values."""

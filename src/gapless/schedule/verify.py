@@ -75,7 +75,7 @@ def _refuse_strangers(schedule: Schedule) -> None:
             f"the schedule has rows for {schedule.num_devices} devices, but its placement is for "
             f"{placement.num_devices}: give the placement of these rows, or none"
         )
-    stranger = next((a for row in schedule.rows for a in row if not 0 <= a.stage < placement.num_stages), None)
+    stranger = next((a for a in schedule.actions if not 0 <= a.stage < placement.num_stages), None)
     if stranger is not None:
         raise ScheduleError(
             f"the schedule has {stranger}, but its placement is for stages 0 to {placement.num_stages - 1}: give the "
@@ -105,10 +105,9 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
     M = max(schedule.num_microbatches, num_microbatches or 0)
     S = max(schedule.num_stages, num_stages or 0)
     there = bytearray(S * M)
-    for row in schedule.rows:
-        for stage, kind, microbatch in row:
-            if kind in _BITS:
-                there[stage * M + microbatch] |= _BITS[kind]
+    for stage, kind, microbatch in schedule.actions:
+        if kind in _BITS:
+            there[stage * M + microbatch] |= _BITS[kind]
     if schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}):
         there = bytearray(found | 2 for found in there)
     found = []

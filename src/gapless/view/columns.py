@@ -17,7 +17,7 @@ from typing import Any
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view.legend import KINDS
-from gapless.view.needs import actions, resolve
+from gapless.view.needs import resolve
 
 _SCALES = (1, 2, 4, 8, 16, 32)
 _LARGEST = 2**30  # so that a difference of two still fits into 32 bits
@@ -42,9 +42,9 @@ def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], by
     yield "after", _numbers([float(after) for _, after in memory])
     del memory
     place = {kind: number for number, kind in enumerate(KINDS)}
-    yield "kind", _integers([place[action.kind] for action in actions(schedule)])
-    yield "stage", _integers([action.stage for action in actions(schedule)])
-    yield "microbatch", _integers([action.microbatch for action in actions(schedule)])
+    yield "kind", _integers([place[action.kind] for action in schedule.actions])
+    yield "stage", _integers([action.stage for action in schedule.actions])
+    yield "microbatch", _integers([action.microbatch for action in schedule.actions])
     needs = resolve(schedule)
     counts = [after - before for before, after in pairwise(needs.first)]
     yield "needCount", _integers(counts)

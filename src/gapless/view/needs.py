@@ -5,11 +5,10 @@ The actions of a schedule are numbered device by device, in the order of the row
 """
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.dependencies import Milestones
 
 
@@ -28,11 +27,11 @@ def resolve(schedule: Schedule) -> Needs:
     """A need that no action of the schedule meets is left out: `verify` reports it, the viewer still draws the rest."""
     milestones = Milestones(schedule)
     where = array("i", [-1]) * milestones.size  # the number of the action that reaches each milestone
-    for number, (stage, kind, microbatch) in enumerate(actions(schedule)):
+    for number, (stage, kind, microbatch) in enumerate(schedule.actions):
         for base in milestones.gives[kind][stage]:
             where[base + microbatch] = number
     first, needs = array("i", [0]), array("i")
-    for stage, kind, microbatch in actions(schedule):
+    for stage, kind, microbatch in schedule.actions:
         update = kind is Kind.UPDATE
         bases = milestones.update_needs(stage, microbatch) if update else milestones.needs[kind][stage]
         for base in bases:
@@ -40,12 +39,6 @@ def resolve(schedule: Schedule) -> Needs:
                 needs.append(number)
         first.append(len(needs))
     return Needs(first, needs)
-
-
-def actions(schedule: Schedule) -> Iterator[Action]:
-    """All of them, in the order of their numbers."""
-    for row in schedule.rows:
-        yield from row
 
 
 def row_offsets(schedule: Schedule) -> list[int]:

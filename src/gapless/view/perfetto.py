@@ -7,7 +7,7 @@ said otherwise.
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import BACKWARDS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.needs import actions, resolve, row_offsets
+from gapless.view.needs import resolve, row_offsets
 from gapless.view.summary import named
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
@@ -48,15 +48,13 @@ def events(timelines: Sequence[Timeline], unit: str = "ms") -> Iterator[Event]:
 
 
 def _events(timelines: Sequence[Timeline], scale: float) -> Iterator[Event]:
-    flow = 0
+    flow = count(1)
     for process, timeline in enumerate(timelines, 1):
         yield from _names(timeline, process)
         slices = _Slices(timeline, process, scale)
         yield from slices.events()
         yield from _counters(timeline, slices)
-        for event in _arrows(timeline, slices, flow):
-            flow = max(flow, event["id"])
-            yield event
+        yield from _arrows(timeline, slices, flow)
 
 
 def _names(timeline: Timeline, process: int) -> Iterator[Event]:
@@ -82,7 +80,7 @@ class _Slices:
         self.devices = [device for device, row in enumerate(rows) for _ in row]
 
     def events(self) -> Iterator[Event]:
-        for number, action in enumerate(actions(self.timeline.schedule)):
+        for number, action in enumerate(self.timeline.schedule.actions):
             yield {
                 "ph": "X",
                 "name": str(action),
@@ -116,16 +114,15 @@ def _counters(timeline: Timeline, slices: _Slices) -> Iterator[Event]:
             last = value
 
 
-def _arrows(timeline: Timeline, slices: _Slices, flow: int) -> Iterator[Event]:
+def _arrows(timeline: Timeline, slices: _Slices, flow: Iterator[int]) -> Iterator[Event]:
     needs = resolve(timeline.schedule)
-    made = list(actions(timeline.schedule))
+    made = list(timeline.schedule.actions)
     for number in range(len(made)):
         for need in needs.of(number):
             if slices.devices[need] == slices.devices[number]:
                 continue
-            flow += 1
             what = "gradient" if made[need].kind in _GRADIENTS else "activation"
-            common = {"name": what, "cat": "dependency", "id": flow}
+            common = {"name": what, "cat": "dependency", "id": next(flow)}
             leaves, arrives = slices.inside(need, 1 - _INSIDE), slices.inside(number, _INSIDE)
             yield {"ph": "s", **common, **slices.thread(need), "ts": leaves}
             yield {"ph": "f", "bp": "e", **common, **slices.thread(number), "ts": arrives}

@@ -5,7 +5,6 @@ It is written as HTML here and not by the script, so that it is there at once, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 
 from gapless.schedule.costs import Number
@@ -41,44 +40,35 @@ class Column:
     heading: str
     explanation: str
     value: Callable[[Timeline], Number]
-    shown: Callable[[Number], str] = figure
-    ranked: bool = False  # less is better, and the least is marked
-    bar: bool = False
+    ranked: bool = True  # less is better, and the least is marked
+    share: bool = False  # shown in per cent, and as a bar
+
+    def shown(self, value: Number) -> str:
+        return percent(value, 2) if self.share else figure(value)
 
 
 COLUMNS = (
-    Column(
-        "makespan",
-        "From the first start on any device to the last end on any device.",
-        lambda t: t.makespan,
-        ranked=True,
-    ),
+    Column("makespan", "From the first start on any device to the last end on any device.", lambda t: t.makespan),
     Column(
         "bubble",
         "The share of the makespan in which even the busiest device has nothing to do.",
         lambda t: t.bubble,
-        partial(percent, digits=2),
-        ranked=True,
-        bar=True,
+        share=True,
     ),
-    Column(
-        "span", "The longest time from a device's own first start to its own last end.", lambda t: t.span, ranked=True
-    ),
+    Column("span", "The longest time from a device's own first start to its own last end.", lambda t: t.span),
     Column(
         "span bubble",
         "The share of the span in which even the busiest device has nothing to do.",
         lambda t: t.span_bubble,
-        partial(percent, digits=2),
-        ranked=True,
-        bar=True,
+        share=True,
     ),
-    Column("work", "The busy time of the busiest device.", lambda t: t.work, ranked=True),
-    Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0), ranked=True),
-    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices),
-    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches),
-    Column("actions", "How many actions run in all.", lambda t: t.schedule.num_actions),
+    Column("work", "The busy time of the busiest device.", lambda t: t.work),
+    Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0)),
+    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices, ranked=False),
+    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches, False),
+    Column("actions", "How many actions run in all.", lambda t: t.schedule.num_actions, ranked=False),
 )
-_PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period, ranked=True)
+_PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period)
 
 
 def table(timelines: Sequence[Timeline]) -> str:
@@ -105,7 +95,7 @@ def _row(number: int, timeline: Timeline, columns: Sequence[Column], values: Seq
         value = found[number]
         best = column.ranked and _is_best(value, found)
         mark = '<span class="unseen"> (best)</span>' if best else ""
-        bar = '<i class="bar"></i>' if column.bar else ""
+        bar = '<i class="bar"></i>' if column.share else ""
         cells.append(
             f'<td class="number{" best" if best else ""}" data-value="{float(value)!r}">'
             f"{bar}<span>{column.shown(value)}</span>{mark}</td>"

@@ -56,13 +56,7 @@ def _scale(timeline: Timeline, columns: int) -> float:
 
 def _shortest(timeline: Timeline) -> float:
     """The shortest action that takes any time; 0 where none does."""
-    durations = (
-        float(end - start)
-        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
-        for start, end in zip(starts, ends, strict=True)
-        if end > start
-    )
-    return min(durations, default=0.0)
+    return min((float(end - start) for _, start, end in timeline.all_spans if end > start), default=0.0)
 
 
 def _label_width(schedule: Schedule) -> int:
@@ -91,9 +85,8 @@ def _cells(timeline: Timeline, device: int, first: float, scale: float, columns:
             at = left
         kind = max(crowd, key=crowd.__getitem__) if right - at == 1 else action.kind
         crowd.clear()
-        labels = (
-            (str(action), f"{action.kind}{action.microbatch}") if staged else (f"{action.kind}{action.microbatch}",)
-        )
+        short = f"{action.kind}{action.microbatch}"
+        labels = [str(action), short] if staged else [short]
         runs.append((kind, _label(labels, kind, right - at)))
         at = right
     return runs
@@ -161,11 +154,8 @@ def violations(report: Report, width: int = 100, colour: bool = False, most: int
     schedule, found = report.schedule, (*report.violations, *report.warnings)
     lines = []
     rows = _marked_rows(schedule, found, colour)
-    if (
-        schedule.num_devices <= 40
-        and schedule.num_actions <= 2000
-        and all(plain_width <= width for _, plain_width in rows)
-    ):
+    small = schedule.num_devices <= 40 and schedule.num_actions <= 2000
+    if small and all(plain_width <= width for _, plain_width in rows):
         lines += [text for text, _ in rows] + [""]
     for violation in found[:most]:
         lines += [f"device {violation.device}: {violation.message}", excerpt(schedule, violation)]

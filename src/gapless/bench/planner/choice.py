@@ -7,13 +7,12 @@ First every schedule runs twice; then the pick and the quickest of the first par
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from gapless.bench.planner.late_link import late
 from gapless.bench.planner.subjects import Subject, emulated
 from gapless.bench.report import milliseconds, signed, tabular
-from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
+from gapless.bench.rounds import Progress, finals, median, ratio
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.measure import hop
@@ -104,13 +103,12 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
 
 
 def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:
-    inputs, target = subject.batch(place.microbatches)
     picked = plans[0].recipe
     with contextlib.ExitStack() as stack:
-        contestants: dict[str, Contestant] = {}
+        contestants = {}
         for plan in plans:
-            pipe = stack.enter_context(subject.pipeline(plan, late(["cpu"] * place.devices, place.latency / 1e3)))
-            contestants[plan.recipe] = timed(partial(pipe.step, inputs, target))
+            world = late(["cpu"] * place.devices, place.latency / 1e3)
+            contestants[plan.recipe] = subject.contestant(stack, plan, world)
         first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
     quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))
     return {

@@ -6,13 +6,12 @@ take turns for longer.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from gapless.bench.planner import subjects
 from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import milliseconds, signed, tabular
-from gapless.bench.rounds import Contestant, Progress, finals, median, ratio, timed
+from gapless.bench.rounds import Progress, finals, median, ratio
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import search
@@ -37,8 +36,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
     for make in [lambda: subjects.random_layers(4, samples=4)] if quick else SUBJECTS:
         subject = make()
         progress(f"measuring {subject.name}")
-        profile = subjects.threads_hop(subject.profile("cpu", _DEVICES, seconds))
-        rows.append(_row(subject, profile, rounds, progress))
+        rows.append(_row(subject, subject.profile("cpu", _DEVICES, seconds), rounds, progress))
     return {"rows": rows, "near": NEAR}
 
 
@@ -46,14 +44,12 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
     count = len(subject.layers)
     chosen = _chosen(profile)
     equal = equal_counts(count, _DEVICES)
-    inputs, target = subject.batch(_MICROBATCHES * subject.samples)
     with contextlib.ExitStack() as stack:
-        contestants: dict[str, Contestant] = {}
+        contestants = {}
         for first in range(1, count):
             cut = (first, count - first)
             plan = subjects.planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
-            pipe = stack.enter_context(subject.pipeline(plan, ["cpu"] * _DEVICES, copied=True))
-            contestants[_shown(cut)] = timed(partial(pipe.step, inputs, target))
+            contestants[_shown(cut)] = subject.contestant(stack, plan)
         _, seconds = finals(contestants, [_shown(chosen), _shown(equal)], _FINALISTS, rounds, progress)
     best = min(seconds, key=lambda cut: median(seconds[cut]))
     return {

@@ -128,7 +128,7 @@ def _run(
         torch.cuda.memory._record_memory_history("all", context=None)
     pipe: Pipeline | None = None
     try:
-        pipe = subject.pipeline(plan, Apart([gpu] * plan.num_devices), copied=True)
+        pipe = subject.pipeline(plan, Apart([gpu] * plan.num_devices))
         optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)
         inputs, target = subject.batch(plan.minibatch)
         for _ in range(2):

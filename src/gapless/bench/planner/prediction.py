@@ -7,21 +7,18 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from gapless.bench.planner import subjects
 from gapless.bench.planner.own_memory import Apart
 from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import mebibytes, milliseconds, signed, tabular
-from gapless.bench.rounds import Progress, median, take_turns, timed
-from gapless.pipeline.pipeline import Pipeline
+from gapless.bench.rounds import Progress, median, take_turns
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
 from gapless.plan.profile.profile import Profile
 from gapless.run.program import Program
-from gapless.run.world import World
 from gapless.schedule.action import Schedule
 from gapless.schedule.simulate import simulate
 from gapless.stage.stage import Stage
@@ -62,7 +59,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
     for subject, devices, wanted in settings(quick):
         progress(f"measuring {subject.name}")
         sessions = 1 if subject.emulated else _SESSIONS
-        profile = subjects.threads_hop(subject.profile("cpu", devices, seconds / sessions))
+        profile = subject.profile("cpu", devices, seconds / sessions)
         plans = _plans(profile, devices, wanted)
         held = [None if subject.emulated else _live(subject, plan) for plan in plans]
         pairs = _steps(subject, plans, profile, sessions, rounds, seconds / sessions, progress)
@@ -86,12 +83,10 @@ def _steps(
     with contextlib.ExitStack() as stack:
         contestants = {}
         for number, plan in enumerate(plans):
-            pipe = stack.enter_context(_pipeline(subject, plan))
-            step = partial(pipe.step, *subject.batch(plan.minibatch))
-            contestants[f"{subject.name}, {plan.title} ({number})"] = timed(step)
+            contestants[f"{subject.name}, {plan.title} ({number})"] = subject.contestant(stack, plan)
         for session in range(sessions):
             if session:
-                profile = subjects.threads_hop(subject.profile("cpu", plans[0].num_devices, seconds))
+                profile = subject.profile("cpu", plans[0].num_devices, seconds)
             taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
             for mine, plan, values in zip(found, plans, taken.values(), strict=True):
                 mine.append((_predicted(plan, profile), median(values)))
@@ -102,10 +97,6 @@ def _predicted(plan: Plan, profile: Profile) -> float:
     """The step of a plan, from another measurement of its layers."""
     stages = make_stages(profile, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
     return float(simulate(plan.schedule, profile.contention.costs(stages.costs, plan.schedule)).makespan)
-
-
-def _pipeline(subject: Subject, plan: Plan, devices: World | None = None) -> Pipeline:
-    return subject.pipeline(plan, devices or ["cpu"] * plan.num_devices, copied=True)
 
 
 class _Metered(Apart):
@@ -135,7 +126,7 @@ def _live(subject: Subject, plan: Plan) -> int:
     """The most bytes that the actions of a device have made and that are there at a time, summed over the devices."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
     inputs, target = subject.batch(plan.minibatch)
-    with _pipeline(subject, plan, _Metered(meters)) as pipe:
+    with subject.pipeline(plan, _Metered(meters)) as pipe:
         pipe.step(inputs, target)
         before = sum(meter.live() for meter in meters)  # gradients are there by now
         for meter in meters:

@@ -3,13 +3,16 @@
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gapless.bench.rounds import Contestant, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
@@ -43,9 +46,9 @@ class Subject:
         return isinstance(self.layers[0], Emulated)
 
     def profile(self, device: str, devices: int, seconds: float) -> Profile:
-        """As measured, for so many devices."""
+        """As measured, for so many devices, with the hop from one thread to another where there are several."""
         inputs, target = self.batch(self.samples)
-        return measure(
+        found = measure(
             self.layers,
             inputs,
             target,
@@ -56,11 +59,17 @@ class Subject:
             seconds=seconds,
             name=self.name,
         )
+        return replace(found, links=(hop(),) if devices > 1 else ())
 
-    def pipeline(self, plan: Plan, devices: Sequence[str] | World, copied: bool = False) -> Pipeline:
-        """Of these layers, or of copies where several pipelines must not share them."""
-        layers = copy.deepcopy(list(self.layers)) if copied else self.layers
-        return Pipeline(layers, devices=devices, schedule=plan, loss=self.loss)
+    def pipeline(self, plan: Plan, world: World | None = None) -> Pipeline:
+        """Of copies of these layers, since several pipelines must not share them."""
+        devices = world or ["cpu"] * plan.num_devices
+        return Pipeline(copy.deepcopy(list(self.layers)), devices=devices, schedule=plan, loss=self.loss)
+
+    def contestant(self, stack: ExitStack, plan: Plan, world: World | None = None) -> Contestant:
+        """Runs steps of a plan, for as long as the stack is open."""
+        pipe = stack.enter_context(self.pipeline(plan, world))
+        return timed(partial(pipe.step, *self.batch(plan.minibatch)))
 
 
 def planned(
@@ -92,11 +101,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def threads_hop(profile: Profile) -> Profile:
-    """With the time it takes from one thread to another."""
-    return replace(profile, links=(hop(),))
-
-
 def _stages_per_device(recipe: str) -> int:
     return 1 if find_recipe(recipe).placement == "line" else 2
 
@@ -107,15 +111,11 @@ def _stages_per_device(recipe: str) -> int:
 def emulated(name: str, milliseconds: Sequence[tuple[float, float, float]]) -> Subject:
     """Layers that take (F, I, W) milliseconds each, and no processor."""
     layers = [Emulated(forward=f / 1e3, input_grad=i / 1e3, weight_grad=w / 1e3) for f, i, w in milliseconds]
-    return Subject(name, layers, _sum, _emulated_batch)
 
+    def batch(count: int) -> tuple[Any, Any]:
+        return torch.linspace(-1.0, 1.0, count).view(count, 1).requires_grad_(), torch.zeros(count, 1)
 
-def _sum(outputs: Tensor, target: Any) -> Tensor:
-    return outputs.sum()
-
-
-def _emulated_batch(samples: int) -> tuple[Any, Any]:
-    return torch.linspace(-1.0, 1.0, samples).view(samples, 1).requires_grad_(), torch.zeros(samples, 1)
+    return Subject(name, layers, lambda outputs, target: outputs.sum(), batch)
 
 
 # -- real -----------------------------------------------------------------------------------------------------------

@@ -170,19 +170,20 @@ def _extended(
 ) -> list[tuple[int, Number, int]]:
     """One more stage: (end, least sum of squares, where the stage starts) for each end that can be reached."""
     us = [times[i] for i in points]
-    ends, lows, highs = _starts(points, us, times, room, ends, limit)
-    found: list[tuple[int, Number, int]] = [(0, 0, 0)] * len(ends)
-    waiting = [(0, len(ends), 0, len(points))]  # ends, and between which points their stages start
+    reached = _starts(points, us, times, room, ends, limit)
+    found: list[tuple[int, Number, int]] = [(0, 0, 0)] * len(reached)
+    waiting = [(0, len(reached), 0, len(points))]  # ends, and between which points their stages start
     while waiting:
         first, last, low, high = waiting.pop()
         if first == last:
             continue
         middle = (first + last) // 2
-        x, here = times[ends[middle]], slice(max(low, lows[middle]), min(high, highs[middle]))
+        end, lowest, highest = reached[middle]
+        x, here = times[end], slice(max(low, lowest), min(high, highest))
         squares = [value + (x - u) * (x - u) for value, u in zip(values[here], us[here], strict=True)]
         least = min(squares)
         best = here.stop - 1 - squares[::-1].index(least)  # the last of equals
-        found[middle] = (ends[middle], least, points[best])
+        found[middle] = (end, least, points[best])
         waiting += [(first, middle, low, best + 1), (middle + 1, last, best, high)]
     return found
 
@@ -194,9 +195,9 @@ def _starts(
     room: Room | None,
     ends: Sequence[int],
     limit: Number,
-) -> tuple[list[int], list[int], list[int]]:
+) -> list[tuple[int, int, int]]:
     """The ends that can be reached, and for each from which point on to before which one the stage may start."""
-    reached, lows, highs = [], [], []
+    reached = []
     low = high = 0
     count = len(points)
     for end in ends:
@@ -210,7 +211,5 @@ def _starts(
         while room is not None and low < count and room.sums[end] - room.sums[points[low]] > room.most:
             low += 1
         if low < high:
-            reached.append(end)
-            lows.append(low)
-            highs.append(high)
-    return reached, lows, highs
+            reached.append((end, low, high))
+    return reached

@@ -51,17 +51,11 @@ def solve_shared(
     while waiting:
         *_, cuts, ranges = heapq.heappop(waiting)
         held = held_by_stage(memory, cuts)
-        full = next(
-            (
-                stages
-                for device, stages in enumerate(placement.stages)
-                if sum(held[s] for s in stages) > limits[device] * (1 + _ROUNDING)
-            ),
-            None,
-        )
-        if full is None:
+        pairs = zip(placement.stages, limits, strict=True)
+        full = [stages for stages, limit in pairs if sum(held[s] for s in stages) > limit * (1 + _ROUNDING)]
+        if not full:
             return cuts
-        for half in _halves(ranges, full, held, limits[homes[full[0]]]):
+        for half in _halves(ranges, full[0], held, limits[homes[full[0][0]]]):
             add(half, cuts.slowest)
     return None
 

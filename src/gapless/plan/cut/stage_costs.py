@@ -42,13 +42,6 @@ def make_stages(
     def time(of: Callable[[Layer], float], entry: float = 0.0) -> tuple[float, ...]:
         return tuple((entry + sum(map(of, own))) / speeds[home] for own, home in zip(layers, homes, strict=True))
 
-    def size_of(of: Callable[[Layer], int]) -> tuple[int, ...]:
-        return tuple(sum(map(of, own)) for own in layers)
-
-    # Layers of one stage hold what passes between them once.
-    shared = [sum(layer.overlap for layer in own[1:]) for own in layers]
-    sizes = size_of(lambda layer: layer.activation)
-    activation = tuple(max(0, size - less) for size, less in zip(sizes, shared, strict=True))
     boundary = (profile.input, *(own[-1].boundary for own in layers[:-1]))
     costs = Costs(
         forward=time(lambda layer: layer.forward.median, profile.entry.forward),
@@ -57,9 +50,10 @@ def make_stages(
         recompute=time(lambda layer: layer.recompute.median, profile.entry.forward),
         update=time(lambda layer: layer.update.median),
         backward=time(lambda layer: layer.whole_backward, profile.entry.backward),
-        activation=activation,
+        # Layers of one stage hold what passes between them once.
+        activation=[max(0, sum(e.activation for e in own) - sum(e.overlap for e in own[1:])) for own in layers],
         # Orders are made as if the gradients that W needs were a part of the activation; `footprint` counts all.
-        kept_for_weight_grad=size_of(lambda layer: layer.kept_for_weight_grad),
+        kept_for_weight_grad=[sum(layer.kept_for_weight_grad for layer in own) for own in layers],
         boundary=boundary,
     )
     return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary)

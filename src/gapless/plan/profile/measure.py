@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,19 +64,19 @@ def measure(
     if not len(model):
         raise ConfigError("there are no layers to measure: give at least 1")
     device = torch.device(device)
-    task = Task(list(model), moved(inputs, device), moved(target, device), loss, batchnorm)
+    task = Task(list(model), moved(inputs, device), moved(target, device), loss, batchnorm, device, optimizer)
     threads = threads or torch.get_num_threads()
     if sizes_alone:
-        (sizes, input_), timed = fake_sizes(task, device, optimizer), _Timed(Times(), EntryTime(), ALONE)
+        (sizes, input_), times, entry, contention = fake_sizes(task), Times(), EntryTime(), ALONE
     else:
         with intra_op_threads(threads):
-            sizes, input_ = measured_sizes(task, device, optimizer)
-        timed = _timed(task, device, optimizer, threads, side_by_side, seconds)
+            sizes, input_ = measured_sizes(task)
+        times, entry, contention = _timed(task, threads, side_by_side, seconds)
     names = [type(layer).__name__ for layer in model] if names is None else names
     return Profile(
         name=name,
         layers=tuple(
-            _layer(f"{number}.{each}", number, size, timed)
+            _layer(f"{number}.{each}", number, size, times, entry)
             for number, (each, size) in enumerate(zip(names, sizes, strict=True))
         ),
         samples=mb.batch_size(inputs),
@@ -84,32 +84,26 @@ def measure(
         reserved=PAGE if device.type == "cuda" else 0,
         slack=allocator_slack(device) if not sizes_alone else SLACK,
         device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
-        entry=timed.entry,
-        contention=timed.contention,
+        entry=entry,
+        contention=contention,
     )
 
 
-class _Timed(NamedTuple):
-    times: Times
-    entry: EntryTime
-    contention: Contention
+def _layer(name: str, number: int, size: Sizes, times: Times, entry: EntryTime) -> Layer:
+    def seconds(letter: str, begin: float = 0.0) -> Seconds:
+        found = times.of(number, letter)
+        return Seconds(max(_OWN * found.median, found.median - begin), found.spread)
 
-
-def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
-    def seconds(letter: str, entry: float = 0.0) -> Seconds:
-        found = timed.times.of(number, letter)
-        return Seconds(max(_OWN * found.median, found.median - entry), found.spread)
-
-    forward, input_grad = seconds("F", timed.entry.forward), seconds("I", timed.entry.backward)
-    recording = max(0.0, timed.times.of(number, "f").median - timed.times.of(number, "F").median)
+    forward, input_grad = seconds("F", entry.forward), seconds("I", entry.backward)
+    recording = max(0.0, times.of(number, "f").median - times.of(number, "F").median)
     return Layer(
         name=name,
         forward=forward,
         # What it takes the forward to record for W: only a backward in halves needs that, so it counts there.
         input_grad=Seconds(input_grad.median + recording, input_grad.spread),
         weight_grad=seconds("W"),
-        backward=seconds("B", timed.entry.backward),
-        recompute=seconds("R", timed.entry.forward),
+        backward=seconds("B", entry.backward),
+        recompute=seconds("R", entry.forward),
         update=seconds("U"),
         **vars(size),
     )
@@ -118,22 +112,15 @@ def _layer(name: str, number: int, size: Sizes, timed: _Timed) -> Layer:
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def _timed(
-    task: Task,
-    device: torch.device,
-    optimizer: Optimizer | None,
-    threads: int,
-    side_by_side: int,
-    seconds: float,
-) -> _Timed:
-    count = min(side_by_side, _cores()) if device.type == "cpu" else 1
-    runners = [Runner(task, device, optimizer, side_by_side, index) for index in range(count)]
+def _timed(task: Task, threads: int, side_by_side: int, seconds: float) -> tuple[Times, EntryTime, Contention]:
+    count = min(side_by_side, _cores()) if task.device.type == "cpu" else 1
+    runners = [Runner(task, side_by_side, index) for index in range(count)]
     phases = _Phases(runners, threads, seconds)
     phases.run()
     contention = _contention(phases.alone, phases.beside, runners[0].groups) if count > 1 else ALONE
-    if device.type == "cpu" and side_by_side * phases.processors > _cores():
+    if task.device.type == "cpu" and side_by_side * phases.processors > _cores():
         contention = replace(contention, at_once=_cores() / phases.processors)
-    return _Timed(phases.alone, _entry(phases.alone, runners[0].groups), contention)
+    return phases.alone, _entry(phases.alone, runners[0].groups), contention
 
 
 class _Phases:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gapless.plan.profile.profile import Seconds
-from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs
+from gapless.plan.profile.task import Task, copied, ones_like_outputs
 from gapless.stage.stage import Stage
 
 PASSES = (("whole", False), ("halves", False), ("again", False), ("whole", True), ("halves", True))
@@ -82,21 +82,14 @@ class GpuClock(CpuClock):
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def clock_for(device: torch.device) -> CpuClock:
-    """The one that knows when this device has done what it was told."""
-    return GpuClock(device) if device.type == "cuda" else CpuClock()
-
-
 class Runner:
     """Runs the passes on copies of its own. Where all layers do not fit on the device, one at a time is there."""
 
-    def __init__(
-        self, task: Task, device: torch.device, optimizer: Optimizer | None, num_devices: int, index: int = 0
-    ) -> None:
+    def __init__(self, task: Task, num_devices: int, index: int = 0) -> None:
         """`num_devices`: how many the model will be on; `index`: which of them this one stands for."""
-        self._task, self._device, self._optimizer, self._index = task, device, optimizer, index
-        self._clock = clock_for(device)
-        self._apart = not _fit_together(task.layers, device)
+        self._task, self._index = task, index
+        self._clock = GpuClock(task.device) if task.device.type == "cuda" else CpuClock()
+        self._apart = not _fit_together(task.layers, task.device)
         # As many at a time as a device will have: more would push each other out of its caches.
         numbers = range(len(task.layers))
         each = 1 if self._apart else math.ceil(len(numbers) / num_devices)
@@ -139,11 +132,11 @@ class Runner:
                 layers = [layer for each in group for layer in self._made(each)["whole"].layers]
             else:
                 group, ways = [number], list(_WAYS)
-                layers = [copied(self._task.layers[number], self._device)]
+                layers = [copied(self._task.layers[number], self._task.device)]
             stages = {way: self._task.stage(layers, group[0], **_WAYS[way]) for way in ways}
             parameters = [each for each in stages["whole"].parameters() if each.requires_grad]
-            if number >= 0 and self._optimizer is not None and parameters:
-                self._optimizers[number] = self._optimizer(parameters)
+            if number >= 0 and self._task.optimizer is not None and parameters:
+                self._optimizers[number] = self._task.optimizer(parameters)
             self._stages[number] = stages
         return self._stages[number]
 

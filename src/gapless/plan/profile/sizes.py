@@ -13,6 +13,7 @@ libraries of a GPU take at their first product they keep, for each of its stream
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,19 +22,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
 from gapless.plan.profile.profile import Sizes
-from gapless.plan.profile.task import Optimizer, Task, copied, ones_like_outputs, remade
+from gapless.plan.profile.task import Task, copied, ones_like_outputs, remade
 from gapless.stage import microbatch as mb
 from gapless.stage.stage import Stage
 
 
-def measured_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> tuple[list[Sizes], int]:
+def measured_sizes(task: Task) -> tuple[list[Sizes], int]:
     """Of each layer, run on copies of the layers, and the bytes of what the first one takes."""
-    return _sizes(task, device, optimizer, lambda layer: copied(layer, device), task.inputs, task.target, fake=False)
+    return _sizes(task, lambda layer: copied(layer, task.device), fake=False)
 
 
-def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) -> tuple[list[Sizes], int]:
+def fake_sizes(task: Task) -> tuple[list[Sizes], int]:
     """The same by tensors that have a shape, a type and a device but no data: for models that do not fit."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, device = FakeTensorMode(allow_non_fake_inputs=True), task.device
 
     def fake(layer: Any) -> Any:
         return _faked(layer, mode, device) if isinstance(layer, nn.Module) else layer
@@ -42,24 +43,16 @@ def fake_sizes(task: Task, device: torch.device, optimizer: Optimizer | None) ->
         remade(tree, lambda each: _fake_tensor(each, mode, device)) for tree in (task.inputs, task.target)
     )
     with mode:
-        return _sizes(task, device, optimizer, fake, inputs, target, fake=True)
+        return _sizes(replace(task, inputs=inputs, target=target), fake, fake=True)
 
 
-def _sizes(
-    task: Task,
-    device: torch.device,
-    optimizer: Optimizer | None,
-    make: Callable[[Any], Any],
-    inputs: Any,
-    target: Any,
-    *,
-    fake: bool,
-) -> tuple[list[Sizes], int]:
+def _sizes(task: Task, make: Callable[[Any], Any], *, fake: bool) -> tuple[list[Sizes], int]:
+    inputs, target, optimizer = task.inputs, task.target, task.optimizer
     found: list[dict[str, int]] = []
     before: tuple[Any, Any] | None = None  # the layer before, and its inputs
     for number, layer in enumerate(task.layers):
         here = make(layer)
-        meter = meter_for(device, fake=fake)
+        meter = meter_for(task.device, fake=fake)
         stage = task.stage([here], number, split=True)
         size, outputs = _of_stage(stage, meter, inputs, target)
         if fake:  # such tensors are not deferred, so what W needs was not seen

@@ -19,13 +19,15 @@ Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: the layers, and one microbatch for them."""
+    """What is measured: the layers, and one microbatch for them on the device; `optimizer` makes that of a layer."""
 
     layers: Sequence[Callable[..., Any]]
     inputs: Any
-    target: Any = None
-    loss: Callable[[Any, Any], Tensor] | None = None
-    batchnorm: BatchNorm = "microbatch"
+    target: Any
+    loss: Callable[[Any, Any], Tensor] | None
+    batchnorm: BatchNorm
+    device: torch.device
+    optimizer: Optimizer | None
 
     def stage(self, layers: Sequence[Any], number: int, **more: Any) -> Stage:
         """One that begins with layer `number`."""

@@ -24,7 +24,7 @@ def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
     if costs.latency or costs.bandwidth is not None:
         together = float(simulate(schedule, replace(costs, latency=0, bandwidth=None)).makespan)
     recompute = costs.durations(schedule.placement)[Kind.RECOMPUTE]
-    again = sum(float(recompute[a.stage]) for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
+    again = sum(float(recompute[a.stage]) for a in schedule.actions if a.kind is Kind.RECOMPUTE)
     work, shared = float(timeline.work), sum(map(float, timeline.busy)) / schedule.num_devices
     update = costs.per_stage("update", schedule.placement)
     sums, updates = [], []

@@ -181,15 +181,14 @@ def _waiting(timeline: Timeline, stages: Stages) -> Iterator[list[int]]:
     crossing = _crossing(schedule, stages)
     routes = Routes(schedule.placement)
     taken: dict[tuple[Route, int], Number] = {}  # when the next stage takes it
-    for row, times in zip(schedule.rows, timeline.starts, strict=True):
-        for action, start in zip(row, times, strict=True):
-            if (arriving := routes.arriving(action)) is not None:
-                taken[arriving, action.microbatch] = start
-    for row, times in zip(schedule.rows, timeline.starts, strict=True):
+    for action, start, _ in timeline.all_spans:
+        if (arriving := routes.arriving(action)) is not None:
+            taken[arriving, action.microbatch] = start
+    for device in range(schedule.num_devices):
         waiting: list[tuple[Number, int]] = []  # until when, and how much
         held = 0
         levels = []
-        for (stage, kind, microbatch), start in zip(row, times, strict=True):
+        for (stage, kind, microbatch), start, _ in timeline.spans(device):
             while waiting and waiting[0][0] <= start:
                 held -= heappop(waiting)[1]
             levels.append(held)

@@ -5,6 +5,7 @@ devices have time to spare while a pipeline fills, only a simulation tells.
 """
 
 from collections.abc import Callable
+from itertools import product
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
@@ -24,19 +25,18 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
     moved = True
     while moved and tries > 0 and not out_of_time():
         moved = False
-        for cut in range(len(plan.partition) - 1):
-            for layers in (1, -1):
-                counts = list(best.counts)
-                counts[cut] += layers
-                counts[cut + 1] -= layers
-                if min(counts[cut], counts[cut + 1]) < 1 or tries <= 0:
-                    continue
-                tries -= 1
-                try:
-                    draft = judge.drafts.make(choice, tuple(counts), remat)
-                except GaplessError:
-                    continue
-                if judge.drafts.fits(draft) and draft.seconds < best.seconds * (1 - 1e-9):
-                    best, moved = draft, True
+        for cut, layers in product(range(len(plan.partition) - 1), (1, -1)):
+            counts = list(best.counts)
+            counts[cut] += layers
+            counts[cut + 1] -= layers
+            if min(counts[cut], counts[cut + 1]) < 1 or tries <= 0:
+                continue
+            tries -= 1
+            try:
+                draft = judge.drafts.make(choice, tuple(counts), remat)
+            except GaplessError:
+                continue
+            if judge.drafts.fits(draft) and draft.seconds < best.seconds * (1 - 1e-9):
+                best, moved = draft, True
     better = judge.finished(best)
     return better if better.step_seconds < plan.step_seconds * (1 - 1e-9) else plan

@@ -19,7 +19,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from gapless.errors import PlanError
@@ -87,37 +86,31 @@ class _Level:
     def __init__(self, profile: Profile, link: Link, num_parts: int, below: "_Level | None", whole: bool) -> None:
         self.profile, self.link, self.num_parts, self.below = profile, link, num_parts, below
         n = len(profile.layers)
+        self._times = [0.0, *accumulate(layer.work for layer in profile.layers)]
+        self._sizes = [0.0, *accumulate(float(layer.gradients) for layer in profile.layers)]
         self.hops = [2 * link.seconds(layer.boundary) for layer in profile.layers]
-        firsts = [0] if whole else range(n)
         # By [i][m][j]: A of the layers from i to before j on m parts, and the weights that all devices hold then.
         self._best: dict[int, list[list[float]]] = {}
         self._held: dict[int, list[list[float]]] = {}
         self._choice: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for first in firsts:
+        for first in [0] if whole else range(n):
             self._fill(first)
-
-    @cached_property
-    def _sums(self) -> tuple[list[float], list[float]]:
-        layers = self.profile.layers
-        times = [0.0, *accumulate(layer.work for layer in layers)]
-        return times, [0.0, *accumulate(float(layer.gradients) for layer in layers)]
 
     def best(self, start: int, end: int, parts: int) -> float:
         return self._best[start][parts][end]
 
     def replicated(self, start: int, end: int, parts: int) -> float:
         """T: one stage of these layers on so many parts."""
-        times, weights = self._sums
         if self.below is None:
-            alone = times[end] - times[start]
+            alone = self._times[end] - self._times[start]
         else:
             alone = self.below.best(start, end, self.below.num_parts)
-        return max(alone / parts, self.link.all_reduce(weights[end] - weights[start], parts))
+        return max(alone / parts, self.link.all_reduce(self._sizes[end] - self._sizes[start], parts))
 
     def _weights(self, start: int, end: int, parts: int) -> float:
         """What so many copies of these layers hold."""
         if self.below is None:
-            return parts * (self._sums[1][end] - self._sums[1][start])
+            return parts * (self._sizes[end] - self._sizes[start])
         return parts * self.below._held[start][self.below.num_parts][end]
 
     def _fill(self, first: int) -> None:

@@ -118,11 +118,11 @@ class _Attempts:
     def try_all(self, meshes: Sequence[Mesh]) -> None:
         counts = {mesh: options.microbatches(mesh, self.minibatch, self.microbatches) for mesh in meshes}
         asked = options.RECIPES if self.recipes is None else [name for name in self.recipes if name != "auto"]
-        self._try(self._sorted(options.choices(counts, asked, self.num_layers)))
+        self._try(options.choices(counts, asked, self.num_layers))
         while self.microbatches is None and (smaller := self._smaller()):
-            self._try(self._sorted(smaller))
+            self._try(smaller)
         if self.recipes is None or "auto" in self.recipes:
-            self._try(self._sorted(self._auto(counts)))
+            self._try(self._auto(counts))
 
     def _smaller(self) -> list[Choice]:
         """What did not fit, or only with a recompute, with the next smaller microbatches, as long as there are any."""
@@ -144,10 +144,8 @@ class _Attempts:
             counts = {mesh: [(M, size) for other, M, size in places if other == mesh] for mesh, _, _ in places}
         return [c for c in options.choices(counts, ["auto"], self.num_layers) if c.recipe == "auto"]
 
-    def _sorted(self, choices: Iterable[Choice]) -> list[Choice]:
-        return sorted(choices, key=self.judge.drafts.least_seconds)  # stable, so that equals stay in their order
-
-    def _try(self, choices: Sequence[Choice]) -> None:
+    def _try(self, asked: Iterable[Choice]) -> None:
+        choices = sorted(asked, key=self.judge.drafts.least_seconds)  # stable, so that equals stay in their order
         self.tried.update(choices)
         for number, choice in enumerate(choices):
             best = self.best

@@ -12,17 +12,12 @@ def fuse(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """
     costs = costs or Costs()
     timeline = simulate(schedule, costs)
-    starts = {
-        (action.stage, action.microbatch): start
-        for row, times in zip(schedule.rows, timeline.starts, strict=True)
-        for action, start in zip(row, times, strict=True)
-        if action.kind in BACKWARDS
-    }
+    starts = {(a.stage, a.microbatch): start for a, start, _ in timeline.all_spans if a.kind in BACKWARDS}
     hops = costs.hops(schedule.placement)
     rows = []
-    for row, ends in zip(schedule.rows, timeline.ends, strict=True):
+    for device in range(schedule.num_devices):
         fused: list[Action] = []
-        for action, end in zip(row, ends, strict=True):
+        for action, _, end in timeline.spans(device):
             stage, kind, microbatch = action
             pair = kind is Kind.WEIGHT_GRAD and fused and fused[-1] == Action(stage, Kind.INPUT_GRAD, microbatch)
             if pair and (stage == 0 or starts[stage - 1, microbatch] >= end + hops[stage]):

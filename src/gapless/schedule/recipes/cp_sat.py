@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -53,20 +52,17 @@ class Model:
     def __init__(self, cp: Any, asked: ExactProblem, best: Timeline, hinted: bool) -> None:
         self.asked = asked
         slowest = Fraction(asked.timeline(asked.naive).makespan)
-        times = [asked.duration(action) for row in asked.naive.rows for action in row]
+        times = list(map(asked.duration, asked.naive.actions))
         self.tick, self.exact = _unit([*times, *asked.hops], slowest, _MOST_TICKS)
         self.cp = cp.CpModel()
         horizon = self.down(slowest)
-        self.starts = {
-            action: self.cp.new_int_var(0, horizon, str(action)) for row in asked.naive.rows for action in row
-        }
+        self.starts = {action: self.cp.new_int_var(0, horizon, str(action)) for action in asked.naive.actions}
         self._order()
         self._memory(horizon)
         self._objective(asked.value(best))
         if hinted:
-            for row, starts in zip(best.schedule.rows, best.starts, strict=True):
-                for action, start in zip(row, starts, strict=True):
-                    self.cp.add_hint(self.starts[action], self.down(Fraction(start)))
+            for action, start, _ in best.all_spans:
+                self.cp.add_hint(self.starts[action], self.down(Fraction(start)))
 
     def down(self, number: Fraction) -> int:
         return math.floor(number / self.tick)
@@ -167,61 +163,58 @@ class _News(NamedTuple):
     starts: dict[Action, int] | None = None
 
 
-@dataclass
-class Search:
-    """One run of the solver, in a thread of its own so that Ctrl-C and what is told stay in the caller's."""
+def search(
+    module: Any, model: Model, time_limit: float, told: Callable[[Fraction | None, Fraction], None]
+) -> tuple[Schedule | None, Fraction]:
+    """The best schedule and bound of one run of the solver; every better value and bound is told.
 
-    module: Any
-    model: Model
-    time_limit: float
+    It has a thread of its own, so that Ctrl-C and what is told stay in the caller's. The solver looks at its clock and
+    at our request to stop only now and then, seconds apart in a large model. We don't wait for that: it ends by itself,
+    unheard. The thread is no daemon: the interpreter must outlive it.
+    """
+    news: queue.SimpleQueue[_News] = queue.SimpleQueue()
     schedule: Schedule | None = None
-    bound: Fraction = Fraction(0)
+    bound = Fraction(0)
 
-    def run(self, told: Callable[[Fraction | None, Fraction], None]) -> None:
-        """Tell every better value and bound, and leave the best schedule and bound in `schedule` and `bound`.
+    def hear(each: _News) -> None:
+        nonlocal schedule, bound
+        bound = max(bound, model.true(each.bound))
+        schedule = schedule if each.starts is None else model.schedule(each.starts)
+        told(None if each.value is None else round(each.value) * model.tick, bound)
 
-        The solver looks at its clock and at our request to stop only now and then, seconds apart in a large model. We
-        don't wait for that: it ends by itself, unheard. The thread is no daemon: the interpreter must outlive it.
-        """
-        news: queue.SimpleQueue[_News] = queue.SimpleQueue()
-        solver = self._solver()
-        solver.best_bound_callback = lambda bound: news.put(_News(bound))
-        deadline = time.monotonic() + self.time_limit + _GRACE
-        thread = threading.Thread(target=solver.solve, args=(self.model.cp, self._listener(news)))
-        thread.start()
-        try:
-            while thread.is_alive() and time.monotonic() < deadline:
-                with contextlib.suppress(queue.Empty):
-                    self._hear(news.get(timeout=0.05), told)
-        finally:
-            solver.stop_search()
-            thread.join(_GRACE)
-        if not thread.is_alive():
-            assert solver.response_proto.status != self.module.INFEASIBLE, "a schedule that exists was ruled out"
-            news.put(_News(solver.best_objective_bound))
-        while not news.empty():
-            self._hear(news.get(), told)
+    solver = _solver(module, time_limit)
+    solver.best_bound_callback = lambda bound: news.put(_News(bound))
+    deadline = time.monotonic() + time_limit + _GRACE
+    thread = threading.Thread(target=solver.solve, args=(model.cp, _listener(module, model, news)))
+    thread.start()
+    try:
+        while thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                hear(news.get(timeout=0.05))
+    finally:
+        solver.stop_search()
+        thread.join(_GRACE)
+    if not thread.is_alive():
+        assert solver.response_proto.status != module.INFEASIBLE, "a schedule that exists was ruled out"
+        news.put(_News(solver.best_objective_bound))
+    while not news.empty():
+        hear(news.get())
+    return schedule, bound
 
-    def _hear(self, news: _News, told: Callable[[Fraction | None, Fraction], None]) -> None:
-        self.bound = max(self.bound, self.model.true(news.bound))
-        if news.starts is not None:
-            self.schedule = self.model.schedule(news.starts)
-        told(None if news.value is None else round(news.value) * self.model.tick, self.bound)
 
-    def _solver(self) -> Any:
-        solver = self.module.CpSolver()
-        solver.parameters.max_time_in_seconds = self.time_limit
-        solver.parameters.random_seed = 0
-        solver.parameters.num_workers = _METHODS
-        solver.parameters.catch_sigint_signal = False
-        return solver
+def _solver(module: Any, time_limit: float) -> Any:
+    solver = module.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit
+    solver.parameters.random_seed = 0
+    solver.parameters.num_workers = _METHODS
+    solver.parameters.catch_sigint_signal = False
+    return solver
 
-    def _listener(self, news: "queue.SimpleQueue[_News]") -> Any:
-        variables = self.model.starts
 
-        class Listener(self.module.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
-            def on_solution_callback(self) -> None:
-                starts = {action: self.value(variable) for action, variable in variables.items()}
-                news.put(_News(self.best_objective_bound, self.objective_value, starts))
+def _listener(module: Any, model: Model, news: "queue.SimpleQueue[_News]") -> Any:
+    class Listener(module.CpSolverSolutionCallback):  # type: ignore[misc]
+        def on_solution_callback(self) -> None:
+            starts = {action: self.value(variable) for action, variable in model.starts.items()}
+            news.put(_News(self.best_objective_bound, self.objective_value, starts))
 
-        return Listener()
+    return Listener()

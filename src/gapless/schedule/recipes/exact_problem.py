@@ -90,9 +90,8 @@ class ExactProblem:
                 yield tuple(action for action in row if action[:2] == key)
 
     def edges(self) -> Iterator[tuple[Action, Action]]:
-        for row in self.naive.rows:
-            for action in row:
-                yield from ((need, action) for need in dependencies(action, self.naive))
+        for action in self.naive.actions:
+            yield from ((need, action) for need in dependencies(action, self.naive))
         for chain in self.chains():
             yield from pairwise(chain)
 

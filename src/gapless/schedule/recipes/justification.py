@@ -87,12 +87,11 @@ class _Problem:
     def _read(self, timeline: Timeline) -> None:
         S, M = self.placement.num_stages, self.num_microbatches
         base = {kind: i * S for i, kind in enumerate(_KINDS)}
-        for row, ends in zip(timeline.schedule.rows, timeline.ends, strict=True):
-            for action, end in zip(row, ends, strict=True):
-                stage, kind, microbatch = action
-                number = (base[kind] + stage) * M + microbatch
-                self.ends[number] = float(end)
-                self.actions[number] = action
+        for action, _, end in timeline.all_spans:
+            stage, kind, microbatch = action
+            number = (base[kind] + stage) * M + microbatch
+            self.ends[number] = float(end)
+            self.actions[number] = action
 
     def place(
         self, order: Sequence[int], needs: _Needs, sign: int, release: Sequence[float]

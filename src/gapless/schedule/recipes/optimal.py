@@ -21,7 +21,7 @@ from fractions import Fraction
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
-from gapless.schedule.recipes.cp_sat import Model, Search, solver_module
+from gapless.schedule.recipes.cp_sat import Model, search, solver_module
 from gapless.schedule.recipes.exact_problem import ExactProblem, exact, fraction, plain
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective
@@ -87,34 +87,25 @@ def optimal(
     best = hinted or asked.timeline(asked.naive)
     lowest = asked.least
 
-    report = _Report(began, asked.value(best), lowest, progress)
+    told = asked.value(best), lowest
+
+    def report(value: Fraction | None, bound: Fraction) -> None:
+        """Passes better values and bounds on, and only those."""
+        nonlocal told
+        better = told[0] if value is None else min(told[0], value), max(told[1], bound)
+        if progress is not None and better != told:
+            progress(SolverProgress(time.monotonic() - began, *map(plain, better)))
+        told = better
+
     if asked.value(best) > lowest:
         model = Model(module, asked, best, hinted is not None)
         left = max(0.1, time_limit - (time.monotonic() - began))
-        search = Search(module, model, left)
-        search.run(report)
-        lowest = max(lowest, search.bound)
-        found = asked.accepted(search.schedule)
+        made, bound = search(module, model, left, report)
+        lowest = max(lowest, bound)
+        found = asked.accepted(made)
         if found is not None and asked.value(found) < asked.value(best):
             best = found
     schedule = best.schedule.renamed("optimal")
     value: Number = getattr(simulate(schedule, costs), objective)
-    bound = value if lowest >= asked.value(best) else min(value, plain(lowest))
-    return Optimum(schedule, value, bound, time.monotonic() - began)
-
-
-@dataclass
-class _Report:
-    """Passes better values and bounds on, and only those."""
-
-    began: float
-    value: Fraction
-    bound: Fraction
-    progress: Callable[[SolverProgress], None] | None
-
-    def __call__(self, value: Fraction | None, bound: Fraction) -> None:
-        best = min(self.value, self.value if value is None else value)
-        lowest = max(self.bound, bound)
-        if self.progress is not None and (best, lowest) != (self.value, self.bound):
-            self.progress(SolverProgress(time.monotonic() - self.began, plain(best), plain(lowest)))
-        self.value, self.bound = best, lowest
+    proven = value if lowest >= asked.value(best) else min(value, plain(lowest))
+    return Optimum(schedule, value, proven, time.monotonic() - began)
