@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from gapless import units
@@ -14,16 +15,7 @@ from gapless.view import text
 _WIDTH = 100
 _BAR = 40
 _SHOWN_DEVICES = 64
-_MEMORY = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer_state": "O",
-    "activations": "A",
-    "buffers": "b",
-    "workspace": "w",
-    "slack": "s",
-    "reserved": "r",
-}
+_MEMORY = dict(zip((part.name for part in fields(Footprint)), "PGOAbwsr", strict=True))
 _IDLE = "·"
 
 

@@ -68,15 +68,8 @@ def report(timeline: Timeline) -> str:
             f"period    {text.number(timeline.period):>10}                   time per minibatch in steady state"
         )
     if schedule.num_devices <= 64:
-        rows = [
-            (
-                str(device),
-                text.number(timeline.busy[device]),
-                text.number(timeline.idle[device]),
-                text.number(timeline.peak[device]),
-            )
-            for device in range(schedule.num_devices)
-        ]
+        figures = zip(timeline.busy, timeline.idle, timeline.peak, strict=True)
+        rows = [(str(device), *map(text.number, each)) for device, each in enumerate(figures)]
         lines += ["", text.table(("device", "busy", "idle", "peak"), rows, left=0)]
     else:
         lines.append(f"peak      {text.number(max(timeline.peak)):>10}                   the most a device holds")

@@ -6,15 +6,8 @@ from dataclasses import fields
 from gapless.plan.plan import Breakdown, Plan
 from gapless.units import show_bytes, show_seconds
 
-PARTS = {
-    "compute": "compute",
-    "recompute": "recompute",
-    "imbalance": "load imbalance",
-    "bubble": "bubble",
-    "communication": "communication",
-    "update": "weight update",
-}
-assert tuple(PARTS) == tuple(field.name for field in fields(Breakdown))
+PARTS = {part.name: part.name for part in fields(Breakdown)}
+PARTS |= {"imbalance": "load imbalance", "update": "weight update"}
 
 
 def explained(plans: Sequence[Plan], num_rejected: int) -> str:

@@ -27,17 +27,14 @@ def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
     again = sum(float(recompute[a.stage]) for a in schedule.actions if a.kind is Kind.RECOMPUTE)
     work, shared = float(timeline.work), sum(map(float, timeline.busy)) / schedule.num_devices
     update = costs.per_stage("update", schedule.placement)
-    sums, updates = [], []
-    for device in range(schedule.num_devices):
-        own = stages.placement.stages[device]
-        size = sum(layer.gradients for layer in stages.of_device(device))
-        sums.append(mesh.sum_seconds(profile, device, size))
-        updates.append(sum(float(update[stage]) for stage in own))
+    sizes = [sum(layer.gradients for layer in stages.of_device(device)) for device in range(schedule.num_devices)]
     return Breakdown(
         compute=shared - again / schedule.num_devices,
         recompute=again / schedule.num_devices,
         imbalance=work - shared,
         bubble=together - work,
-        communication=makespan - together + max(sums),
-        update=max(updates),
+        communication=makespan
+        - together
+        + max(mesh.sum_seconds(profile, device, size) for device, size in enumerate(sizes)),
+        update=max(sum(float(update[stage]) for stage in own) for own in stages.placement.stages),
     )
