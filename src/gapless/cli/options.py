@@ -140,6 +140,14 @@ def refuse_ranks(command: str) -> None:
         )
 
 
+def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
+    """For numbers of things, where they are given."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+
+
 def check_sizes(arguments: argparse.Namespace) -> None:
     """Refuses what no recipe can be made for, in the words of the command line."""
     for name in ("devices", "microbatches", "minibatches"):

@@ -117,10 +117,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("devices", "minibatch", "microbatches", "top"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+    options.refuse_below_one(arguments, "devices", "minibatch", "microbatches", "top")
     if arguments.devices is not None and arguments.devices > 4096:
         raise ConfigError(f"--devices is {arguments.devices}, but a plan is made for at most 4096")
     for name in ("slack", "time_limit", "seconds"):
@@ -149,17 +146,13 @@ def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:
 def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any]:
     if given is None:
         return [None] * count
-    values = [_read(option, word, read) for word in given.split(",")]
+    try:
+        values = [read(word) for word in given.split(",")]
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from None
     if len(values) not in (1, count):
         raise ConfigError(f"{option} lists {len(values)} devices, but there are {count}")
     return values * count if len(values) == 1 else values
-
-
-def _read(option: str, word: str, read: Callable[[str], Any]) -> Any:
-    try:
-        return read(word)
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from None
 
 
 def _memory(word: str) -> int:
@@ -201,12 +194,8 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
 
 def room_for_activations(plan: Plan) -> int | None:
     """The limit as a curve of activations meets it: what all else leaves on the device with the least room."""
-    rooms = [
-        limit - (held.total - held.activations)
-        for held, limit in zip(plan.memory, plan.limits, strict=True)
-        if limit is not None
-    ]
-    return min(rooms, default=None)
+    pairs = zip(plan.memory, plan.limits, strict=True)
+    return min((limit - (held.total - held.activations) for held, limit in pairs if limit is not None), default=None)
 
 
 def as_json(profile: Profile, found: Found) -> dict[str, Any]:

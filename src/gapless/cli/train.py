@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gapless.cli import options, terminal
-from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.schedule.recipes import find_recipe
 from gapless.units import show_seconds
@@ -42,7 +41,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the last step; 130 after Ctrl-C, 1 where the loss was not finite."""
-    _check(arguments)
+    options.refuse_below_one(arguments, "steps", "devices", "microbatches")
+    if arguments.schedule is not None:
+        find_recipe(arguments.schedule)
     options.refuse_ranks("gapless train")
     from gapless.train import user_code as own  # torch is loaded here, and not before
     from gapless.train.config import read_config
@@ -80,15 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         terminal.say(f"\n{_summary(lines.steps, plan)}")
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    for name in ("steps", "devices", "microbatches"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
-    if arguments.schedule is not None:
-        find_recipe(arguments.schedule)
 
 
 def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "Config":

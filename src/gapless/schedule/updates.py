@@ -15,9 +15,7 @@ WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # the two that 
 
 
 def missing_updates(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> list[Violation]:
-    """Where updates are written out, every stage has one per minibatch, and all minibatches have the same size."""
-    if Kind.UPDATE not in schedule.kinds:
-        return []
+    """Every stage has one per minibatch, and all minibatches have the same size."""
     found = []
     if schedule.num_microbatches % schedule.num_minibatches:
         action = next(action for action in places if action.kind is Kind.UPDATE)
@@ -40,8 +38,6 @@ def updates_out_of_order(schedule: Schedule) -> list[Violation]:
     """A device adds up a stage's gradients in one place, and an update takes what is there: that of its minibatch only
     if no later minibatch has added to it, and the minibatches come in order.
     """
-    if Kind.UPDATE not in schedule.kinds:
-        return []
     found = []
     per_minibatch = max(1, schedule.num_microbatches // schedule.num_minibatches)
     for device, row in enumerate(schedule.rows):

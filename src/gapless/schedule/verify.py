@@ -56,8 +56,8 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     refuse_holes(schedule)
     places, violations = _places(schedule)
     violations += _incomplete(schedule, num_microbatches, num_stages)
-    violations += missing_updates(schedule, places)
-    violations += updates_out_of_order(schedule)
+    if Kind.UPDATE in schedule.kinds:
+        violations += missing_updates(schedule, places) + updates_out_of_order(schedule)
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     stuck = _stuck(schedule, places)

@@ -169,10 +169,23 @@ def _extended(
     limit: Number,
 ) -> list[tuple[int, Number, int]]:
     """One more stage: (end, least sum of squares, where the stage starts) for each end that can be reached."""
-    us = [times[i] for i in points]
-    reached = _starts(points, us, times, room, ends, limit)
+    us, count = [times[i] for i in points], len(points)
+    reached = []  # the ends, and for each from which point on to before which one the stage may start
+    low = high = 0
+    for end in ends:
+        least = times[end] - limit
+        while low < count and us[low] < least:
+            low += 1
+        while high < count and points[high] < end:
+            if room is not None and room.sums[end] - room.sums[points[high]] < room.least:
+                break
+            high += 1
+        while room is not None and low < count and room.sums[end] - room.sums[points[low]] > room.most:
+            low += 1
+        if low < high:
+            reached.append((end, low, high))
     found: list[tuple[int, Number, int]] = [(0, 0, 0)] * len(reached)
-    waiting = [(0, len(reached), 0, len(points))]  # ends, and between which points their stages start
+    waiting = [(0, len(reached), 0, count)]  # ends, and between which points their stages start
     while waiting:
         first, last, low, high = waiting.pop()
         if first == last:
@@ -186,30 +199,3 @@ def _extended(
         found[middle] = (end, least, points[best])
         waiting += [(first, middle, low, best + 1), (middle + 1, last, best, high)]
     return found
-
-
-def _starts(
-    points: Sequence[int],
-    us: Sequence[Number],
-    times: Sequence[Number],
-    room: Room | None,
-    ends: Sequence[int],
-    limit: Number,
-) -> list[tuple[int, int, int]]:
-    """The ends that can be reached, and for each from which point on to before which one the stage may start."""
-    reached = []
-    low = high = 0
-    count = len(points)
-    for end in ends:
-        least = times[end] - limit
-        while low < count and us[low] < least:
-            low += 1
-        while high < count and points[high] < end:
-            if room is not None and room.sums[end] - room.sums[points[high]] < room.least:
-                break
-            high += 1
-        while room is not None and low < count and room.sums[end] - room.sums[points[low]] > room.most:
-            low += 1
-        if low < high:
-            reached.append((end, low, high))
-    return reached
