@@ -37,13 +37,17 @@ class Subject:
     name: str
     layers: Sequence[nn.Module]
     loss: Callable[[Any, Any], Tensor]
-    batch: Callable[[int], tuple[Any, Any]]  # so many samples and their target
+    data: Callable[[int, torch.Generator], tuple[Any, Any]]  # so many samples and their target
     samples: int = 1  # in a microbatch
 
     @property
     def emulated(self) -> bool:
         """Whether its layers sleep: they hold next to nothing, and their times don't drift."""
         return isinstance(self.layers[0], Emulated)
+
+    def batch(self, count: int) -> tuple[Any, Any]:
+        """So many samples and their target, the same ones always."""
+        return self.data(count, torch.Generator().manual_seed(0))
 
     def profile(self, device: str, devices: int, seconds: float) -> Profile:
         """As measured, for so many devices, with the hop from one thread to another where there are several."""
@@ -112,10 +116,10 @@ def emulated(name: str, milliseconds: Sequence[tuple[float, float, float]]) -> S
     """Layers that take (F, I, W) milliseconds each, and no processor."""
     layers = [Emulated(forward=f / 1e3, input_grad=i / 1e3, weight_grad=w / 1e3) for f, i, w in milliseconds]
 
-    def batch(count: int) -> tuple[Any, Any]:
+    def data(count: int, _: torch.Generator) -> tuple[Any, Any]:
         return torch.linspace(-1.0, 1.0, count).view(count, 1).requires_grad_(), torch.zeros(count, 1)
 
-    return Subject(name, layers, lambda outputs, target: outputs.sum(), batch)
+    return Subject(name, layers, lambda outputs, target: outputs.sum(), data)
 
 
 # -- real -----------------------------------------------------------------------------------------------------------
@@ -124,23 +128,22 @@ def emulated(name: str, milliseconds: Sequence[tuple[float, float, float]]) -> S
 def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 48, samples: int = 2) -> Subject:
     """Its embedding and head grow with the vocabulary, and unbalance it."""
 
-    def batch(count: int) -> tuple[Any, Any]:
-        ids = torch.randint(vocab, (count, length + 1), generator=torch.Generator().manual_seed(0))
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
+        ids = torch.randint(vocab, (count, length + 1), generator=chance)
         return ids[:, :-1], ids[:, 1:]
 
     model = gpt(vocab=vocab, width=width, depth=depth, context=length)
-    return Subject(f"gpt, vocabulary {vocab:,}", list(model), next_token_loss, batch, samples)
+    return Subject(f"gpt, vocabulary {vocab:,}", list(model), next_token_loss, data, samples)
 
 
 def small_resnet(depth: int = 101, width: int = 8, side: int = 64, samples: int = 4) -> Subject:
     """Early layers hold large images, late ones many channels."""
 
-    def batch(count: int) -> tuple[Any, Any]:
-        chance = torch.Generator().manual_seed(0)
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
         return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
 
     model = resnet(depth, classes=10, width=width)
-    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, batch, samples)
+    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, data, samples)
 
 
 class _Layer(nn.Module):
@@ -157,8 +160,7 @@ class _Layer(nn.Module):
 def small_unet(depth: int = 3, width: int = 8, side: int = 64, samples: int = 2) -> Subject:
     """What one layer hands to the next grows on the way down: the skips travel along."""
 
-    def batch(count: int) -> tuple[Any, Any]:
-        chance = torch.Generator().manual_seed(0)
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
         images = torch.randn(count, 3, side, side, generator=chance)
         return images, torch.randint(2, (count, side, side), generator=chance)
 
@@ -169,7 +171,7 @@ def small_unet(depth: int = 3, width: int = 8, side: int = 64, samples: int = 2)
         *(_Layer(_up, grow, up) for grow, up in zip(model.grow, model.up, strict=True)),
         _Layer(lambda head, value: head(value[0]), model.head),
     ]
-    return Subject("u-net", layers, F.cross_entropy, batch, samples)
+    return Subject("u-net", layers, F.cross_entropy, data, samples)
 
 
 def _down(pool: nn.Module, convolve: nn.Module, skips: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -186,8 +188,7 @@ def small_transformer(
 ) -> Subject:
     """An encoder and a decoder: the memory and the mask travel along."""
 
-    def batch(count: int) -> tuple[Any, Any]:
-        chance = torch.Generator().manual_seed(0)
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
         source = torch.randint(1, vocab, (count, length), generator=chance)
         ids = torch.randint(1, vocab, (count, length + 1), generator=chance)
         return (source, ids[:, :-1]), ids[:, 1:]
@@ -201,7 +202,7 @@ def small_transformer(
         *(_Layer(_decode, layer) for layer in model.decoder),
         _Layer(lambda norm, head, value: head(norm(value[1])), model.norm, model.head),
     ]
-    return Subject("encoder-decoder", layers, next_token_loss, batch, samples)
+    return Subject("encoder-decoder", layers, next_token_loss, data, samples)
 
 
 class _Embed(nn.Module):
@@ -242,8 +243,7 @@ def random_layers(count: int = 10, samples: int = 64, seed: int = 1) -> Subject:
         for inner in (chance.choice((64, 256, 1024, 3072)) for _ in range(count))
     ]
 
-    def batch(number: int) -> tuple[Any, Any]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(number, width, generator=generator), torch.zeros(number, width)
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
+        return torch.randn(count, width, generator=chance), torch.zeros(count, width)
 
-    return Subject("random", layers, F.mse_loss, batch, samples)
+    return Subject("random", layers, F.mse_loss, data, samples)

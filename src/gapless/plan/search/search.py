@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from gapless.errors import ConfigError, GaplessError, PlanError
@@ -31,14 +32,6 @@ _AUTO = 3  # places at which `auto` is tried
 class Rejection(NamedTuple):
     """A choice that is no plan, and why."""
 
-    choice: Choice
-    reason: str
-
-
-class Miss(NamedTuple):
-    """A choice that does not fit: what it needs, as a share of what there is."""
-
-    excess: float
     choice: Choice
     reason: str
 
@@ -109,7 +102,7 @@ class _Attempts:
         self.tried: set[Choice] = set()
         self.too_large: dict[tuple[str, int, Mesh], int] = {}  # the smallest microbatches that did not fit
         self.tight: dict[tuple[str, int, Mesh], int] = {}  # and those that did, if some stage is recomputed
-        self.missed: list[Miss] = []
+        self.missed: list[tuple[float, Rejection]] = []  # what does not fit, and what it needs for each byte there is
         self.ended_early = False
 
     def out_of_time(self) -> bool:
@@ -137,7 +130,7 @@ class _Attempts:
     def _auto(self, counts: Mapping[Mesh, Sequence[tuple[int, int]]]) -> list[Choice]:
         """It takes as long as all others together: only where they do best, or come nearest, unless it is alone."""
         best = [choice for choice, _ in self.ranked()]
-        best = best or [miss.choice for miss in sorted(self.missed, key=lambda miss: miss.excess)]
+        best = best or [rejection.choice for _, rejection in sorted(self.missed, key=itemgetter(0))]
         there = [(choice.mesh, choice.microbatches, choice.samples) for choice in best if choice.mesh.num_devices > 1]
         places = list(dict.fromkeys(there))[:_AUTO]
         if places:
@@ -185,7 +178,7 @@ class _Attempts:
             self._reject(choice, str(error))
             self.too_large[kind] = choice.samples
             self.tight[kind] = min(choice.samples, self.tight.get(kind, choice.samples))
-            self.missed.append(Miss(error.excess, choice, str(error)))
+            self.missed.append((error.excess, self.rejected[-1]))
         except GaplessError as error:
             self._reject(choice, str(error))
 
@@ -229,7 +222,7 @@ def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
 def _why_none(tries: _Attempts, devices: Sequence[Device], minibatch: int) -> str:
     cut_short = f" (cut short by the time limit of {tries.time_limit:g} s)" if tries.ended_early else ""
     if tries.missed:
-        excess, choice, reason = min(tries.missed, key=lambda miss: miss.excess)
+        excess, (choice, reason) = min(tries.missed, key=itemgetter(0))
         most = max(device.memory or 0 for device in devices)
         return (
             f"nothing fits {show_bytes(most)} per device{cut_short}; the nearest is {choice}, where {reason}: about "
