@@ -106,14 +106,12 @@ def report(found: dict[str, Any]) -> str:
     first, last = found["rows"][0], found["rows"][-1]
     growth = last["microseconds_per_action"] / first["microseconds_per_action"]
     more = last["actions"] / first["actions"]
+    grown = f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"
     return tabular(
         f"{found['schedule']}, K devices, M microbatches",
         ("K", "M", "actions", "generate", "verify", "simulate", "total", "us per action", "peak memory"),
         rows,
-        *(
-            ["", f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
-            * (len(rows) > 1)
-        ),
+        *(["", grown] if len(rows) > 1 else []),
         left=0,
     )
 

@@ -15,7 +15,7 @@ from gapless.schedule import recipes
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
 from gapless.schedule.lower import Passes, lowered
-from gapless.schedule.recipes.auto import resolve_limit
+from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 from gapless.user_file import read_user_file
@@ -42,6 +42,7 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         "costs",
         "a single number is for a device and a microbatch, and its stages share it; a list as 1,2,1,1 is per stage",
     )
+    boundary = "memory of a stage's input: it is sent, and kept if the stage is recomputed"
     limit = "memory of a device, in the unit of --activation, or as 2x: twice the peak of 1f1b"
     add_values(
         costs,
@@ -51,13 +52,7 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         ("--recompute", _per_stage, 0, "X", "time of a recompute"),
         ("--update", _per_stage, 0, "X", "time of a weight update"),
         ("--activation", _per_stage, 1, "X", "memory of an activation, held from F to W"),
-        (
-            "--boundary",
-            _per_stage,
-            0,
-            "X",
-            "memory of a stage's input: it is sent, and kept if the stage is recomputed",
-        ),
+        ("--boundary", _per_stage, 0, "X", boundary),
         ("--kept-for-weight-grad", _per_stage, None, "X", "the part of the activation held from I to W (default: all)"),
         ("--latency", _number, 0, "X", "time of a hop between devices"),
         ("--bandwidth", _number, None, "X", "boundary memory that a link carries per unit of time"),
@@ -127,7 +122,7 @@ def _given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
 def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
     """The memory limit as a number."""
     check_sizes(arguments)
-    return resolve_limit(arguments.memory_limit, arguments.devices, arguments.microbatches, costs)
+    return _request(arguments, "", costs).limit
 
 
 def refuse_ranks(command: str) -> None:
@@ -161,9 +156,9 @@ def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     return recipes.build(name, _request(arguments, name, costs))
 
 
-def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> recipes.Request:
-    asked = _given(arguments, recipes.Request)
-    return recipes.Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
+def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
+    asked = _given(arguments, Request)
+    return Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
 def schedule_of(arguments: argparse.Namespace) -> tuple[Schedule, Costs, Number | None]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from gapless.cli import options, terminal
 from gapless.errors import ScheduleError
+from gapless.schedule.costs import Number
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import text
@@ -53,24 +54,21 @@ def report(timeline: Timeline) -> str:
             f"{schedule.num_microbatches} microbatches, {schedule.num_actions:,} actions"
         ),
         "",
-        (
-            f"makespan  {text.number(timeline.makespan):>10}   bubble {text.percent(timeline.bubble):>6}   "
-            "first start of all to last end of all"
-        ),
-        (
-            f"span      {text.number(timeline.span):>10}   bubble {text.percent(timeline.span_bubble):>6}   "
-            "own first start to own last end, the longest"
-        ),
-        f"work      {text.number(timeline.work):>10}                   busy time of the busiest device",
+        _line("makespan", timeline.makespan, "first start of all to last end of all", timeline.bubble),
+        _line("span", timeline.span, "own first start to own last end, the longest", timeline.span_bubble),
+        _line("work", timeline.work, "busy time of the busiest device"),
     ]
     if schedule.num_minibatches > 1:
-        lines.append(
-            f"period    {text.number(timeline.period):>10}                   time per minibatch in steady state"
-        )
+        lines.append(_line("period", timeline.period, "time per minibatch in steady state"))
     if schedule.num_devices <= 64:
         figures = zip(timeline.busy, timeline.idle, timeline.peak, strict=True)
         rows = [(str(device), *map(text.number, each)) for device, each in enumerate(figures)]
         lines += ["", text.table(("device", "busy", "idle", "peak"), rows, left=0)]
     else:
-        lines.append(f"peak      {text.number(max(timeline.peak)):>10}                   the most a device holds")
+        lines.append(_line("peak", max(timeline.peak), "the most a device holds"))
     return "\n".join(lines)
+
+
+def _line(name: str, value: Number, meaning: str, bubble: Number | None = None) -> str:
+    share = "" if bubble is None else f"bubble {text.percent(bubble):>6}"
+    return f"{name:<8}  {text.number(value):>10}   {share:<13}   {meaning}"

@@ -94,13 +94,8 @@ def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "C
             terminal.say(f"the plan takes the place of {', '.join(said)} in {arguments.config}", out)
         if plan != "auto":
             plan = str(Path(plan).absolute())
-    return config.changed(
-        plan=plan,
-        steps=arguments.steps,
-        devices=arguments.devices,
-        schedule=arguments.schedule,
-        microbatches=arguments.microbatches,
-    )
+    others = {name: getattr(arguments, name) for name in ("steps", "devices", "schedule", "microbatches")}
+    return config.changed(plan=plan, **others)
 
 
 def _promise(plan: Plan) -> str:

@@ -47,21 +47,12 @@ class Column:
         return percent(value, 2) if self.share else figure(value)
 
 
+_WAITS = "The share of the {} in which even the busiest device has nothing to do."
 COLUMNS = (
     Column("makespan", "From the first start on any device to the last end on any device.", lambda t: t.makespan),
-    Column(
-        "bubble",
-        "The share of the makespan in which even the busiest device has nothing to do.",
-        lambda t: t.bubble,
-        share=True,
-    ),
+    Column("bubble", _WAITS.format("makespan"), lambda t: t.bubble, share=True),
     Column("span", "The longest time from a device's own first start to its own last end.", lambda t: t.span),
-    Column(
-        "span bubble",
-        "The share of the span in which even the busiest device has nothing to do.",
-        lambda t: t.span_bubble,
-        share=True,
-    ),
+    Column("span bubble", _WAITS.format("span"), lambda t: t.span_bubble, share=True),
     Column("work", "The busy time of the busiest device.", lambda t: t.work),
     Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0)),
     Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices, ranked=False),

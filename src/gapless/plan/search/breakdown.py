@@ -28,13 +28,12 @@ def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
     work, shared = float(timeline.work), sum(map(float, timeline.busy)) / schedule.num_devices
     update = costs.per_stage("update", schedule.placement)
     sizes = [sum(layer.gradients for layer in stages.of_device(device)) for device in range(schedule.num_devices)]
+    summed = max(mesh.sum_seconds(profile, device, size) for device, size in enumerate(sizes))
     return Breakdown(
         compute=shared - again / schedule.num_devices,
         recompute=again / schedule.num_devices,
         imbalance=work - shared,
         bubble=together - work,
-        communication=makespan
-        - together
-        + max(mesh.sum_seconds(profile, device, size) for device, size in enumerate(sizes)),
+        communication=makespan - together + summed,
         update=max(sum(float(update[stage]) for stage in own) for own in stages.placement.stages),
     )

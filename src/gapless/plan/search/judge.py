@@ -50,16 +50,11 @@ class Judge:
         choice, made = draft.choice, draft
         layers = self.drafts.profile(choice.samples).layers
         fixed = [kept(layer, self.drafts.shards(choice)) for layer in layers]
+        flying = [(1 + self.drafts.slack) * (layer.activation - layer.overlap) for layer in layers]
         copies = [0.0] * draft.schedule.num_stages
         for _ in range(_ROUNDS):
             copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.stages)))
-            memory = [
-                [
-                    size + (1 + self.drafts.slack) * times * (layer.activation - layer.overlap)
-                    for size, layer in zip(fixed, layers, strict=True)
-                ]
-                for times in copies
-            ]
+            memory = [[size + times * each for size, each in zip(fixed, flying, strict=True)] for times in copies]
             limits = [
                 math.inf if limit is None else limit - _beside_layers(held, self.drafts.slack)
                 for held, limit in zip(made.held, self.drafts.limits(choice), strict=True)

@@ -1,5 +1,6 @@
 """Every schedule by name: a recipe is a small function from (devices, microbatches, ...) to a schedule.
 
+request         what is asked of a recipe
 head_start      so many forwards, then one for each backward: rows of 1f1b and its kin
 line            naive, gpipe, 1f1b, eager-1f1b: one stage per device, whole backwards
 loop            interleaved, looped-bfs: several stages per device
@@ -20,30 +21,11 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import asynchronous, auto, line, loop, vee, zero_bubble
+from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Objective
 
 if TYPE_CHECKING:
     from gapless.schedule.recipes.optimal import Optimum, SolverProgress
-
-
-@dataclass(frozen=True)
-class Request:
-    """All that a recipe may ask for; most need the two numbers alone. `make_schedule` explains the others."""
-
-    devices: int
-    microbatches: int
-    stages_per_device: int | None  # None: the recipe's own
-    costs: Costs
-    memory_limit: Number | str | None = None
-    objective: Objective = "makespan"
-    replicas: Sequence[int] | None = None
-    minibatches: int = 8
-    time_limit: float = 60.0
-
-    @property
-    def limit(self) -> Number | None:
-        """The memory limit as a number."""
-        return auto.resolve_limit(self.memory_limit, self.devices, self.microbatches, self.costs)
 
 
 @dataclass(frozen=True)
@@ -75,23 +57,12 @@ def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Reques
     return lambda request: function(request.devices, request.microbatches, request.costs)
 
 
-def _searched(request: Request) -> Schedule:
-    return auto.auto(
-        request.devices,
-        request.microbatches,
-        request.costs,
-        stages_per_device=request.stages_per_device,
-        memory_limit=request.limit,
-        objective=request.objective,
-    )
-
-
 def solve(request: Request, progress: "Callable[[SolverProgress], None] | None" = None) -> "Optimum":
     """The exact answer to what `auto` is asked, with its answer as the hint; on a vee if that is what `auto` chose."""
     from gapless.schedule.recipes.optimal import optimal
 
     _check(RECIPES["optimal"], request)
-    hint = _searched(request)
+    hint = auto.auto(request)
     return optimal(
         hint.placement,
         request.microbatches,
@@ -127,7 +98,7 @@ _TABLE = (
         "searched from the costs",
         "the limit",
         "the best found for these costs and this memory",
-        _searched,
+        auto.auto,
         (1, 2),
     ),
     Recipe(

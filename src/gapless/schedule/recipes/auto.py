@@ -5,7 +5,6 @@ start, the other none at the end. The named recipes are tried too, so that none 
 be worse than the best so far is left out: that keeps it quick.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -19,6 +18,7 @@ from gapless.schedule.placement import vee as vee_placement
 from gapless.schedule.recipes import line, vee, zero_bubble
 from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
+from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective, Timeline
 
@@ -57,22 +57,17 @@ _EFFORT = 40_000
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
 
-def auto(
-    num_devices: int,
-    num_microbatches: int,
-    costs: Costs,
-    *,
-    stages_per_device: int | None = None,
-    memory_limit: Number | None = None,
-    objective: Objective = "makespan",
-) -> Schedule:
+def auto(request: Request) -> Schedule:
     """The best schedule found: 1 stage per device is a line, 2 are a vee, None tries both where the costs allow."""
-    search = _Tries(num_microbatches, costs, memory_limit, objective)
-    least = [search.run(placement) for placement in _placements(num_devices, costs, stages_per_device)]
+    limit = request.limit
+    search = _Tries(request.microbatches, request.costs, limit, request.objective)
+    placements = _placements(request.devices, request.costs, request.stages_per_device)
+    least = [search.run(placement) for placement in placements]
     if search.best is None:
+        assert limit is not None
         raise ScheduleError(
-            f"no schedule of {num_devices} devices and {num_microbatches} microbatches fits a memory limit of "
-            f"{_shown(memory_limit)}: the smallest peak, one microbatch at a time, is {_shown(min(least))}"
+            f"no schedule of {request.devices} devices and {request.microbatches} microbatches fits a memory limit of "
+            f"{float(limit):g}: the smallest peak, one microbatch at a time, is {float(min(least)):g}"
         )
     search.polish(search.best)
     return search.best.schedule.renamed("auto")
@@ -233,25 +228,3 @@ def _slow_recipes(placement: Placement, costs: Costs) -> list[tuple[Callable[[in
         (lambda K, M: vee.v_half(K, M, costs), 2 * ((K + 2) // 2)),
         (lambda K, M: vee.v_min(K, M, costs), 2 * ((K + 4) // 3)),
     ]
-
-
-def resolve_limit(limit: Number | str | None, num_devices: int, num_microbatches: int, costs: Costs) -> Number | None:
-    """A limit in the unit of `activation`; "2x" is twice the peak of 1f1b with these costs."""
-    if limit is None:
-        return None
-    text = limit.strip() if isinstance(limit, str) else ""
-    try:
-        value = float(text.removesuffix("x")) if isinstance(limit, str) else limit
-    except ValueError:
-        raise ConfigError(
-            f"memory limit {text[:40]!r} is neither a number nor a multiple of 1f1b's peak such as 2x"
-        ) from None
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"memory limit is {_shown(value)}, but it must be a number above 0")
-    if not text.endswith("x"):
-        return value
-    return value * max(peaks(line.one_forward_one_backward(num_devices, num_microbatches), costs.merged(num_devices)))
-
-
-def _shown(number: Number | None) -> str:
-    return f"{float(number):g}" if number is not None else "none"
