@@ -111,10 +111,10 @@ def add_name(parser: argparse.ArgumentParser) -> None:
 
 def costs_of(arguments: argparse.Namespace) -> Costs:
     """The costs that were asked for, by the names of their options."""
-    return Costs(**_given(arguments, Costs))
+    return Costs(**given(arguments, Costs))
 
 
-def _given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
+def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
     """The fields of a dataclass that are options."""
     return {field.name: vars(arguments)[field.name] for field in fields(kind) if field.name in arguments}
 
@@ -157,7 +157,7 @@ def build(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
-    asked = _given(arguments, Request)
+    asked = given(arguments, Request)
     return Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
@@ -205,7 +205,7 @@ def passed(
 ) -> tuple[Schedule, Costs]:
     """The schedule after the passes asked for, and the costs it is to be simulated with."""
     late, again = arguments.remat == "late", range(schedule.num_stages) if arguments.remat else ()
-    asked = _given(arguments, Passes) | {"recompute": again, "early": not late, "memory_limit": limit}
+    asked = given(arguments, Passes) | {"recompute": again, "early": not late, "memory_limit": limit}
     made = lowered(schedule, costs, Passes(**asked))
     return made, costs.recomputed_late(schedule.placement) if late else costs
 
@@ -234,6 +234,11 @@ def _number(text: str) -> Number:
 
 def _per_stage(text: str) -> PerStage:
     return tuple(map(_number, text.split(","))) if "," in text else _number(text)
+
+
+def words(text: str) -> tuple[str, ...] | None:
+    """A list with commas; None for nothing at all."""
+    return tuple(filter(None, text.split(","))) if text else None
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--profile", options.file_to_write, None, "FILE", "write the measured profile, to plan again later"),
     )
     searched = parser.add_argument_group("search")
-    names = ("--schedules", str, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
+    names = ("--schedules", options.words, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
     options.add_values(searched, names)
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
@@ -83,7 +83,7 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     found = search(
         profile,
         _devices(arguments, 4 if arguments.devices is None else arguments.devices),
-        _wanted(arguments, replicas=True),
+        Wanted(**options.given(arguments, Wanted), replicas=True),
         arguments.minibatch,
         terminal.show_progress,
     )
@@ -106,7 +106,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     made = build(config).planned(
         memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
         speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
-        wanted=_wanted(arguments, replicas=False),
+        wanted=Wanted(**options.given(arguments, Wanted)),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
     )
@@ -124,17 +124,6 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it must be a number of at least 0")
-
-
-def _wanted(arguments: argparse.Namespace, *, replicas: bool) -> Wanted:
-    return Wanted(
-        microbatches=arguments.microbatches,
-        schedules=tuple(filter(None, arguments.schedules.split(","))) if arguments.schedules else None,
-        replicas=replicas,
-        shard_optimizer=arguments.shard_optimizer,
-        slack=arguments.slack,
-        time_limit=arguments.time_limit,
-    )
 
 
 def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:

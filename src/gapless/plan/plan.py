@@ -138,17 +138,6 @@ class Plan:
         return simulate(self.schedule, self.costs, self.title)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What to pass to a Pipeline beside the layers and their devices."""
-        return {
-            "schedule": self.schedule,
-            "partition": self.partition,
-            "microbatches": self.microbatches,
-            "remat": self.remat,
-            "costs": self.costs,
-        }
-
-    @property
     def title(self) -> str:
         """`zb-v on 8 devices, 32 microbatches of 4`, with what else differs."""
         parts = [f"{self.recipe} on {self.num_devices} device{'s' if self.num_devices > 1 else ''}"]

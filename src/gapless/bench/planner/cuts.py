@@ -42,34 +42,29 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
 
 def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) -> dict[str, Any]:
     count = len(subject.layers)
-    chosen = _chosen(profile)
-    equal = equal_counts(count, _DEVICES)
+    # As `make_plan` would cut it.
+    wanted, minibatch = Wanted(_MICROBATCHES, ["1f1b"], time_limit=None), _MICROBATCHES * profile.samples
+    chosen = _shown(search(profile, _DEVICES, wanted, minibatch).best.partition)
+    equal = _shown(equal_counts(count, _DEVICES))
     with contextlib.ExitStack() as stack:
         contestants = {}
         for first in range(1, count):
             cut = (first, count - first)
             plan = subjects.planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
             contestants[_shown(cut)] = subject.contestant(stack, plan)
-        _, seconds = finals(contestants, [_shown(chosen), _shown(equal)], _FINALISTS, rounds, progress)
+        _, seconds = finals(contestants, [chosen, equal], _FINALISTS, rounds, progress)
     best = min(seconds, key=lambda cut: median(seconds[cut]))
     return {
         "model": subject.name,
         "layers": count,
-        "planned": _shown(chosen),
-        "equal": _shown(equal),
+        "planned": chosen,
+        "equal": equal,
         "best": best,
         "seconds": {cut: median(values) for cut, values in seconds.items()},
-        "faster_than_equal": ratio(seconds[_shown(equal)], seconds[_shown(chosen)]),
-        "slower_than_best": ratio(seconds[_shown(chosen)], seconds[best]) - 1,
+        "faster_than_equal": ratio(seconds[equal], seconds[chosen]),
+        "slower_than_best": ratio(seconds[chosen], seconds[best]) - 1,
         "rounds": seconds,
     }
-
-
-def _chosen(profile: Profile) -> tuple[int, ...]:
-    """As `make_plan` would cut it."""
-    minibatch = _MICROBATCHES * profile.samples
-    found = search(profile, _DEVICES, Wanted(_MICROBATCHES, ["1f1b"], time_limit=None), minibatch)
-    return found.best.partition
 
 
 def _shown(cut: Sequence[int]) -> str:

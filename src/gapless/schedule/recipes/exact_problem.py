@@ -83,17 +83,13 @@ class ExactProblem:
             return self.duration(before)
         return self.duration(before) + self.hops[max(before.stage, after.stage)]
 
-    def chains(self) -> Iterator[tuple[Action, ...]]:
-        """The actions of one kind, stage and device, which run in microbatch order."""
-        for row in self.naive.rows:
-            for key in dict.fromkeys((action.stage, action.kind) for action in row):
-                yield tuple(action for action in row if action[:2] == key)
-
     def edges(self) -> Iterator[tuple[Action, Action]]:
+        """What an action needs, and of one kind, stage and device the microbatch before."""
         for action in self.naive.actions:
             yield from ((need, action) for need in dependencies(action, self.naive))
-        for chain in self.chains():
-            yield from pairwise(chain)
+        for row in self.naive.rows:
+            for key in dict.fromkeys((action.stage, action.kind) for action in row):
+                yield from pairwise(action for action in row if action[:2] == key)
 
     @cached_property
     def fixed(self) -> dict[Action, Fraction]:
