@@ -80,21 +80,20 @@ def planned(
 
     if links is None:
         links = (hop(),) if len(there) > 1 and there[0].type == "cpu" else ()
-    profiles = _Profiles(
-        model,
-        layers,
-        part,
-        there,
-        told,
-        links=tuple(links),
-        minibatch=pipelines * size,
-        loss=loss,
-        threads=threads or max(1, torch.get_num_threads() // len(there)),
-        side_by_side=side_by_side or len(there),
-        seconds=seconds / 2,
-        name=name or type(model).__name__,
-        **measured,
-    )
+    if layers is not None or is_sequence(model):
+        source: Sequence[Layer] | Tracer = Layers(model, layers).layers
+    else:
+        assert isinstance(model, nn.Module)
+        source, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
+    measured |= {
+        "loss": loss,
+        "device": there[0],
+        "threads": threads or max(1, torch.get_num_threads() // len(there)),
+        "side_by_side": side_by_side or len(there),
+        "seconds": seconds / 2,
+        "name": name or type(model).__name__,
+    }
+    profiles = _Profiles(source, part, told, measured, links=tuple(links), minibatch=pipelines * size)
     return _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
 
 
@@ -137,28 +136,15 @@ class _Profiles:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[Layer],
-        layers: Sequence[Layer] | None,
+        source: Sequence[Layer] | Tracer,
         part: Callable[[int], tuple[Any, Any, int]],
-        there: Sequence[torch.device],
         told: Progress,
-        *,
-        links: tuple[Link, ...],
-        minibatch: int,
-        loss: Callable[[Any, Any], Tensor] | None,
-        **options: Any,
+        measured: Mapping[str, Any],
+        **known: Any,
     ) -> None:
-        self._part, self._device, self._told = part, there[0], told
-        self._links, self._minibatch, self._options = links, minibatch, options
-        self._layers: Sequence[Layer] = ()
-        self._tracer: Tracer | None = None
+        """`measured`: what `measure` takes; `known`: what a profile has that is not measured."""
+        self._source, self._part, self._told, self._measured, self._known = source, part, told, measured, known
         self._graphs: dict[int, Graph] = {}
-        if layers is not None or is_sequence(model):
-            self._layers = Layers(model, layers).layers
-        else:
-            assert isinstance(model, nn.Module)
-            self._tracer, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
-        self._loss = loss
         self.found: dict[int, Profile] = {}
 
     def measure(self, count: int) -> None:
@@ -166,31 +152,31 @@ class _Profiles:
         inputs, target, samples = self._part(count)
         if samples in self.found:
             return
-        layers, names = self._layers, None
-        if self._tracer is not None:
+        layers, names = self._source, None
+        if isinstance(layers, Tracer):
             self._told("tracing")
-            graph, inputs = self._tracer.graph(inputs)
+            graph, inputs = layers.graph(inputs)
             self._graphs[samples], layers, names = graph, graph.layers, graph.names
         self._told(f"measuring {len(layers)} layers with microbatches of {samples}")
         try:
-            found = measure(layers, inputs, target, loss=self._loss, device=self._device, names=names, **self._options)
+            found = measure(layers, inputs, target, names=names, **self._measured)
         except torch.OutOfMemoryError:
             if self.found:
                 return
             raise
         except (AttributeError, TypeError) as error:
-            if target is None and self._loss not in (None, own_loss):
+            if target is None and self._measured["loss"] not in (None, own_loss):
                 raise ConfigError(
                     f"no target was given, and the loss failed without one ({error}): pass a target after the example"
                 ) from error
             raise
-        self.found[samples] = replace(found, links=self._links, samples=samples, minibatch=self._minibatch)
+        self.found[samples] = replace(found, samples=samples, **self._known)
 
     def with_cuts(self, samples: int, found: Found) -> Found:
         """Plans of a traced model say where its graph is cut."""
-        if self._tracer is None:
+        graph = self._graphs.get(samples)
+        if graph is None:
             return found
-        graph = self._graphs[samples]
         return replace(found, plans=tuple(replace(plan, cuts=graph.cuts(plan.partition)) for plan in found.plans))
 
 

@@ -81,7 +81,8 @@ def planned(
 ) -> Plan:
     """The plan for just this schedule, whatever it holds; `partition` gives the cuts too."""
     drafts = Drafts(profile, [Device()] * devices)
-    choice = Choice(recipe, _stages_per_device(recipe), Mesh(1, devices), microbatches, profile.samples)
+    each = 1 if find_recipe(recipe).placement == "line" else 2  # stages of a device
+    choice = Choice(recipe, each, Mesh(1, devices), microbatches, profile.samples)
     again = frozenset(range(choice.placement.num_stages)) if remat else frozenset()
     counts = drafts.cut(choice, again) if partition is None else tuple(partition)
     return Judge(drafts).finished(drafts.make(choice, counts, again))
@@ -103,10 +104,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         *(str(row[key]) for key in ("model", "schedule", "devices", "microbatches")),
         "yes" if row["remat"] else "-",
     )
-
-
-def _stages_per_device(recipe: str) -> int:
-    return 1 if find_recipe(recipe).placement == "line" else 2
 
 
 # -- emulated -------------------------------------------------------------------------------------------------------

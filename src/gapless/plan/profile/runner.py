@@ -25,6 +25,7 @@ PASSES = (("whole", False), ("halves", False), ("again", False), ("whole", True)
 """Each with whether all layers are one stage."""
 
 _WAYS: dict[str, dict[str, Any]] = {"whole": {}, "halves": {"split": True}, "again": {"remat": "stage"}}
+_LETTERS = {"whole": ("F", "B"), "halves": ("f", "I"), "again": ("", "")}  # of what is timed; nobody asks for ""
 _ROOM = 0.4  # of a GPU's free memory that the copies of all layers may take together
 _UPDATES = 5
 
@@ -143,29 +144,24 @@ class Runner:
     def _pass(self, kind: str, as_one: bool, place: int) -> None:
         numbers, value = [-1 - place] if as_one else self._groups[place], self._given[place]
         stages = [self._made(number)[kind] for number in numbers]
+        forward, backward = _LETTERS[kind]
         for number, stage in zip(numbers, stages, strict=True):
             more: dict[str, Any] = {"step": 0, "defer": kind == "halves"}
             if stage.loss is not None:
                 more |= {"target": self._task.target}
             begin = self._clock.now()
             value = stage.forward(0, value, **more)
-            if kind != "again":
-                self._note(number, "f" if kind == "halves" else "F", begin)
+            self._note(number, forward, begin)
         self._given.setdefault(place + 1, value)
         grads: Any = None if stages[-1].loss is not None else ones_like_outputs(value)
         for number, stage in zip(reversed(numbers), reversed(stages), strict=True):
             begin = self._clock.now()
-            if kind == "halves":
-                grads = stage.backward_input(0, grads)
-                self._note(number, "I", begin)
-                continue
             if kind == "again":
                 stage.recompute(0)
                 self._note(number, "R", begin)
                 begin = self._clock.now()
-            grads = stage.backward(0, grads)
-            if kind != "again":
-                self._note(number, "B", begin)
+            grads = stage.backward_input(0, grads) if kind == "halves" else stage.backward(0, grads)
+            self._note(number, backward, begin)
         for number, stage in zip(reversed(numbers), reversed(stages), strict=True):
             if kind == "halves":
                 begin = self._clock.now()

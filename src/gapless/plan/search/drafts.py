@@ -6,6 +6,7 @@ Not yet lowered and not yet judged, so that many can be made to find one that fi
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from gapless.errors import PlanError, ScheduleError
@@ -130,10 +131,8 @@ class Drafts:
         plain = [layer.work for layer in profile.layers]
         again = [layer.work + layer.recompute.median for layer in profile.layers]
         homes = placement.homes
-        hops = []
-        for stage, home in enumerate(homes):
-            link = choice.mesh.hop(profile, home, homes[min(stage + 1, len(homes) - 1)])
-            hops.append([link.seconds(layer.boundary) for layer in profile.layers])
+        links = [choice.mesh.hop(profile, *pair) for pair in pairwise((*homes, homes[-1]))]
+        hops = [[link.seconds(layer.boundary) for layer in profile.layers] for link in links]
         return partition(
             [again if stage in remat else plain for stage in range(placement.num_stages)],
             placement,
