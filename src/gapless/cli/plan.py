@@ -80,9 +80,12 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
     profile = read_profile(arguments.source)
+    count = arguments.devices or 4
+    memories = _listed("--memory", arguments.memory, count, _memory) or [None] * count
+    speeds = _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
     found = search(
         profile,
-        _devices(arguments, 4 if arguments.devices is None else arguments.devices),
+        [Device(*pair) for pair in zip(memories, speeds, strict=True)],
         Wanted(**options.given(arguments, Wanted), replicas=True),
         arguments.minibatch,
         terminal.show_progress,
@@ -104,8 +107,8 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     count = config.num_devices
     terminal.show_progress("making the model")
     made = build(config).planned(
-        memory=_listed("--memory", arguments.memory, count, _memory) if arguments.memory else None,
-        speeds=_listed("--speeds", arguments.speeds, count, _speed) if arguments.speeds else None,
+        memory=_listed("--memory", arguments.memory or None, count, _memory),
+        speeds=_listed("--speeds", arguments.speeds or None, count, _speed),
         wanted=Wanted(**options.given(arguments, Wanted)),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
@@ -126,15 +129,9 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it must be a number of at least 0")
 
 
-def _devices(arguments: argparse.Namespace, count: int) -> list[Device]:
-    memories = _listed("--memory", arguments.memory, count, _memory)
-    speeds = _listed("--speeds", arguments.speeds, count, _speed)
-    return [Device(memory, 1.0 if speed is None else speed) for memory, speed in zip(memories, speeds, strict=True)]
-
-
-def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any]:
+def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any] | None:
     if given is None:
-        return [None] * count
+        return None
     try:
         values = [read(word) for word in given.split(",")]
     except ConfigError as error:

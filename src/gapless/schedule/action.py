@@ -56,10 +56,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-_ACTION = re.compile(
-    r"(\d{1,9})(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d{1,9})",
-    re.ASCII,
-)
+_ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})", re.ASCII)
 _KINDS = {kind.value: kind for kind in Kind}
 _ROW = re.compile(r"\s*(\d{1,9})\s*:(.*)", re.DOTALL | re.ASCII)
 
@@ -175,7 +172,7 @@ class Schedule:
 def parse_action(token: str, where: str = "") -> Action:
     """An action as `2F0`; `where` begins the error."""
     found = _ACTION.fullmatch(token)
-    if found is None:
+    if found is None or found[2] not in _KINDS:
         shown = token if len(token) <= 40 else token[:37] + "..."
         raise ScheduleError(
             f"{where}{shown!r} is not an action; write stage, letter, microbatch, as in 2F0 or 3SEND_B1"

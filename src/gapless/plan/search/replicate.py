@@ -25,7 +25,6 @@ from gapless.errors import PlanError
 from gapless.plan.profile.machine import check_reach
 from gapless.plan.profile.profile import Link, Profile
 
-_INFINITY = math.inf
 _ROUNDING = 1e-12
 
 
@@ -115,8 +114,8 @@ class _Level:
 
     def _fill(self, first: int) -> None:
         n, m = len(self.profile.layers), self.num_parts
-        rows = self._best[first] = [[_INFINITY] * (n + 1) for _ in range(m + 1)]
-        held = self._held[first] = [[_INFINITY] * (n + 1) for _ in range(m + 1)]
+        rows = self._best[first] = [[math.inf] * (n + 1) for _ in range(m + 1)]
+        held = self._held[first] = [[math.inf] * (n + 1) for _ in range(m + 1)]
         least: list[list[float]] = [[]]  # the least of each row from a place on
         for parts in range(1, m + 1):
             row = rows[parts]

@@ -5,7 +5,7 @@ a proof of nothing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -23,16 +23,16 @@ from gapless.schedule.timeline import Objective, Timeline
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 
 
-def fraction(number: Number | None) -> Any:
+def fraction(number: Any) -> Any:
     """The number as it is written: 0.03 is three hundredths, not the nearest sum of powers of two."""
-    return None if number is None else Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
+    if number is None or isinstance(number, tuple):
+        return number and tuple(map(fraction, number))
+    return Fraction(repr(float(number))) if isinstance(number, float) else Fraction(number)
 
 
 def exact(costs: Costs) -> Costs:
     """All costs as fractions."""
-    values: dict[str, Any] = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    for name, value in values.items():
-        values[name] = tuple(map(fraction, value)) if isinstance(value, tuple) else fraction(value)
+    values: dict[str, Any] = {name: fraction(value) for name, value in vars(costs).items()}
     return replace(costs, **values)
 
 
