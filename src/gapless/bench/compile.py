@@ -1,6 +1,5 @@
 """What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline."""
 
-import contextlib
 from typing import Annotated, Any
 
 import torch
@@ -40,7 +39,7 @@ def run(
 
     def step(pipe: Pipeline) -> None:
         model.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             pipe.step(inputs, target)
         if device.type == "cuda":
             torch.cuda.synchronize()

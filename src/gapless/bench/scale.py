@@ -60,8 +60,7 @@ def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
     marks.append(time.perf_counter())
     verify(made).raise_if_wrong()
     marks.append(time.perf_counter())
-    timeline = simulate(made)
-    makespan = timeline.makespan
+    makespan = simulate(made).makespan
     marks.append(time.perf_counter())
     generated, verified, simulated = (after - before for before, after in itertools.pairwise(marks))
     total = marks[-1] - marks[0]

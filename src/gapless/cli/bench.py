@@ -87,15 +87,7 @@ def add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: A
         Path | None: (lambda text: Path(options.file_to_write(text)), "FILE"),
     }
     read, metavar = kinds[kind]
-    shown = ",".join(default) if isinstance(default, tuple) else default
-    parser.add_argument(
-        flag,
-        *([f"-{letter}"] if letter else []),
-        type=read,
-        default=default,
-        metavar=metavar,
-        help=what if default is None else f"{what} (default {shown})",
-    )
+    options.add_values(parser, (f"{flag} -{letter}" if letter else flag, read, default, metavar, what))
 
 
 def _count(text: str) -> int:

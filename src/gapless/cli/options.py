@@ -24,7 +24,8 @@ from gapless.user_file import read_user_file
 def add_values(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
     """Options that take a value: the flags, how it is read, its default, a word for it in the help, and what it is."""
     for flags, read, default, word, what in rows:
-        told = what if default is None else f"{what} (default {default})"
+        shown = ",".join(default) if isinstance(default, tuple) else default
+        told = what if default is None else f"{what} (default {shown})"
         group.add_argument(*flags.split(), type=read, default=default, metavar=word, help=told)
 
 

@@ -208,11 +208,8 @@ def _local_order(
 
 def is_in_order(schedule: Schedule, stage: int, kinds: Collection[Kind]) -> bool:
     """Whether a stage takes its actions of these kinds in microbatch order."""
-    for row in schedule.rows:
-        numbers = [action.microbatch for action in row if action.stage == stage and action.kind in kinds]
-        if numbers != sorted(numbers):
-            return False
-    return True
+    rows = ([a.microbatch for a in row if a.stage == stage and a.kind in kinds] for row in schedule.rows)
+    return all(numbers == sorted(numbers) for numbers in rows)
 
 
 def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:

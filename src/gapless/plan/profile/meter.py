@@ -46,12 +46,10 @@ class StorageMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if made:
-            given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
-            for storage in _storages(made):
-                if id(storage) not in given:
-                    self._note(storage)
+        given = {id(storage) for storage in _storages(pytree.tree_leaves((args, kwargs)))}
+        for storage in _storages(pytree.tree_leaves(result)):
+            if id(storage) not in given:
+                self._note(storage)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:

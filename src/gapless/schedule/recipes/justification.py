@@ -51,7 +51,7 @@ class _Problem:
 
     def __init__(self, timeline: Timeline, memory_limit: Number | None) -> None:
         schedule, costs = timeline.schedule, timeline.costs
-        placement = self.placement = schedule.placement
+        placement = schedule.placement
         assert placement.single is not None
         assert schedule.kinds <= set(_KINDS)
         S, M = placement.num_stages, schedule.num_microbatches
@@ -73,7 +73,11 @@ class _Problem:
             self._link(S + s, 2 * S + s)
         self.ends = [0.0] * (len(self.home) * M)
         self.actions: dict[int, Action] = {}
-        self._read(timeline)
+        base = {kind: i * S for i, kind in enumerate(_KINDS)}
+        for action, _, end in timeline.all_spans:
+            number = (base[action.kind] + action.stage) * M + action.microbatch
+            self.ends[number] = float(end)
+            self.actions[number] = action
         # Every action after what it needs.
         self.numbers = [
             chain * M + m for m in range(M) for chain in (*range(S), *reversed(range(S, 2 * S)), *range(2 * S, 3 * S))
@@ -83,15 +87,6 @@ class _Problem:
         away = (after - before) * self.num_microbatches
         self.needs[after].append((-away, hop))
         self.gives[before].append((away, hop))
-
-    def _read(self, timeline: Timeline) -> None:
-        S, M = self.placement.num_stages, self.num_microbatches
-        base = {kind: i * S for i, kind in enumerate(_KINDS)}
-        for action, _, end in timeline.all_spans:
-            stage, kind, microbatch = action
-            number = (base[kind] + stage) * M + microbatch
-            self.ends[number] = float(end)
-            self.actions[number] = action
 
     def place(
         self, order: Sequence[int], needs: _Needs, sign: int, release: Sequence[float]
