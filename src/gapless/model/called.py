@@ -6,8 +6,6 @@ And a cache of keys and values, which a graph can't return and training has no u
 the model still makes it, since what it computes depends on it (with a cache, packed sequences are not told apart).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ optimizer can. The first trace decides where the model is cut; every later one (
 so that parameters stay in their stages. With a plan's cuts parameters have their stages from the start.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ A tensor that is a view shares its memory with others, so changes are followed t
 tensors without data, and values that lie in the same memory are one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

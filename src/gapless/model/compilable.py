@@ -4,8 +4,6 @@ piece      linear tanh [dropout] linear gelu add [dropout] linear
 compiled   ----------            ---------------           -----     each by itself; draws keep their seeds
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from itertools import groupby

@@ -8,8 +8,6 @@ cross entropy are taken out of the trace, and run for every microbatch before th
     labels -> pad -> slice -> view -> how many are not -100
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

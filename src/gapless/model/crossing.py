@@ -8,8 +8,6 @@ autograd would not see the change. So from the birth of its memory to its last c
 the first to the last use of a buffer that is changed.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

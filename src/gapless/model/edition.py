@@ -1,7 +1,5 @@
 """A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

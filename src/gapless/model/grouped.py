@@ -2,8 +2,6 @@
 traces bfloat16 alone. While a model is traced the others get an operator of ours, and their pieces run torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the thread that traces calls in place of torch's own functions; other threads notice nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

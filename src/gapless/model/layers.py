@@ -1,7 +1,5 @@
 """A model as a sequence of layers, with the names its parameters had before anybody cut it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,7 +45,7 @@ class Layers:
             return [given]
         return given if isinstance(given, Sequence) else self.layers
 
-    def again(self) -> Layers:
+    def again(self) -> "Layers":
         """The same model as it is now, after its user has edited it."""
         model, by_hand = self._given
         more = more_than_its_layers(model) if by_hand is None else None

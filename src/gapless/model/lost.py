@@ -3,8 +3,6 @@ made is gone when they run. Grad modes and autocast are kept by torch.export, in
 else is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import pickle

@@ -9,8 +9,6 @@ identity with the list from before:
     attributes  those that matter: the rate of a dropout in a sequence, all that a trace has read of a traced model
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any

@@ -12,8 +12,6 @@ Parameters stay the same objects, so tied ones stay tied and an optimizer may be
 with a mark first: what still has it afterwards was forgotten, and that is an error and not a silent wrong start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

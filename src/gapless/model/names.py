@@ -1,7 +1,5 @@
 """Which of a traced model's modules are in which stage, in the user's names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ A stage answers some calls itself: draws are seeded, heavy weight gradients may 
 the functions that people write; a trace has the operators below them. This file leads back, operation by operation.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Whose code a file is. Told by where packages really lie: anybody may have a folder called `torch` or `gapless`."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 

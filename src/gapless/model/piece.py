@@ -9,8 +9,6 @@ optimizer, `state_dict` and hooks never notice. Calls that a stage answers itsel
 draws) are written in the form its table knows.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,13 +100,13 @@ class Piece:
         out = run(place, answer, *values, *held)
         return tuple(out) if self.spec is None else pytree.tree_unflatten(out, self.spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Piece":
         """The graph is shared, what it uses is copied."""
         made = copy.copy(self)
         made._homes = copy.deepcopy(self._homes, memo)
         return made
 
-    def apart(self) -> tuple[Piece, nn.ModuleList]:
+    def apart(self) -> "tuple[Piece, nn.ModuleList]":
         """The same piece with modules of its own, which hold what it uses and nothing else."""
         made, holders = copy.copy(self), {id(owner): nn.Module() for owner, _ in self._homes}
         made._homes = [(holders[id(owner)], name) for owner, name in self._homes]

@@ -5,8 +5,6 @@ computed from the real batch, as Python would, and kept: the trace holds for eve
 Hugging Face's attention asks in this way whether there is any padding, and takes another kernel where there is none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

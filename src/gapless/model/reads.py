@@ -4,8 +4,6 @@ Parameters, buffers and parts are looked up in another way; what is left are the
 a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its class.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Without randomness that is the loop anybody would write around the model itself.
 graph draws after `torch.manual_seed(seed_of(seed, step, microbatch, n))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any

@@ -5,8 +5,6 @@ microbatch does not fit (a size of 1 is special to torch, a model may look at it
 made; traces are kept, so this happens once for each new kind of batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Which stages use a parameter or have a buffer, and what several of them share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

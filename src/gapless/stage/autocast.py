@@ -1,7 +1,5 @@
 """Autocast as gapless meets it: off in every backward, replayed in every recompute."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -7,8 +7,6 @@ travels with the activations instead, and its gradient comes back with theirs:
     stage 0   h, a0  -->  stage 1   h, a0 + a1  -->  last stage   (loss(h, target) + (a0 + a1)) * weight
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -60,7 +58,7 @@ class Added:
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
 
-    def __enter__(self) -> Added:
+    def __enter__(self) -> "Added":
         self._before = _adding.add
         _adding.add = self._add
         return self

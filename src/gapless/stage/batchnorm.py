@@ -12,8 +12,6 @@ A forward that starts again, and one that is repeated for remat, must not count.
 order as the run that did, so the calls are numbered and those below the mark of what has been counted are not counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

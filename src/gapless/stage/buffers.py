@@ -11,8 +11,6 @@ change, and only those that did are kept. Batch norm is counted elsewhere (`batc
 where nothing can be seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple

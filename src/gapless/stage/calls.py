@@ -1,7 +1,5 @@
 """The calls of a stage: its layers, its loss and its backwards, each in its way."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

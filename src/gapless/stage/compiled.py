@@ -6,8 +6,6 @@ kind of input, the one that compiles, is made alone, with seeded generators, and
 drawn. If there are such, all calls for this kind are made alone with these seeded; if not, they are free.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence

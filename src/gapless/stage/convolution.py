@@ -2,8 +2,6 @@
 part at a time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Torch's own losses tell which these are. Of any other function nothing is known;
 mean of means would train on with wrong numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -9,8 +9,6 @@ Autograd sums the contributions to a parameter within one backward, in the order
 sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ exact mask from a private generator, and every other random call runs with the d
 private one, under a lock. The caller's own generators are left as they were.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence

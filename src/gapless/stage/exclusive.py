@@ -4,8 +4,6 @@ A layer may run another pipeline, whose threads it then waits for. Where it hold
 their own, or all would wait for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ On a CPU a backward runs in the thread that starts it. On an accelerator it runs
 its graph task says whose it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -52,7 +50,7 @@ class Kept:
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> Kept:
+    def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
         """For these inputs."""
         return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
 

@@ -14,8 +14,6 @@ and `at::matmul` do:
                                                                      w needs a gradient
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

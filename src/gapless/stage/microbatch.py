@@ -5,8 +5,6 @@ outputs of Hugging Face models are). A tensor whose first dimension is the batch
 all else goes to every microbatch. A tensor that only happens to have that size is told apart with `batch_dims`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter

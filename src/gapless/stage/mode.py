@@ -7,8 +7,6 @@ add a part; the mode sees every use, and where it learns of one too late, the fo
 left to autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

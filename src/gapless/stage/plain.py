@@ -2,8 +2,6 @@
 with, bit by bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The random calls of torch, and the handlers of those that draw only sometimes, or in a way of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

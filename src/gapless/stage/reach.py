@@ -4,8 +4,6 @@ A loss with a penalty on all weights, a function that uses a weight from outside
 and no mode tells of them, but the autograd graph does. It is walked now and then, not for every microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -12,8 +12,6 @@ the second half uses what that recorded. The second run does not count for batch
 changes no buffer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

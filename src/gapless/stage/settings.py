@@ -1,7 +1,5 @@
 """The settings of torch under which a layer is called: those that a model may read, and that kernels depend on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

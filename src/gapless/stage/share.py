@@ -6,8 +6,6 @@
 A share is one product and one division, and it scales the loss: that is what the plain loop over all microbatches does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ class Share:
     sync: bool = True
 
     @classmethod
-    def of(cls, weight: Any, sync: Any) -> Share:
+    def of(cls, weight: Any, sync: Any) -> "Share":
         """As a user gives it."""
         if isinstance(weight, Tensor) and weight.numel() == 1:
             weight = weight.item()

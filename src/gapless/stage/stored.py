@@ -6,8 +6,6 @@ attributes that a forward has set are noted, and a call that gets one of them el
 code of the modules runs, so such attributes are never set: what reads them finds a tripwire.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -68,7 +66,7 @@ class Stored:
 
     def watch(
         self, owner: object, step: int, layers: Callable[[], Sequence[Any]], *, seen: bool
-    ) -> WatchedForward | None:
+    ) -> "WatchedForward | None":
         """Around a forward; the first step is watched, the second, the fourth and so on. Layers that are compiled can't
         be `seen` into.
         """

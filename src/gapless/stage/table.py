@@ -1,7 +1,5 @@
 """The torch calls that a stage answers itself, each with what answers it."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -16,8 +16,6 @@ Where the stages are in several processes, each has its copy of the parameter. W
 `Away`, and at the end of the step the first stage's process, the home, hands its gradient to all others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack

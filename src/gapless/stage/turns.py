@@ -5,8 +5,6 @@ loop adds to `.grad` in microbatch order, and so does every stage.
     adds           nothing      0            1, 2        2 has waited, in memory of its own
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -10,8 +10,6 @@ Such a layer draws from the default generators from then on, alone and seeded (`
 also tells whether a layer enters an autocast of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ hold weights that could wait nor draw, so they run outside; a linear layer's one
 else nothing is known, and it runs inside.
 """
 
-from __future__ import annotations
-
 import sys
 from enum import Enum
 from typing import Any

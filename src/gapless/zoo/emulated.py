@@ -11,8 +11,6 @@ hook. torch.distributed.pipelining splits a backward by walking its graph, which
     w --- waiting ----/              its backward sleeps `weight_grad`
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

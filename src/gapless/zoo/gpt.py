@@ -4,8 +4,6 @@ head.
 It is a sequence of layers, so a pipeline can cut it anywhere between them. The head has a weight of its own.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ It is a sequence of layers, so a pipeline can cut it anywhere between its blocks
 is also the model on which `batchnorm=` is tried.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 _BLOCKS = {

@@ -5,8 +5,6 @@ Every layer of the decoder looks at the encoder's result, and padding is masked 
 pipeline has to trace it and to carry memory and masks along.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

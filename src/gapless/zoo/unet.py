@@ -4,8 +4,6 @@ Its forward is no sequence: what a level makes on the way down is needed again o
 it and to carry the skips from stage to stage.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
