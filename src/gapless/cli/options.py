@@ -136,19 +136,17 @@ def refuse_ranks(command: str) -> None:
         )
 
 
-def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
+def refuse_below_one(arguments: argparse.Namespace, *names: str, why: str = "it must be") -> None:
     """For numbers of things, where they are given."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, but it must be at least 1")
+            raise ConfigError(f"--{name} is {value}, but {why} at least 1")
 
 
 def check_sizes(arguments: argparse.Namespace) -> None:
     """Refuses what no recipe can be made for, in the words of the command line."""
-    for name in ("devices", "microbatches", "minibatches"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}, but a schedule needs at least 1")
+    refuse_below_one(arguments, "devices", "microbatches", "minibatches", why="a schedule needs")
     recipes.refuse_too_many(3 * arguments.devices * arguments.microbatches * (arguments.stages_per_device or 1))
 
 
