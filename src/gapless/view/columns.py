@@ -26,8 +26,7 @@ _LARGEST = 2**30  # so that a difference of two still fits into 32 bits
 def pack(timeline: Timeline) -> tuple[list[dict[str, Any]], str]:
     """How to read the columns, and their compressed bytes in base64."""
     described, parts = [], []
-    for name, column in _columns(timeline):
-        description, data = column
+    for name, (description, data) in _columns(timeline):
         described.append({"name": name, **description})
         parts.append(data + bytes(-len(data) % 8))  # typed arrays begin at multiples of their item's size
     return described, b64encode(zlib.compress(b"".join(parts), 6)).decode("ascii")

@@ -56,11 +56,8 @@ def present(schedules: list[Schedule]) -> list[Kind]:
 
 def tints(schedule: Schedule) -> list[list[int]]:
     """Per device the tint of each of its stages, spread over the tints there are."""
-    found = []
-    for stages in schedule.placement.stages:
-        last = max(1, len(stages) - 1)
-        found.append([round(place * min(len(stages) - 1, NUM_TINTS - 1) / last) for place in range(len(stages))])
-    return found
+    lasts = [len(stages) - 1 for stages in schedule.placement.stages]
+    return [[round(place * min(last, NUM_TINTS - 1) / max(1, last)) for place in range(last + 1)] for last in lasts]
 
 
 @cache

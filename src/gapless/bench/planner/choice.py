@@ -7,6 +7,7 @@ First every schedule runs twice; then the pick and the quickest of the first par
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from gapless.bench.planner.late_link import late
@@ -105,10 +106,8 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
 def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:
     picked = plans[0].recipe
     with contextlib.ExitStack() as stack:
-        contestants = {}
-        for plan in plans:
-            world = late(["cpu"] * place.devices, place.latency / 1e3)
-            contestants[plan.recipe] = subject.contestant(stack, plan, world)
+        world = partial(late, ["cpu"] * place.devices, place.latency / 1e3)
+        contestants = {plan.recipe: subject.contestant(stack, plan, world()) for plan in plans}
         first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
     quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))
     return {

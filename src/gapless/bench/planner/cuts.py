@@ -6,6 +6,7 @@ take turns for longer.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gapless.bench.planner import subjects
@@ -47,11 +48,9 @@ def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) ->
     chosen = _shown(search(profile, _DEVICES, wanted, minibatch).best.partition)
     equal = _shown(equal_counts(count, _DEVICES))
     with contextlib.ExitStack() as stack:
-        contestants = {}
-        for first in range(1, count):
-            cut = (first, count - first)
-            plan = subjects.planned(profile, _DEVICES, "1f1b", _MICROBATCHES, partition=cut)
-            contestants[_shown(cut)] = subject.contestant(stack, plan)
+        made = partial(subjects.planned, profile, _DEVICES, "1f1b", _MICROBATCHES)
+        all_cuts = [(first, count - first) for first in range(1, count)]
+        contestants = {_shown(cut): subject.contestant(stack, made(partition=cut)) for cut in all_cuts}
         _, seconds = finals(contestants, [chosen, equal], _FINALISTS, rounds, progress)
     best = min(seconds, key=lambda cut: median(seconds[cut]))
     return {
