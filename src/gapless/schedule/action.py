@@ -211,10 +211,9 @@ def _parse_json(text: str, name: str) -> Schedule:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"the schedule is not valid JSON: {str(error)[:120]}") from None
-    rows = data.get("rows") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and all(isinstance(a, str) for a in row) for row in rows
-    ):
+    rows: Any = data.get("rows") if isinstance(data, dict) else None
+    listed = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    if not listed or not all(isinstance(token, str) for row in rows for token in row):
         raise ScheduleError(
             'the JSON has no "rows": it needs a list of actions per device, as in {"rows": [["0F0", "0B0"]]}'
         )

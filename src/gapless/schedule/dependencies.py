@@ -95,9 +95,8 @@ class Milestones:
         self.schedule = schedule
         self.num_microbatches = max(schedule.num_microbatches, schedule.num_minibatches)
         stages = schedule.num_stages
-        kinds = sorted(
-            (kind for kind in Kind if kind is not Kind.BACKWARD), key=_RECEIVES.__contains__
-        )  # receives last
+        # Receives last.
+        kinds = sorted((kind for kind in Kind if kind is not Kind.BACKWARD), key=_RECEIVES.__contains__)
         self._bases: dict[Kind, int] = {kind: i * stages * self.num_microbatches for i, kind in enumerate(kinds)}
         self.first_receive = self._bases[kinds[-len(_RECEIVES)]]
         self.size = len(kinds) * stages * self.num_microbatches

@@ -97,9 +97,7 @@ def _label(labels: Sequence[str], kind: Kind, width: int) -> str:
     for room in (width - 1, width):
         for label in labels:
             if len(label) <= room:
-                return (
-                    (label + "-" * (width - 1 - len(label)) + " ")[:width] if room < width else label.ljust(width, "-")
-                )
+                return label.ljust(room, "-") + " " * (width - room)
     return str(kind) + "-" * (width - 1)
 
 
