@@ -249,9 +249,6 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
         )
     cycles = []
     for _, found in sorted(devices.items()):
-        if len(set(found.values())) == 1:
-            cycles.append([next(iter(found.values()))])
-        else:
-            last = next(iter(found.values()))
-            cycles.append([last := found.get(m, last) for m in range(max(found) + 1)])
+        last, several = next(iter(found.values())), len(set(found.values())) > 1
+        cycles.append([last := found.get(m, last) for m in range(max(found) + 1 if several else 1)])
     return explicit(len(rows), cycles)
