@@ -5,7 +5,7 @@ before those of the next minibatch join them.
     1: 0F1 0B1 0U1 0F3 0B3 0U3        is on device 1, which ran microbatch 1, and before the gradient of 0B3
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import microbatches_of
@@ -14,31 +14,28 @@ from gapless.schedule.violation import Violation
 WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # the two that add to what an update takes
 
 
-def missing_updates(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> list[Violation]:
+def missing_updates(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> Iterator[Violation]:
     """Every stage has one per minibatch, and all minibatches have the same size."""
-    found = []
     if schedule.num_microbatches % schedule.num_minibatches:
         action = next(action for action in places if action.kind is Kind.UPDATE)
         message = (
             f"{schedule.num_microbatches} microbatches can't be shared by updates 0 to {schedule.num_minibatches - 1}: "
             "each minibatch has as many as the others"
         )
-        found.append(Violation("complete", *places[action], message))
+        yield Violation("complete", *places[action], message)
     for stage, cycle in enumerate(schedule.placement.cycles):
         for minibatch in range(schedule.num_minibatches):
             action = Action(stage, Kind.UPDATE, minibatch)
             if action not in places:
                 last = max(microbatches_of(minibatch, schedule), default=0)
                 device = cycle[last % len(cycle)]
-                found.append(Violation("complete", device, len(schedule.rows[device]), f"{action} is missing"))
-    return found
+                yield Violation("complete", device, len(schedule.rows[device]), f"{action} is missing")
 
 
-def updates_out_of_order(schedule: Schedule) -> list[Violation]:
+def updates_out_of_order(schedule: Schedule) -> Iterator[Violation]:
     """A device adds up a stage's gradients in one place, and an update takes what is there: that of its minibatch only
     if no later minibatch has added to it, and the minibatches come in order.
     """
-    found = []
     per_minibatch = max(1, schedule.num_microbatches // schedule.num_minibatches)
     for device, row in enumerate(schedule.rows):
         updated: dict[int, Action] = {}  # by stage, the last one
@@ -52,15 +49,14 @@ def updates_out_of_order(schedule: Schedule) -> list[Violation]:
                 before, latest = updated.get(stage), added.get(stage)
                 if before is not None and number < before.microbatch:
                     message = f"{action} comes after {before}, but a stage is updated in the order of its minibatches"
-                    found.append(Violation("order", device, position, message))
+                    yield Violation("order", device, position, message)
                 elif latest is not None and latest.microbatch // per_minibatch > number:
                     message = (
                         f"{action} comes after {latest}, so the gradient of minibatch "
                         f"{latest.microbatch // per_minibatch} would be in the update of minibatch {number}"
                     )
-                    found.append(Violation("order", device, position, message))
+                    yield Violation("order", device, position, message)
                 updated[stage] = action if before is None or number > before.microbatch else before
-    return found
 
 
 def lacking(device: int, stage: int, minibatch: int, schedule: Schedule) -> str | None:

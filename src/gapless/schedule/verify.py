@@ -2,7 +2,7 @@
 hang: it runs to its end with endless buffers, and so with those of `pools`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -57,11 +57,10 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     places, violations = _places(schedule)
     violations += _incomplete(schedule, num_microbatches, num_stages)
     if Kind.UPDATE in schedule.kinds:
-        violations += missing_updates(schedule, places) + updates_out_of_order(schedule)
+        violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule)]
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
-    stuck = _stuck(schedule, places)
-    violations += stuck
+    violations += _stuck(schedule, places)
     buffers = {} if violations else receive_buffers(schedule)
     violations.sort(key=lambda violation: (violation.device, violation.position))
     return Report(schedule, tuple(violations), tuple(_unordered_backwards(schedule)), buffers)
@@ -100,7 +99,7 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
 _BITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRAD: 4, Kind.WEIGHT_GRAD: 8}
 
 
-def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: int | None) -> list[Violation]:
+def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: int | None) -> Iterator[Violation]:
     """Every stage runs every microbatch: F, and B or both I and W (no backward at all is a schedule for inference)."""
     M = max(schedule.num_microbatches, num_microbatches or 0)
     S = max(schedule.num_stages, num_stages or 0)
@@ -110,7 +109,6 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
             there[stage * M + microbatch] |= _BITS[kind]
     if schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}):
         there = bytearray(found | 2 for found in there)
-    found = []
     for index, bits in enumerate(there):
         wanted = 1 | 4 | 8 if bits & (4 | 8) else 1 | 2  # F, I and W, or F and B
         if bits == wanted:
@@ -120,15 +118,13 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
         wrong = [f"{stage}{kind}{microbatch} is missing" for kind, bit in _BITS.items() if wanted & bit & ~bits]
         if bits & ~wanted:
             wrong = [f"{stage}B{microbatch} is there beside its own I or W, which it stands for"]
-        found += [Violation("complete", device, len(schedule.rows[device]), message) for message in wrong]
-    return found
+        yield from (Violation("complete", device, len(schedule.rows[device]), message) for message in wrong)
 
 
-def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
     """Where transfers are written out, all are: what crosses has its SEND and its RECV, and both in the same order."""
     if not schedule.has_transfers:
-        return []
-    found = []
+        return
     for channel, numbers in messages(schedule)[0].items():
         source, target, name = channel
         pairs = []
@@ -137,20 +133,19 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
             for device, action in zip((source, target), pair, strict=True):
                 if action not in places:
                     reason = f"{action} is missing: the {name} crosses from device {source} to device {target}"
-                    found.append(Violation("complete", device, len(schedule.rows[device]), reason))
+                    yield Violation("complete", device, len(schedule.rows[device]), reason)
             if places.keys() >= set(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: places[pair[0]])
         for (_, first), (_, second) in pairwise(pairs):
             if places[second] < places[first]:
                 reason = f"{second} comes before {first}, which device {source} sends first"
-                found.append(Violation("order", *places[second], reason))
-    return found
+                yield Violation("order", *places[second], reason)
 
 
-def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
     """All actions of a (stage, microbatch) are on one device: that is where its activations are."""
-    placement, found = schedule.placement, []
+    placement = schedule.placement
     single = placement.single
     for action, (device, position) in places.items():
         stage, kind, microbatch = action
@@ -164,18 +159,16 @@ def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> 
             continue
         if reason is not None:
             message = f"{action} is on device {device}, {reason}"
-            found.append(Violation("placement", device, position, message))
-    return found
+            yield Violation("placement", device, position, message)
 
 
-def _stuck(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Violation]:
+def _stuck(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
     """Where devices wait for each other or for what comes later in their own row."""
     try:
         for _ in replay(schedule):
             pass
     except DeadlockError as deadlock:
         provided = {gift: place for action, place in places.items() for gift in completes(action)}
-        found = []
         for device, (position, action, need) in deadlock.blocked.items():
             if need not in provided:
                 reason = f"{need}, which is missing"
@@ -185,16 +178,14 @@ def _stuck(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> list[Vi
                 other = provided[need][0]
                 standing = deadlock.blocked.get(other)
                 reason = f"{need} on device {other}, which itself waits before {standing[1]}" if standing else f"{need}"
-            found.append(Violation("dependency", device, position, f"{action} waits for {reason}"))
-        return found + _local_order(schedule, provided, deadlock)
-    return []
+            yield Violation("dependency", device, position, f"{action} waits for {reason}")
+        yield from _local_order(schedule, provided, deadlock)
 
 
 def _local_order(
     schedule: Schedule, provided: dict[Action, tuple[int, int]], deadlock: DeadlockError
-) -> list[Violation]:
+) -> Iterator[Violation]:
     """Beyond where the devices stand: every action that comes before something it needs on its own device."""
-    found = []
     for device, (standing, _, _) in deadlock.blocked.items():
         row = schedule.rows[device]
         for position in range(standing + 1, len(row)):
@@ -202,8 +193,7 @@ def _local_order(
                 place = provided.get(need)
                 if place is not None and place[0] == device and place[1] > position:
                     message = f"{row[position]} comes before {need}, which it needs, on the same device"
-                    found.append(Violation("order", device, position, message))
-    return found
+                    yield Violation("order", device, position, message)
 
 
 def is_in_order(schedule: Schedule, stage: int, kinds: Collection[Kind]) -> bool:
@@ -212,7 +202,7 @@ def is_in_order(schedule: Schedule, stage: int, kinds: Collection[Kind]) -> bool
     return all(numbers == sorted(numbers) for numbers in rows)
 
 
-def _unordered_backwards(schedule: Schedule) -> Iterable[Violation]:
+def _unordered_backwards(schedule: Schedule) -> Iterator[Violation]:
     """Gradients come in another order than in the plain loop: a pipeline holds them back until their turn."""
     for kinds, letter in ((BACKWARDS, "input"), (WEIGHT_GRADIENTS, "weight")):
         for device, row in enumerate(schedule.rows):

@@ -9,7 +9,7 @@ they keep their letter, and where even that has no room a column shows what the 
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Number
@@ -67,9 +67,8 @@ def _label_width(schedule: Schedule) -> int:
 Cell = tuple[Kind | None, str]
 
 
-def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int, staged: bool) -> list[Cell]:
+def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int, staged: bool) -> Iterator[Cell]:
     """(kind, text) runs that fill the row from left to right."""
-    runs: list[Cell] = []
     at = 0
     crowd: defaultdict[Kind, float] = defaultdict(float)  # time since the last column that was drawn
     for action, start, end in timeline.spans(device):
@@ -81,15 +80,14 @@ def _cells(timeline: Timeline, device: int, first: float, scale: float, columns:
         if right <= max(at, left):
             continue  # narrower than a column: the next one that reaches a new column shows what took longest
         if left > at:
-            runs.append((None, _IDLE * (left - at)))
+            yield None, _IDLE * (left - at)
             at = left
         kind = max(crowd, key=crowd.__getitem__) if right - at == 1 else action.kind
         crowd.clear()
         short = f"{action.kind}{action.microbatch}"
         labels = [str(action), short] if staged else [short]
-        runs.append((kind, _label(labels, kind, right - at)))
+        yield kind, _label(labels, kind, right - at)
         at = right
-    return runs
 
 
 def _label(labels: Sequence[str], kind: Kind, width: int) -> str:
@@ -101,7 +99,7 @@ def _label(labels: Sequence[str], kind: Kind, width: int) -> str:
     return str(kind) + "-" * (width - 1)
 
 
-def _painted(cells: list[Cell], colour: bool) -> list[str]:
+def _painted(cells: Iterable[Cell], colour: bool) -> list[str]:
     if not colour:
         return [text for _, text in cells]
     return [

@@ -8,7 +8,7 @@ same way, and the most promising one is opened first. The first cuts that fit ar
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gapless.errors import PartitionError
@@ -68,13 +68,12 @@ def held_by_stage(memory: Sequence[Sequence[Number]], cuts: Solution) -> list[Nu
 
 def _halves(
     ranges: tuple[Range, ...], stages: Sequence[int], held: Sequence[Number], limit: Number
-) -> list[tuple[Range, ...]]:
+) -> Iterator[tuple[Range, ...]]:
     """The stage whose range can still be cut in two by its share of the limit; what can't be is left out."""
     total = sum(held[s] for s in stages)
     shares = {s: held[s] * limit / total for s in stages}
     stage = max((s for s in stages if ranges[s][0] < shares[s] < held[s]), key=lambda s: held[s])
     share = shares[stage]
-    made = []
     for low, high in ((ranges[stage][0], share), (share, ranges[stage][1])):
         half = list(ranges)
         half[stage] = (low, high)
@@ -83,5 +82,4 @@ def _halves(
             for s in stages:
                 half[s] = (half[s][0], min(half[s][1], limit - (least - half[s][0])))
             if all(low <= high for low, high in half):
-                made.append(tuple(half))
-    return made
+                yield tuple(half)

@@ -73,8 +73,7 @@ class _Beside(NamedTuple):
     after: Number  # from its end on
 
 
-def _peaks(timeline: Timeline, stages: Stages) -> list[_Held]:
-    found = []
+def _peaks(timeline: Timeline, stages: Stages) -> Iterator[_Held]:
     schedule = timeline.schedule
     recomputed = schedule.recomputed
     each = zip(memory.changes(schedule, stages.memory_costs), _waiting(timeline, stages), strict=True)
@@ -94,8 +93,7 @@ def _peaks(timeline: Timeline, stages: Stages) -> list[_Held]:
                 most = held + again + buffers + workspace
                 peak = _Held(math.ceil(held + again), buffers, workspace)
             held += after - gives
-        found.append(peak)
-    return found
+        yield peak
 
 
 _Table = dict[tuple[int, Kind], _Beside]

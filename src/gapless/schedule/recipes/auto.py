@@ -5,7 +5,7 @@ start, the other none at the end. The named recipes are tried too, so that none 
 be worse than the best so far is left out: that keeps it quick.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from gapless.errors import ConfigError, ScheduleError
@@ -160,7 +160,7 @@ class _Tries:
         pairs = zip(self._value(self.best), bounds, strict=False)
         return all(value <= bound * (1 + _ROUNDING) for value, bound in pairs)
 
-    def _bounds(self, placement: Placement, deferrable: Sequence[Number]) -> tuple[Number, Number]:
+    def _bounds(self, placement: Placement, deferrable: Iterable[Number]) -> tuple[Number, Number]:
         """What no schedule can be below if a device has at most so much work left after its last I, all of it W.
 
         device 0   |-- F down to r --|                                     |-- I up from r --|W|
@@ -180,19 +180,17 @@ class _Tries:
             span = max(span, work, head + work - left + tail if first else 0)
         return self._ranked(max(makespan, span), span)
 
-    def _deferrable(self, placement: Placement, most: int | None = None) -> list[Number]:
+    def _deferrable(self, placement: Placement, most: int | None = None) -> Iterator[Number]:
         """Per device how much work in W it can put off at once, by the limit and, where given, at `most` so many W."""
         weights = self.costs.durations(placement)[Kind.WEIGHT_GRAD]
         sizes = self.costs.per_stage("kept_for_weight_grad", placement)
-        found: list[Number] = []
         for stages in placement.stages:
             work: Number = self.num_microbatches * sum(weights[s] for s in stages)
             if most is not None:
                 work = min(work, most * max(weights[s] for s in stages))
             if self.limit is not None and all(sizes[s] for s in stages):
                 work = min(work, self.limit * max(weights[s] / sizes[s] for s in stages))
-            found.append(work)
-        return found
+            yield work
 
 
 def _placements(K: int, costs: Costs, stages_per_device: int | None) -> Iterator[Placement]:
