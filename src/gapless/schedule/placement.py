@@ -11,7 +11,7 @@ one thing here: per stage a *cycle* of devices, microbatch m running on entry m 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from gapless.errors import ScheduleError
 
@@ -101,12 +101,8 @@ def vee(num_devices: int) -> Placement:
 
 def replicated(replicas: Sequence[int]) -> Placement:
     """Stage s on as many devices of its own as `replicas[s]` says."""
-    cycles = []
-    first = 0
-    for count in replicas:
-        cycles.append(tuple(range(first, first + count)))
-        first += count
-    return Placement(first, tuple(cycles))
+    ends = list(accumulate(replicas, initial=0))
+    return Placement(ends[-1], tuple(tuple(range(first, end)) for first, end in pairwise(ends)))
 
 
 def explicit(num_devices: int, devices: Iterable[Iterable[int]]) -> Placement:

@@ -3,6 +3,8 @@
 Letters: K devices, M microbatches, v stages per device, r = device 0..K-1.
 """
 
+from itertools import accumulate
+
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import loop
 from gapless.schedule.recipes.head_start import one_ahead_of_each
@@ -22,17 +24,14 @@ def interleaved(num_devices: int, num_microbatches: int, stages_per_device: int 
     K, M, v = num_devices, num_microbatches, stages_per_device
     count = max(1, M // K)
     sizes = [M // count + (1 if i < M % count else 0) for i in range(count)]
-    forwards: list[tuple[int, int]] = []  # (local stage, microbatch) per virtual step
-    first = 0
-    for size in sizes:
-        forwards += [(local, first + m) for local in range(v) for m in range(size)]
-        first += size
+    groups = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    forwards = [(local, m) for group in groups for local in range(v) for m in group]  # per virtual step
     backwards = [(v - 1 - local, m) for local, m in forwards]
     rows = []
     for r in range(K):
         ahead = [_action(K, r, Kind.FORWARD, step) for step in forwards]
-        groups = [[_action(K, r, Kind.BACKWARD, step)] for step in backwards]
-        rows.append(one_ahead_of_each(ahead, 2 * (K - 1 - r) + (v - 1) * sizes[0], groups))
+        behind = [[_action(K, r, Kind.BACKWARD, step)] for step in backwards]
+        rows.append(one_ahead_of_each(ahead, 2 * (K - 1 - r) + (v - 1) * sizes[0], behind))
     return Schedule(tuple(rows), loop(K, v), "interleaved")
 
 
