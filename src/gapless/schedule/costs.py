@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any
 
 from gapless.errors import ConfigError
@@ -78,13 +78,12 @@ class Costs:
     def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
         """How long each kind of action takes on each stage. Transfers take no time of a device."""
         inputs, weights = self.per_stage("input_grad", placement), self.per_stage("weight_grad", placement)
+        both = tuple(map(add, inputs, weights))
         return {
             Kind.FORWARD: self.per_stage("forward", placement),
             Kind.INPUT_GRAD: inputs,
             Kind.WEIGHT_GRAD: weights,
-            Kind.BACKWARD: tuple(i + w for i, w in zip(inputs, weights, strict=True))
-            if self.backward is None
-            else self.per_stage("backward", placement),
+            Kind.BACKWARD: self.per_stage("backward", placement) if self.backward is not None else both,
             Kind.RECOMPUTE: self.per_stage("recompute", placement),
             Kind.UPDATE: self.per_stage("update", placement),
             **dict.fromkeys(TRANSFERS, (0,) * placement.num_stages),
@@ -106,12 +105,11 @@ class Costs:
         """The same work with the recompute inside the backward, where it waits for the gradient as torch's
         checkpoint does.
         """
-        inputs, again = self.per_stage("input_grad", placement), self.per_stage("recompute", placement)
-        slower = replace(self, input_grad=tuple(i + r for i, r in zip(inputs, again, strict=True)), recompute=0)
-        if self.backward is None:
-            return slower
-        whole = self.per_stage("backward", placement)
-        return replace(slower, backward=tuple(b + r for b, r in zip(whole, again, strict=True)))
+        times = self.durations(placement)
+        inputs, whole = (
+            tuple(map(add, times[kind], times[Kind.RECOMPUTE])) for kind in (Kind.INPUT_GRAD, Kind.BACKWARD)
+        )
+        return replace(self, input_grad=inputs, backward=whole, recompute=0)
 
     def merged(self, num_stages: int) -> "Costs":
         """The costs of `num_stages` stages, each made of as many consecutive ones of these."""

@@ -198,10 +198,9 @@ def _placements(K: int, costs: Costs, stages_per_device: int | None) -> Iterator
     lengths = {len(value) for value in vars(costs).values() if isinstance(value, tuple)}
     if stages_per_device is None and not (lengths <= {K} or lengths <= {2 * K}):
         raise ConfigError(f"costs list {sorted(lengths)} stages, but auto places {K} in a line or {2 * K} in a vee")
-    if stages_per_device == 2 or (stages_per_device is None and lengths <= {2 * K}):
-        yield vee_placement(K)
-    if stages_per_device == 1 or (stages_per_device is None and lengths <= {K}):
-        yield line_placement(K)
+    for each, placement in ((2, vee_placement), (1, line_placement)):
+        if stages_per_device == each or (stages_per_device is None and lengths <= {each * K}):
+            yield placement(K)
 
 
 def _quick_recipes(placement: Placement) -> list[Callable[[int, int], Schedule]]:
