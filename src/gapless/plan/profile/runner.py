@@ -94,16 +94,12 @@ class Runner:
         # As many at a time as a device will have: more would push each other out of its caches.
         numbers = range(len(task.layers))
         each = 1 if self._apart else math.ceil(len(numbers) / num_devices)
-        self._groups = [list(numbers[first : first + each]) for first in range(0, len(numbers), each)]
+        firsts = enumerate(range(0, len(numbers), each), start=1)
+        self.groups = {-place: list(numbers[first : first + each]) for place, first in firsts}  # each as one stage, too
         self._stages: dict[int, dict[str, Stage]] = {}  # of each layer and group, in each way
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
         self._times = Times()
-
-    @property
-    def groups(self) -> dict[int, list[int]]:
-        """The layers that are also run as one stage, by its number."""
-        return {-1 - place: group for place, group in enumerate(self._groups)}
 
     def round(self, turn: int) -> None:
         """All passes over all layers, in an order that differs from turn to turn."""
@@ -121,7 +117,7 @@ class Runner:
 
     def _order(self) -> list[int]:
         """Each runner begins elsewhere, once it knows the inputs: in a pipeline no two devices run the same layers."""
-        places = list(range(len(self._groups)))
+        places = list(range(len(self.groups)))
         start = self._index % len(places) if len(self._given) > len(places) else 0
         return places[start:] + places[:start]
 
@@ -142,7 +138,7 @@ class Runner:
         return self._stages[number]
 
     def _pass(self, kind: str, as_one: bool, place: int) -> None:
-        numbers, value = [-1 - place] if as_one else self._groups[place], self._given[place]
+        numbers, value = [-1 - place] if as_one else self.groups[-1 - place], self._given[place]
         stages = [self._made(number)[kind] for number in numbers]
         forward, backward = _LETTERS[kind]
         for number, stage in zip(numbers, stages, strict=True):
