@@ -16,7 +16,7 @@ add = options.add_all
 
 def run(arguments: argparse.Namespace) -> int:
     """Ranks by the objective; what can't be made or does not fit is told with the reason."""
-    costs = options.costs_of(arguments)
+    costs = Costs(**options.given(arguments, Costs))
     limit = options.limit_of(arguments, costs)
     timelines, refused = _simulate_all(arguments, costs, limit)
     ranked = [t for t in timelines if RECIPES[t.name].synchronous]

@@ -110,11 +110,6 @@ def add_name(parser: argparse.ArgumentParser) -> None:
     add_values(parser, ("--time-limit", _number, 60, "S", "optimal: seconds to search"))
 
 
-def costs_of(arguments: argparse.Namespace) -> Costs:
-    """The costs that were asked for, by the names of their options."""
-    return Costs(**given(arguments, Costs))
-
-
 def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
     """The fields of a dataclass that are options."""
     return {field.name: vars(arguments)[field.name] for field in fields(kind) if field.name in arguments}
@@ -162,7 +157,7 @@ def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
 
 def schedule_of(arguments: argparse.Namespace) -> tuple[Schedule, Costs, Number | None]:
     """The schedule asked for, by its name or in a file, after the passes; its costs and the memory limit."""
-    costs = costs_of(arguments)
+    costs = Costs(**given(arguments, Costs))
     limit = limit_of(arguments, costs)
     name = arguments.schedule
     is_file = os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))

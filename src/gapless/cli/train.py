@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     with own.importable(config), job.pipeline(plan) as pipe:
         terminal.say(pipe, out)
         if plan is not None:
-            terminal.say(_promise(plan), out)
+            layers, speed = ",".join(map(str, plan.partition)), f"{plan.throughput:.4g} samples/s"
+            promise = f"predicted {show_seconds(plan.step_seconds)} per step, {speed}"
+            terminal.say(f"plan: {plan.title}; layers per stage {layers}; {promise}", out)
         terminal.say(file=out)
         out.flush()
         lines = _Lines(config.steps, out)
@@ -96,13 +98,6 @@ def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "C
             plan = str(Path(plan).absolute())
     others = {name: getattr(arguments, name) for name in ("steps", "devices", "schedule", "microbatches")}
     return config.changed(plan=plan, **others)
-
-
-def _promise(plan: Plan) -> str:
-    return (
-        f"plan: {plan.title}; layers per stage {','.join(map(str, plan.partition))}; predicted "
-        f"{show_seconds(plan.step_seconds)} per step, {plan.throughput:.4g} samples/s"
-    )
 
 
 class _Lines:

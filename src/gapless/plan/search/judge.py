@@ -50,13 +50,15 @@ class Judge:
         choice, made = draft.choice, draft
         layers = self.drafts.profile(choice.samples).layers
         fixed = [kept(layer, self.drafts.shards(choice)) for layer in layers]
-        flying = [(1 + self.drafts.slack) * (layer.activation - layer.overlap) for layer in layers]
+        grown = 1 + self.drafts.slack
+        flying = [grown * (layer.activation - layer.overlap) for layer in layers]
         copies = [0.0] * draft.schedule.num_stages
         for _ in range(_ROUNDS):
             copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.stages)))
             memory = [[size + times * each for size, each in zip(fixed, flying, strict=True)] for times in copies]
+            # Less what is no matter of which layers a device has: messages, workspace, what others take.
             limits = [
-                math.inf if limit is None else limit - _beside_layers(held, self.drafts.slack)
+                math.inf if limit is None else limit - (held.reserved + grown * (held.buffers + held.workspace))
                 for held, limit in zip(made.held, self.drafts.limits(choice), strict=True)
             ]
             try:
@@ -143,11 +145,6 @@ class Judge:
             f"({listed})",
             self.drafts.excess(draft),
         )
-
-
-def _beside_layers(held: Footprint, slack: float) -> float:
-    """What a device holds that is not a matter of which layers it has: messages, workspace, what others take."""
-    return held.reserved + (1 + slack) * (held.buffers + held.workspace)
 
 
 def _freed(stages: Stages, stage: int) -> float:
