@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import GaplessError
+from gapless.stage.stored import Stored, Tripwire
 
 WIDTH = 6
 
@@ -158,3 +159,17 @@ def test_what_is_stored_outside_of_modules_fails_with_a_hint() -> None:
     ):
         pipe.step(*rows())
     assert "gapless.aux_loss" in failed.value.__notes__[0]
+
+
+def test_tripwires_of_forwards_that_overlap_are_gone_afterwards() -> None:
+    """Two stages on two devices: the one that began last put back the other's tripwire."""
+    module = Keeps()
+    before = module.aux
+    stored = Stored(never_set=lambda: [(module, "aux")])
+    first, second = stored.tripped(), stored.tripped()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert isinstance(module.aux, Tripwire)
+    second.__exit__(None, None, None)
+    assert module.aux is before

@@ -7,6 +7,7 @@ code of the modules runs, so such attributes are never set: what reads them find
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from gapless.errors import GaplessError
 
+_NOTHING = object()
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
+Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _WAY_OUT = (
     "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
     "gapless.aux_loss"
@@ -49,19 +52,17 @@ class Stored:
     """What the layers of some stages have stored in the step that is watched."""
 
     def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        never_set: Callable[[], Iterable[tuple[nn.Module, str]]] = tuple,
-        elsewhere: Sequence[Any] = (),
+        self, model: nn.Module | None = None, *, never_set: Callable[[], Places] = tuple, elsewhere: Sequence[Any] = ()
     ) -> None:
         """`never_set`: attributes that the forward of a traced model would set. `elsewhere`: layers of the model that
         other processes run; those hear what is set here, by its name in the model.
         """
         self._never_set = never_set
+        self._tripped: dict[tuple[nn.Module, str], Any] = {}  # what stood where there are tripwires now
+        self._watching, self._lock = 0, threading.Lock()
         self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
-        self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
-        self._notes = _Notes()
+        self.paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
+        self.notes = _Notes()
         self._step, self._count = -1, 0
 
     def watch(
@@ -74,11 +75,34 @@ class Stored:
             self._step, self._count = step, self._count + 1
         if self._count & (self._count - 1):
             return None
-        return WatchedForward(self._notes, owner, layers(), self._never_set(), self._paths, seen)
+        return WatchedForward(self, owner, layers(), seen=seen)
+
+    @contextlib.contextmanager
+    def tripped(self) -> Iterator[None]:
+        """Around a watched forward. Those of other stages run at the same time, and the last puts back what was there:
+        one that ended between two others left the tripwire of the other behind.
+        """
+        with self._lock:
+            self._watching += 1
+            for module, name in self._never_set():
+                why = f"{type(module).__name__}.{name} is set by the forward of a model that was traced"
+                if (module, name) not in self._tripped:
+                    self._tripped[module, name] = module.__dict__.get(name, _NOTHING)
+                    module.__dict__[name] = Tripwire(f"{why}, which never runs again")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watching -= 1
+                while self._tripped and not self._watching:
+                    (module, name), before = self._tripped.popitem()
+                    module.__dict__[name] = before
+                    if before is _NOTHING:
+                        del module.__dict__[name]
 
     def set_elsewhere(self, names: Sequence[str]) -> None:
         """Another process has set these: what stands in their place here is of no use."""
-        modules = {path: part for part, path in self._paths.items()}
+        modules = {path: part for part, path in self.paths.items()}
         for path, _, name in (each.rpartition(".") for each in names):
             module = modules.get(path)
             if module in self._elsewhere:
@@ -86,30 +110,20 @@ class Stored:
 
     def clear(self) -> None:
         """The step is over."""
-        self._notes.clear()
+        self.notes.clear()
 
 
 class WatchedForward(contextlib.AbstractContextManager[None]):
     """One forward of some layers, and of the loss behind them."""
 
-    def __init__(
-        self,
-        notes: _Notes,
-        owner: object,
-        layers: Sequence[Any],
-        never_set: Iterable[tuple[nn.Module, str]],
-        paths: dict[nn.Module, str],
-        seen: bool,
-    ) -> None:
-        self._notes, self._owner, self._paths = notes, owner, paths
+    def __init__(self, stored: Stored, owner: object, layers: Sequence[Any], *, seen: bool) -> None:
+        self._notes, self._owner, self._paths = stored.notes, owner, stored.paths
         self._modules = [part for layer in layers if isinstance(layer, nn.Module) for part in layer.modules()]
-        self._stack = contextlib.ExitStack()
-        self._never_set, self._seen = list(never_set), seen
+        self._stack, self._tripped, self._seen = contextlib.ExitStack(), stored.tripped, seen
 
     def __enter__(self) -> None:
         self._before = {(module, name): id(tensor) for module, name, tensor in self._attributes()}
-        for module, name in self._never_set:
-            self._stack.enter_context(_tripped(module, name))
+        self._stack.enter_context(self._tripped())
         if self._seen:
             self._stack.enter_context(_Reads(self._notes, self._owner))
 
@@ -149,9 +163,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._notes, self._owner = notes, owner
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._notes.by_id:
             for arg in args:
                 self._check(arg)
@@ -191,18 +203,3 @@ class Tripwire:
             if isinstance(arg, cls):
                 arg._trip()
         return NotImplemented
-
-
-@contextlib.contextmanager
-def _tripped(module: nn.Module, name: str) -> Iterator[None]:
-    there = name in module.__dict__
-    before = module.__dict__.get(name)
-    why = f"{type(module).__name__}.{name} is set by the forward of a model that was traced, which never runs again"
-    module.__dict__[name] = Tripwire(why)
-    try:
-        yield
-    finally:
-        if there:
-            module.__dict__[name] = before
-        else:
-            del module.__dict__[name]
