@@ -10,9 +10,8 @@ A traced model
     capture      a model and its traces, as the layers of a pipeline; `edition`: between two edits
     trace        one export: its graph, and for which batches it holds
     crossing     what crosses each place of a graph, and where it is cut; `graph_cuts`: the cuts of a plan
-    piece        a run of nodes as code that a stage can call; `compilable`: what torch.compile may have of it
+    piece        a run of nodes as code that a stage can call, and what torch.compile may have of it
     counting     what the model's own loss takes its mean over
-    names        the modules of each stage, in the user's names
     reference    the plain loop for any model
 
 What a trace needs to be true
@@ -21,7 +20,6 @@ What a trace needs to be true
     questions    what a model asks of its batch: `if mask.all()`
     called       a trace makes the choices of a plain call
     lost         what a trace would lose without a word is refused
-    reads        the attributes that a trace depends on
     instead      what the thread that traces calls in place of torch's own functions
     origin       whose code a file is
 """

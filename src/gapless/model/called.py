@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .grouped import traceable
+from .grouped import traceable_mm
 from .instead import instead
 
 _LOOKS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
@@ -28,23 +28,19 @@ def as_called(model: nn.Module) -> Iterator[None]:
     """While it holds, a model that this thread traces behaves as if it were called."""
     with contextlib.ExitStack() as stack:
         for name in _LOOKS:
-            stack.enter_context(instead(torch.compiler, name, _no_to_others))
+            stack.enter_context(instead(torch.compiler, name, _only_to_torch))
         library = sys.modules.get("transformers.utils.import_utils")
         if hasattr(library, "is_fake_tensor"):
-            stack.enter_context(instead(library, "is_fake_tensor", lambda _: _no))
+            stack.enter_context(instead(library, "is_fake_tensor", lambda *_: False))
         if hasattr(torch, "_grouped_mm"):
-            stack.enter_context(instead(torch, "_grouped_mm", traceable))
+            stack.enter_context(instead(torch, "_grouped_mm", traceable_mm))
         stack.callback(model.register_forward_hook(lambda *call: _without_caches(call[-1])).remove)
         yield
 
 
-def _no(*_: Any) -> bool:
-    return False
-
-
-def _no_to_others(original: Callable[[], bool]) -> Callable[[], bool]:
+def _only_to_torch(original: Callable[[], bool]) -> bool:
     """Torch itself learns the truth, and so does a check."""
-    return lambda: original() and _is_told()
+    return original() and _is_told()
 
 
 def _is_told() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
@@ -24,8 +25,8 @@ from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .edition import Edition
 from .graph_cuts import GraphCuts
 from .layers import check_initialised
-from .names import names_of
-from .piece import GraphLayer, Piece
+from .materialise import named_tensors
+from .piece import GraphLayer, Moved, Piece
 from .trace import Trace
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
@@ -34,7 +35,7 @@ _TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 class Captured:
-    """A model and its traces, cut into as many layers as there are stages. `layers`, `module` and `costs` are those of
+    """A model and its traces, cut into as many layers as there are stages. `layers`, `module` and `costs` are as in
     `Layers`.
     """
 
@@ -164,7 +165,7 @@ class Captured:
         crossing = Crossing(trace)
         cuts = self._places(crossing)
         if not self.edition.traces:
-            self.edition.names = names_of(trace, cuts, self.module)
+            self.edition.names = _names_of(trace, cuts, self.module)
         for name, stages in homes_of(crossing, cuts).items():
             self._homes.setdefault(name, stages)
         moved = [None if target == self._origin else (self._origin, target) for target in self._devices]
@@ -187,34 +188,49 @@ class Captured:
             return choose(crossing, len(self.layers))
 
 
-def pieces_of(
-    crossing: Crossing,
-    cuts: Sequence[int],
-    model: nn.Module,
-    moved: Sequence[tuple[torch.device, torch.device] | None],
-) -> list[Piece]:
+def pieces_of(crossing: Crossing, cuts: Sequence[int], model: nn.Module, moved: Sequence[Moved | None]) -> list[Piece]:
     """The trace in pieces, of which each may be `moved` to another device than that of the trace."""
-    trace = crossing.trace
-    bounds = [-1, *cuts, len(trace.nodes) - 1]
-    last = len(cuts)
+    bounds = [-1, *cuts, len(crossing.trace.nodes) - 1]
     return [
-        Piece(
-            trace.nodes[start + 1 : end + 1],
-            trace.inputs if number == 0 else crossing.values(start),
-            [] if number == last else crossing.values(end),
-            model=model,
-            numbers=trace.numbers,
-            end=len(trace.numbers) if number == last else None,
-            moved=moved[number],
-            result=(trace.results, trace.out_spec) if number == last else None,
-        )
+        Piece(crossing, start, end, model, moved[number], is_last=number == len(cuts))
         for number, (start, end) in enumerate(pairwise(bounds))
     ]
 
 
+def _names_of(trace: Trace, cuts: Sequence[int], model: nn.Module) -> list[str]:
+    """For each stage its first and its last module, in the user's names: the outermost that are in no other stage.
+    `cuts` are the positions after which the trace is cut.
+    """
+    known = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
+    paths = [_path(node, known) for node in trace.nodes]
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for place, path in enumerate(paths):
+        for name in path:
+            first.setdefault(name, place)
+            last[name] = place
+    found = []
+    for before, end in pairwise([-1, *cuts, len(paths) - 1]):
+        within = (
+            [name for name in path if first[name] > before and last[name] <= end]
+            for path in paths[before + 1 : end + 1]
+        )
+        inside = [names[0] for names in within if names]
+        ends = dict.fromkeys((inside[0], inside[-1])) if inside else [f"{end - before} operations between modules"]
+        found.append(" to ".join(ends))
+    return found
+
+
+def _path(node: Node, known: set[str]) -> list[str]:
+    """The modules in whose forward a node is, from the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [str(name).partition("@")[0] for name, _ in stack.values()]
+    return [name for name in names if name in known]
+
+
 def _check_same(cuts: GraphCuts, model: nn.Module, used: Iterable[str] = ()) -> None:
     """The model has what the plan knows, and a graph of it has `used` no other parameters."""
-    known, there = cuts.homes, set(tensor_names(model))
+    known, there = cuts.homes, {name for name, _ in named_tensors(model)}
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing = [name for name in known if name not in there]
     others = [name for name in used if name in trained and name not in known]
@@ -225,12 +241,6 @@ def _check_same(cuts: GraphCuts, model: nn.Module, used: Iterable[str] = ()) -> 
         f"the plan is for another model: this {type(model).__name__} {fact}, such as {(missing or others)[0]}; make a "
         "plan for it"
     )
-
-
-def tensor_names(model: nn.Module) -> list[str]:
-    """Of all parameters and buffers, also those that are there under several names."""
-    parameters, buffers = (listed(remove_duplicate=False) for listed in (model.named_parameters, model.named_buffers))
-    return [name for name, _ in (*parameters, *buffers)]
 
 
 def flat_of(part: Any) -> tuple[list[Any], pytree.TreeSpec]:

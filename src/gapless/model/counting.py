@@ -60,8 +60,8 @@ class Counting:
         self._homes = [home_of(model, node) for node in attrs]
         calls = [node for node in self._inputs[0].graph.nodes if node in leading and node.op == "call_function"]
         values = [getattr(owner, name) for owner, name in self._homes]
-        if any(isinstance(value, nn.Parameter) or not isinstance(value, Tensor) for value in values):
-            self.known = False  # the targets are made by the model itself
+        # Otherwise the targets are made by the model itself.
+        self.known = all(isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in values)
         if any(draws(node) or isinstance(node.target, torch._ops.HigherOrderOperator) for node in calls):
             self.known = False
         if not self.known:
@@ -93,8 +93,7 @@ class Counting:
         held = [getattr(owner, name) for owner, name in self._homes]
         device = self._device or next((leaf.device for leaf in used if isinstance(leaf, Tensor)), torch.device("cpu"))
         values = [value.to(device) if isinstance(value, Tensor) else value for value in (*used, *held)]
-        found: list[Tensor] = self._run(*values)
-        return found
+        return list(self._run(*values))
 
 
 def weighed_by(

@@ -40,9 +40,9 @@ class Crossing:
         self.index = {node: number for number, node in enumerate(nodes)}
         self.last = _last_uses(trace, self.index)
         self.costs = [_cost(node) for node in nodes]
-        births = dict.fromkeys(trace.inputs, -1) | self.index
+        self._births = dict.fromkeys(trace.inputs, -1) | self.index
         change = [0.0] * (len(nodes) + 1)
-        for node, birth in births.items():
+        for node, birth in self._births.items():
             if self.last.get(node, -1) > birth:
                 change[max(birth, 0)] += _bytes(node)
                 change[self.last[node]] -= _bytes(node)
@@ -54,8 +54,7 @@ class Crossing:
 
     def values(self, position: int) -> list[Node]:
         """What crosses there, in the graph's order."""
-        births = dict.fromkeys(self.trace.inputs, -1) | self.index
-        return [node for node, birth in births.items() if birth <= position < self.last.get(node, -1)]
+        return [node for node, birth in self._births.items() if birth <= position < self.last.get(node, -1)]
 
     def parameters(self) -> dict[str, list[int]]:
         """Where each parameter, buffer or constant is used, by its name."""
@@ -80,12 +79,11 @@ def choose(crossing: Crossing, num_stages: int) -> list[int]:
         )
     ends = [*(sums[place + 1] for place in places), total]
     bound = _least_bound(ends, num_stages) * _SLACK
-    infinity = math.inf
     # best[i]: fewest bytes with a stage that ends at candidate i; one stage more in every round.
-    best = [0.0 if end <= bound else infinity for end in ends]
+    best = [0.0 if end <= bound else math.inf for end in ends]
     trail: list[list[int]] = []
     for _ in range(num_stages - 1):
-        new, source = [infinity] * len(ends), [-1] * len(ends)
+        new, source = [math.inf] * len(ends), [-1] * len(ends)
         for end in range(len(ends)):
             for start in range(end - 1, bisect_left(ends, ends[end] - bound) - 1, -1):
                 value = best[start] + crossing.bytes[places[start]]
@@ -193,17 +191,8 @@ def _stages_needed(ends: Sequence[float], bound: float) -> float:
 
 
 def _last_uses(trace: Trace, index: dict[Node, int]) -> dict[Node, int]:
-    last: dict[Node, int] = {}
-    for node in trace.nodes:
-        for arg in node.all_input_nodes:
-            last[arg] = index[node]
-
-    def note(node: Node) -> Node:
-        last[node] = len(trace.nodes)
-        return node
-
-    torch.fx.map_arg(trace.results, note)
-    return last
+    last = {arg: index[node] for node in trace.nodes for arg in node.all_input_nodes}
+    return last | dict.fromkeys(trace.output.all_input_nodes, len(trace.nodes))
 
 
 def _number(size: Any) -> int:

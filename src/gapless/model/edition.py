@@ -1,16 +1,18 @@
 """A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from .counting import Counting
+from .instead import instead
 from .makeup import Makeup
 from .piece import Piece
-from .reads import Noted, noted
 from .trace import Trace
+
+_TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 
 
 class Edition:
@@ -23,7 +25,7 @@ class Edition:
         self.known: dict[Any, list[int]] = {}  # traces that fit a kind of microbatch
         self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
-        self._reads: Noted = {}
+        self._reads: dict[nn.Module, dict[str, None]] = {}  # attributes that the forward was seen to read
         self._makeup = self._taken()
 
     def _taken(self) -> Makeup:
@@ -49,10 +51,22 @@ class Edition:
 
     @contextlib.contextmanager
     def reading(self, model: nn.Module) -> Iterator[None]:
-        """Around a trace, of the model or of a copy. What the forward itself has changed on its way is no edit."""
-        reads: Noted = {}
+        """Around a trace, of the model or of a copy: notes the attributes that the forward reads in this thread.
+
+        Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
+        settings that a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its
+        class. What the forward itself has changed on its way is no edit.
+        """
+        reads: dict[nn.Module, dict[str, None]] = {}
+
+        def read(get: Callable[[nn.Module, str], Any], module: nn.Module, name: str) -> Any:
+            value = get(module, name)
+            if name not in _TORCHS:
+                reads.setdefault(module, {})[name] = None
+            return value
+
         try:
-            with noted(reads):
+            with instead(nn.Module, "__getattribute__", read):
                 yield
         finally:
             own = dict(zip(model.modules(), self._model.modules(), strict=True))

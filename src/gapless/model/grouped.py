@@ -2,17 +2,18 @@
 traces bfloat16 alone. While a model is traced the others get an operator of ours, and their pieces run torch's.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("gapless::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """`offs` are the ends of the groups."""
+def run_grouped_mm(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    """What a piece runs: torch's own, which has a backward. `offs` are the ends of the groups."""
     return torch._grouped_mm(rows, matrices, offs=offs)
+
+
+grouped_mm = torch.library.custom_op("gapless::grouped_mm", run_grouped_mm, mutates_args=())
 
 
 @grouped_mm.register_fake
@@ -22,19 +23,9 @@ def _(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     return rows.new_empty_strided((rows.shape[0], columns), (stride, 1))
 
 
-def run_grouped_mm(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """What a piece runs in its place: torch's own, which has a backward."""
-    return torch._grouped_mm(rows, matrices, offs=offs)
-
-
-def traceable(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def traceable_mm(original: Any, rows: Tensor, matrices: Tensor, offs: Any = None, **more: Any) -> Any:
     """`torch._grouped_mm` for the thread that traces."""
-
-    def call(rows: Tensor, matrices: Tensor, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-        ours = rows.dim() == 2 and matrices.dim() == 3 and offs is not None and bias is None and out_dtype is None
-        if ours and rows.dtype != torch.bfloat16:
-            made: Tensor = grouped_mm(rows, matrices, offs)
-            return made
-        return original(rows, matrices, offs=offs, bias=bias, out_dtype=out_dtype)
-
-    return call
+    ours = rows.dim() == 2 and matrices.dim() == 3 and offs is not None and all(each is None for each in more.values())
+    if ours and rows.dtype != torch.bfloat16:
+        return grouped_mm(rows, matrices, offs)
+    return original(rows, matrices, offs=offs, **more)

@@ -1,23 +1,24 @@
 """What the thread that traces calls in place of torch's own functions; other threads notice nothing."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
-def instead(place: Any, name: str, made: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
-    """While it holds, this thread calls `made(original)` where others call the original: a function of a module, or a
-    method of a class.
+def instead(place: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """While it holds, this thread calls `ours`, with the original before its arguments, where others call the original:
+    a function of a module, or a method of a class.
     """
     before = place.__dict__.get(name)
     for_class = isinstance(before, classmethod)
     original = before.__func__ if isinstance(before, classmethod) else getattr(place, name)
-    ours, thread = made(original), threading.get_ident()
+    here, thread = functools.partial(ours, original), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if threading.get_ident() == thread else original)(*args, **kwargs)
+        return (here if threading.get_ident() == thread else original)(*args, **kwargs)
 
     setattr(place, name, classmethod(call) if for_class else call)
     try:

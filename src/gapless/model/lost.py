@@ -33,17 +33,17 @@ def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
     tensors meanwhile: nothing will store them when the trace runs.
     """
     stored, drawn = list[tuple[nn.Module, str]](), _drawn_outside()
-    replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (torch.autograd.Function, "apply", functools.partial(_refusing, "autograd.Function.apply")),
-        (Tensor, "register_hook", functools.partial(_refusing, "register_hook")),
-        (saved_tensors_hooks, "__enter__", _without_hooks_of_ones_own),
-        (torch.inference_mode, "__enter__", _entering_inference),
-        (torch.inference_mode, "__exit__", _leaving_inference),
-        (nn.Module, "__setattr__", functools.partial(_noting, stored)),
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.autograd.Function, "apply", functools.partial(_refuse, "autograd.Function.apply")),
+        (Tensor, "register_hook", functools.partial(_refuse, "register_hook")),
+        (saved_tensors_hooks, "__enter__", _enter_without_hooks_of_ones_own),
+        (torch.inference_mode, "__enter__", _enter_inference),
+        (torch.inference_mode, "__exit__", _leave_inference),
+        (nn.Module, "__setattr__", functools.partial(_note, stored)),
     ]
     with contextlib.ExitStack() as stack:
-        for place, name, made in replaced:
-            stack.enter_context(instead(place, name, made))
+        for each in replaced:
+            stack.enter_context(instead(*each))
         stack.enter_context(_Switches())
         yield stored
     if _drawn_outside() != drawn:
@@ -53,56 +53,39 @@ def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
         )
 
 
-def _refusing(what: str, original: Any) -> Any:
-    def refuse(first: Any, *args: Any, **kwargs: Any) -> Any:
-        # An operator's own backward stays with it, and the operator is in the graph.
-        if getattr(first, "__module__", "") == "torch._library.autograd":
-            return original(first, *args, **kwargs)
-        if first is BackwardHookFunction:
-            raise LostError("a backward hook of a module, which a trace would lose")
-        name = first.__name__ if isinstance(first, type) else "a tensor"
-        raise LostError(f"{what} of {name}, whose own backward a trace would lose")
-
-    return refuse
+def _refuse(what: str, original: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+    # An operator's own backward stays with it, and the operator is in the graph.
+    if getattr(first, "__module__", "") == "torch._library.autograd":
+        return original(first, *args, **kwargs)
+    if first is BackwardHookFunction:
+        raise LostError("a backward hook of a module, which a trace would lose")
+    name = first.__name__ if isinstance(first, type) else "a tensor"
+    raise LostError(f"{what} of {name}, whose own backward a trace would lose")
 
 
-def _without_hooks_of_ones_own(original: Any) -> Any:
+def _enter_without_hooks_of_ones_own(original: Any, hooks: Any) -> Any:
     """Torch's own kinds change where tensors are kept, not what they are."""
-
-    def enter(hooks: Any) -> Any:
-        if type(hooks) is saved_tensors_hooks:
-            raise LostError("saved_tensors_hooks, which a trace would lose")
-        return original(hooks)
-
-    return enter
+    if type(hooks) is saved_tensors_hooks:
+        raise LostError("saved_tensors_hooks, which a trace would lose")
+    return original(hooks)
 
 
-def _noting(stored: list[tuple[nn.Module, str]], original: Any) -> Any:
-    def store(module: nn.Module, name: str, value: Any) -> None:
-        original(module, name, value)
-        if isinstance(value, Tensor) and name in module.__dict__:
-            stored.append((module, name))
-
-    return store
+def _note(stored: list[tuple[nn.Module, str]], original: Any, module: nn.Module, name: str, value: Any) -> None:
+    original(module, name, value)
+    if isinstance(value, Tensor) and name in module.__dict__:
+        stored.append((module, name))
 
 
-def _entering_inference(original: Any) -> Any:
+def _enter_inference(original: Any, mode: Any) -> None:
     """Inference mode leaves no mark in a trace; grad mode, which it switches too, does."""
-
-    def enter(mode: Any) -> None:
-        mode._graded = torch.is_grad_enabled()
-        original(mode)
-        torch._C._set_grad_enabled(not mode.mode)
-
-    return enter
+    mode._graded = torch.is_grad_enabled()
+    original(mode)
+    torch._C._set_grad_enabled(not mode.mode)
 
 
-def _leaving_inference(original: Any) -> Any:
-    def leave(mode: Any, *error: Any) -> None:
-        original(mode, *error)
-        torch._C._set_grad_enabled(mode._graded)
-
-    return leave
+def _leave_inference(original: Any, mode: Any, *error: Any) -> None:
+    original(mode, *error)
+    torch._C._set_grad_enabled(mode._graded)
 
 
 class _Switches(TorchFunctionMode):
@@ -114,9 +97,7 @@ class _Switches(TorchFunctionMode):
         super().__init__()
         self._before = _switches()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         top = torch._C._functorch.peek_interpreter_stack()
         if func in _GRADIENTS or (top is not None and top.key() != _VMAP):
             raise LostError(

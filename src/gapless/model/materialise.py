@@ -13,6 +13,7 @@ with a mark first: what still has it afterwards was forgotten, and that is an er
 """
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ Init = Callable[[nn.Module, str], None] | Mapping[str, Tensor] | str | os.PathLi
 def on_meta(layers: Sequence[Any]) -> list[str]:
     """The names, within their layers, of parameters and buffers without data."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
-    return [name for module in modules for name, tensor in _tensors(module) if tensor.is_meta]
+    return [name for module in modules for name, tensor in named_tensors(module) if tensor.is_meta]
 
 
 def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, init: Init) -> None:
@@ -43,7 +44,8 @@ def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, i
     made: dict[int, Tensor] = {}
     for layer in layers:
         for inner, module in layer.named_modules() if isinstance(layer, nn.Module) else ():
-            empty = [tensor for tensor in _own(module).values() if tensor.is_meta or id(tensor) in made]
+            own = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+            empty = [tensor for tensor in own if tensor.is_meta or id(tensor) in made]
             if empty:
                 owners[module] = names.get(module, inner)
             for tensor in empty:
@@ -75,9 +77,9 @@ def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:
     """Back to the meta device, under the same objects: of these layers nothing is needed here but what those that are
     kept share with them. What others hold on to stays as it is.
     """
-    needed = {id(tensor) for layer in kept if isinstance(layer, nn.Module) for _, tensor in _tensors(layer)}
+    needed = {id(tensor) for layer in kept if isinstance(layer, nn.Module) for _, tensor in named_tensors(layer)}
     for layer in layers:
-        for _, tensor in _tensors(layer) if isinstance(layer, nn.Module) else ():
+        for _, tensor in named_tensors(layer) if isinstance(layer, nn.Module) else ():
             if id(tensor) not in needed and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
                 with contextlib.suppress(RuntimeError):
                     _move(tensor, torch.device("meta"))
@@ -101,7 +103,7 @@ def _reset(owners: Mapping[nn.Module, str]) -> None:
 def _load(model: nn.Module, made: Mapping[int, Tensor], source: Any) -> None:
     """Copies what was made from a checkpoint, under any of its names."""
     known: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in named_tensors(model):
         known.setdefault(id(tensor), []).append(name)
     wrong = []
     with _opened(source) as read, torch.no_grad():
@@ -137,23 +139,16 @@ def _opened(source: Any) -> Iterator[Callable[[str], Tensor | None]]:
     if not path.is_file():
         raise CheckpointError(f"init={str(path)!r}: there is no such file")
     with contextlib.ExitStack() as stack:
-        files: dict[Path, Any] = {}
-
-        def opened(file: Path) -> Any:
-            if file not in files:
-                files[file] = stack.enter_context(safe_open(file, framework="pt"))
-            return files[file]
-
+        opened = functools.cache(lambda name: stack.enter_context(safe_open(path.parent / name, framework="pt")))
         if path.suffix == ".json":
             homes = json.loads(path.read_text("utf-8"))["weight_map"]
-            yield lambda name: opened(path.parent / homes[name]).get_tensor(name) if name in homes else None
         else:
-            there = set(opened(path).keys())
-            yield lambda name: opened(path).get_tensor(name) if name in there else None
+            homes = dict.fromkeys(opened(path.name).keys(), path.name)
+        yield lambda name: opened(homes[name]).get_tensor(name) if name in homes else None
 
 
 def _check_filled(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    names = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
+    names = {id(tensor): name for name, tensor in reversed(list(named_tensors(model)))}
     forgotten = [names.get(key, "?") for key, tensor in made.items() if _is_marked(tensor)]
     if forgotten:
         raise ConfigError(
@@ -176,12 +171,7 @@ def _is_marked(tensor: Tensor) -> bool:
     return bool((tensor == _mark(tensor.dtype)).all())
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    found = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under all their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gapless.stage.autocast import alone_with_casts
 from gapless.stage.auxiliary import aux_loss
+from gapless.stage.random_calls import RECURRENT
 
 from .grouped import run_grouped_mm
 
@@ -62,10 +63,7 @@ PYTHON: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: _embedding,
     aten.dropout.default: F.dropout,
     aten.scaled_dot_product_attention.default: _attention,
-    aten.lstm.input: torch.lstm,
-    aten.gru.input: torch.gru,
-    aten.rnn_tanh.input: torch.rnn_tanh,
-    aten.rnn_relu.input: torch.rnn_relu,
+    **{getattr(aten, each.__name__).input: each for each in RECURRENT},
     aten.batch_norm.default: torch.batch_norm,
     torch.ops.gapless.aux_loss.default: aux_loss,
     torch.ops.gapless.grouped_mm.default: run_grouped_mm,
@@ -84,7 +82,7 @@ def draws(node: Node) -> bool:
         return bool(node.args[2]) and bool(node.args[1])
     if target is aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
-    if PYTHON.get(target) in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+    if PYTHON.get(target) in RECURRENT:
         return any(type(arg) is float and arg > 0.0 for arg in node.args)
     if PYTHON.get(target) in WRAPPING:
         bodies = [body_of(arg) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]

@@ -10,7 +10,9 @@ draws) are written in the form its table knows.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from gapless.stage.compiled import Compiler
 
-from .compilable import in_segments
+from .crossing import Crossing
 from .operators import COUNTING, PYTHON, UNCOMPILED, Answer, answered, is_heavy
 
-Place = Callable[[int], None]
+Place = Callable[[int], object]
+Moved = tuple[torch.device, torch.device]  # from the one in a trace to the one of a piece
+Exclude = Callable[[list[nn.Parameter]], None]
 
 
 def _place(place: Place, number: int) -> None:
@@ -34,32 +38,26 @@ class Piece:
     """Consecutive nodes of one trace as one function, on one device."""
 
     def __init__(
-        self,
-        nodes: Sequence[Node],
-        incoming: Sequence[Node],
-        outgoing: Sequence[Node],
-        *,
-        model: nn.Module,
-        numbers: dict[Node, int],
-        end: int | None,
-        moved: tuple[torch.device, torch.device] | None,
-        result: tuple[Any, pytree.TreeSpec] | None,
+        self, crossing: Crossing, start: int, end: int, model: nn.Module, moved: Moved | None, *, is_last: bool
     ) -> None:
-        """`numbers` counts the random calls; `end` is their number, given to the last piece, whose `result` is the
-        model's; `moved` says which device in the trace is which one here.
+        """From after position `start` up to `end`. What the last one gives is the model's result, and it is told how
+        many random calls there are; `moved` says which device in the trace is which one here.
         """
-        self._nodes, self._incoming, self._numbers, self._end = nodes, incoming, numbers, end
-        self._kept = outgoing if result is None else result[0]
+        trace = crossing.trace
+        self._nodes = trace.nodes[start + 1 : end + 1]
+        self._incoming = trace.inputs if start < 0 else crossing.values(start)
+        self._numbers, self._end = trace.numbers, len(trace.numbers) if is_last else None
+        self._kept = trace.results if is_last else crossing.values(end)
         self._moved = moved
-        self.spec = None if result is None else result[1]
-        used = {arg for node in nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
+        self.spec = trace.out_spec if is_last else None
+        used = {arg for node in self._nodes for arg in node.all_input_nodes if arg.op == "get_attr"}
         torch.fx.map_arg(self._kept, lambda node: used.add(node) if node.op == "get_attr" else None)
         self._attrs = sorted(used)
         self._homes = [home_of(model, node) for node in self._attrs]
         # By whether weight gradients may wait, and by what compiles it.
         self._runs: dict[tuple[bool, Compiler | None], Callable[..., Any]] = {}
 
-    def _made(self, split: bool, compiler: Compiler | None) -> Callable[..., Any]:
+    def _made(self, split: bool, compiler: Compiler | None) -> Any:
         graph = Graph()
         place, answer = graph.placeholder("place"), graph.placeholder("answer")
         values: dict[Node, Node] = {}
@@ -82,11 +80,10 @@ class Piece:
         graph.output(torch.fx.map_arg(self._kept, values.__getitem__))
         if compiler is not None:
             asks = {place, answer}
-            graph = in_segments(
+            graph = _in_segments(
                 graph, lambda node: node.target in UNCOMPILED or not asks.isdisjoint(node.all_input_nodes), compiler
             )
-        run: Callable[..., Any] = GraphModule({}, graph).forward
-        return run
+        return GraphModule({}, graph).forward
 
     def __call__(
         self, values: Sequence[Any], place: Place, answer: Answer, split: bool, compiler: Compiler | None = None
@@ -120,12 +117,10 @@ class Piece:
 
     def unseen(self) -> list[nn.Parameter]:
         """Parameters that some call uses whose weight gradient can't wait."""
-        here = set(self._nodes)
-        light = [any(user in here and not is_heavy(user) for user in node.users) for node in self._attrs]
-        values = [getattr(owner, name) for owner, name in self._homes]
-        return [
-            value for value, is_light in zip(values, light, strict=True) if is_light and isinstance(value, nn.Parameter)
-        ]
+        light = {node for node in self._nodes if not is_heavy(node)}
+        homes = [home for node, home in zip(self._attrs, self._homes, strict=True) if not light.isdisjoint(node.users)]
+        values = [getattr(owner, name) for owner, name in homes]
+        return [value for value in values if isinstance(value, nn.Parameter)]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those it uses, with a name."""
@@ -152,7 +147,7 @@ def home_of(model: nn.Module, node: Node) -> tuple[Any, str]:
     return (owner if name in owner._parameters or name in owner._buffers else traced.get_submodule(path)), name
 
 
-def _moved(tree: Any, moved: tuple[torch.device, torch.device]) -> Any:
+def _moved(tree: Any, moved: Moved) -> Any:
     source, target = moved
 
     def change(leaf: Any) -> Any:
@@ -161,7 +156,7 @@ def _moved(tree: Any, moved: tuple[torch.device, torch.device]) -> Any:
     return pytree.tree_map(change, tree)
 
 
-def _brought(value: Any, moved: tuple[torch.device, torch.device]) -> Any:
+def _brought(value: Any, moved: Moved) -> Any:
     """What a piece holds, on its own device: buffers, and the devices named in a body that a call runs."""
     if isinstance(value, Tensor):
         return value if type(value) is nn.Parameter else value.to(moved[1])
@@ -173,7 +168,7 @@ def _brought(value: Any, moved: tuple[torch.device, torch.device]) -> Any:
     return value
 
 
-def moved_body(body: GraphModule, moved: tuple[torch.device, torch.device]) -> GraphModule:
+def moved_body(body: GraphModule, moved: Moved) -> GraphModule:
     """A copy of a body that names another device."""
     made = copy.deepcopy(body)
     for part in made.modules():
@@ -182,6 +177,44 @@ def moved_body(body: GraphModule, moved: tuple[torch.device, torch.device]) -> G
                 node.args, node.kwargs = _moved((node.args, node.kwargs), moved)
             part.recompile()
     return made
+
+
+def _in_segments(graph: Graph, own: Callable[[Node], bool], compiler: Compiler) -> Graph:
+    """The same graph, in which stretches of calls that are nobody's `own` are one compiled call each: torch.compile may
+    have what lies between the calls that a stage answers itself.
+
+        piece      linear tanh [dropout] linear gelu add [dropout] linear
+        compiled   ----------            ---------------           -----     each by itself; draws keep their seeds
+    """
+    made = Graph()
+    values: dict[Node, Node] = {}
+    for is_own, nodes in groupby(list(graph.nodes), lambda node: node.op != "call_function" or own(node)):
+        stretch = list(nodes)
+        if is_own or len(stretch) == 1:
+            for node in stretch:
+                values[node] = made.node_copy(node, values.__getitem__)
+        else:
+            _add_segment(made, stretch, values, compiler)
+    return made
+
+
+def _add_segment(made: Graph, nodes: Sequence[Node], values: dict[Node, Node], compiler: Compiler) -> None:
+    inside = set(nodes)
+    incoming = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
+    outgoing = [node for node in nodes if any(user not in inside for user in node.users)]
+    body = Graph()
+    copies = {node: body.placeholder(node.name) for node in incoming}
+    for node in nodes:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output(tuple(copies[node] for node in outgoing))
+    compiled = compiler(GraphModule({}, body))
+
+    def segment(*given: Any) -> Any:
+        return compiled(*given)
+
+    results = made.call_function(segment, tuple(values[node] for node in incoming))
+    for number, node in enumerate(outgoing):
+        values[node] = made.call_function(operator.getitem, (results, number))
 
 
 class GraphLayer(nn.Module):
@@ -195,14 +228,7 @@ class GraphLayer(nn.Module):
         self.compiler: Compiler | None = None  # of its pieces, whose weight gradients then do not wait
         self.bind(_nowhere, as_it_is)
 
-    def bind(
-        self,
-        place: Place,
-        answer: Answer,
-        *,
-        split: bool = False,
-        exclude: Callable[[list[nn.Parameter]], None] | None = None,
-    ) -> None:
+    def bind(self, place: Place, answer: Answer, *, split: bool = False, exclude: Exclude | None = None) -> None:
         """Gives it to a stage, which is told the number of a draw and answers calls; with `split` weight gradients may
         wait, but for those of parameters given to `exclude`.
         """
@@ -246,12 +272,8 @@ class GraphLayer(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        seen: set[nn.Parameter] = set()
-        for piece in self.pieces:
-            for name, parameter in piece.parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield name, parameter
+        names = {parameter: name for piece in self.pieces for name, parameter in piece.parameters()}
+        yield from ((name, parameter) for parameter, name in names.items())
 
 
 def _nowhere(_: int) -> None:

@@ -6,6 +6,7 @@ Hugging Face's attention asks in this way whether there is any padding, and take
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Questions(TorchFunctionMode):
         node: Node = proxy.proxy.node
         origins = needed([node])
         nodes = [each for each in node.graph.nodes if each in origins]
-        if any(_draws(each) for each in nodes):
+        if any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes):
             return _certain(node)
         placeholders = [each for each in node.graph.nodes if each.op == "placeholder"]
         place = {each: number for number, each in enumerate(placeholders[-len(self._flat) :])}
@@ -99,7 +100,9 @@ def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...]
         if node.op == "call_function":
             values[node] = graph.node_copy(node, values.__getitem__)
             values[node].meta = {}
-            values[node].kwargs = _on(device, values[node].kwargs)
+            # A batch may be asked before it is brought to the device of the trace.
+            named = values[node].kwargs.items()
+            values[node].kwargs = {key: device if isinstance(each, torch.device) else each for key, each in named}
     graph.output(values[nodes[-1]])
     run: Callable[..., Any] = GraphModule({}, graph).forward
 
@@ -113,21 +116,7 @@ def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...]
     return BatchQuestion(ask, leaves, of_data, bool(ask(*(flat[leaf] for leaf in leaves))))
 
 
-def _on(device: Node, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A batch may be asked before it is brought to the device of the trace."""
-    return {key: device if isinstance(value, torch.device) else value for key, value in kwargs.items()}
-
-
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-_COMPARED: dict[Any, Callable[[float, float], bool]] = {
-    aten.lt.Scalar: lambda drawn, bound: drawn < bound,
-    aten.le.Scalar: lambda drawn, bound: drawn <= bound,
-    aten.gt.Scalar: lambda drawn, bound: drawn > bound,
-    aten.ge.Scalar: lambda drawn, bound: drawn >= bound,
-}
+_COMPARED = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
 
 
 def _certain(node: Node) -> bool | None:

@@ -52,10 +52,11 @@ class Trace:
                 f"the trace of {type(model).__name__} has {len(self.inputs)} inputs for {len(flat)} in the batch: pass "
                 "exactly the arguments that its forward uses, or cut it by hand with layers="
             )
-        self._dynamic = [_dynamic_dims(node.meta.get("val")) for node in self.inputs]
+        shapes = [getattr(node.meta.get("val"), "shape", ()) for node in self.inputs]
+        self._dynamic = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in shapes]
         self.nodes = kept_nodes(self.graph)
-        output = next(node for node in self.graph.nodes if node.op == "output")
-        self.results: Any = output.args[0]
+        self.output: Node = next(node for node in self.graph.nodes if node.op == "output")
+        self.results: Any = self.output.args[0]
         self.out_spec: pytree.TreeSpec = self.module._out_spec  # type: ignore[assignment]
         drawing = [node for node in self.nodes if draws(node)]
         self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
@@ -63,15 +64,6 @@ class Trace:
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
-        return self._fits_kind(flat, spec) and all(question.same(flat) for question in self._questions)
-
-    def answers(self, flat: list[Any]) -> bool:
-        """Whether it holds for a batch that differs in nothing but its data from one for which it does. A later
-        question makes sense only after the same answers to those before.
-        """
-        return all(question.same(flat) for question in self._questions if question.of_data)
-
-    def _fits_kind(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         if settings() != self._settings or spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
             return False
         # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
@@ -82,18 +74,18 @@ class Trace:
                 self._guards(*flat)
         except AssertionError:
             return False
-        return True
+        return all(question.same(flat) for question in self._questions)
+
+    def answers(self, flat: list[Any]) -> bool:
+        """Whether it holds for a batch that differs in nothing but its data from one for which it does. A later
+        question makes sense only after the same answers to those before.
+        """
+        return all(question.same(flat) for question in self._questions if question.of_data)
 
 
 def _kind(leaf: Any) -> Any:
     """What must be the same: all of a constant, of a tensor everything but its sizes."""
     return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-
-def _dynamic_dims(value: Any) -> list[int]:
-    if not isinstance(value, Tensor):
-        return []
-    return [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
 
 
 def _export(

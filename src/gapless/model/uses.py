@@ -66,58 +66,41 @@ def tie(
             )
         if any(number in stages for number in numbers):
             ties.append(Tie(name, parameter, numbers, tied, away(count, numbers)))
-    strays = Strays(names, stages, uses, ties, tied)
-    for number, stage in stages.items():
-        stage.tie(number, [each for each in ties if number in each.stages], strays.found)
-    return ties
+    nobodys: dict[nn.Parameter, list[Place]] = {}  # where those that no module has were seen
+    lock = threading.Lock()
 
-
-class Strays:
-    """Parameters that a place uses though no module there has them: a penalty on all weights in the loss, a function
-    that takes a weight from outside. A run shows them, before any backward of its step, and they are tied then.
-    """
-
-    def __init__(
-        self,
-        names: Mapping[nn.Parameter, str],
-        stages: Mapping[int, Stage],
-        uses: Uses,
-        ties: list[Tie],
-        tied: Tied,
-    ) -> None:
-        self._names, self._stages, self._uses, self._ties, self._tied = names, stages, uses, ties, tied
-        self._nobodys: dict[torch.Tensor, list[Place]] = {}  # where those that no module has were seen
-        self._lock = threading.Lock()
-
-    def found(self, place: Place, parameter: torch.Tensor) -> None:
-        """This place uses it."""
-        with self._lock:
-            self._found(place, parameter)
-
-    def _found(self, place: Place, parameter: torch.Tensor) -> None:
+    def stray(place: Place, parameter: torch.Tensor) -> None:
+        """A place uses it though no module there has it: a penalty on all weights in the loss, a function that takes a
+        weight from outside. A run shows that, before any backward of its step, and it is tied then.
+        """
         assert isinstance(parameter, nn.Parameter)
-        known = next((each for each in self._ties if each.parameter is parameter), None)
-        owners = self._uses.get(parameter, [])
-        if absent := [stage for stage in owners if stage not in self._stages]:
-            raise ConfigError(
-                f"stage {place[0]} uses the parameter {self._names.get(parameter, 'of another layer')}, which belongs "
-                f"to stage {absent[0]} in another process, and its values are not here: use it in a layer of that "
-                "stage, or, for a penalty on weights, give the optimizer weight_decay"
-            )
-        if known is None:
-            seen = self._nobodys.setdefault(parameter, [])
-            if not owners and not seen:
-                seen.append(place)
-                return
-            known = Tie(self._names.get(parameter, "a parameter"), parameter, [], self._tied)
-            for stage in owners:
-                self._stages[stage].join(known)
-            for stage, cell in seen:
-                self._stages[stage].join(known, cell)
-            self._ties.append(known)
-            self._stages[place[0]].join(known, place[1])
-            known.begin()
-        else:
-            self._stages[place[0]].join(known, place[1])
-        for stage in known.followers:
-            self._stages[stage].exclude(parameter)
+        with lock:
+            known = next((each for each in ties if each.parameter is parameter), None)
+            owners = uses.get(parameter, [])
+            if absent := [stage for stage in owners if stage not in stages]:
+                raise ConfigError(
+                    f"stage {place[0]} uses the parameter {names.get(parameter, 'of another layer')}, which belongs "
+                    f"to stage {absent[0]} in another process, and its values are not here: use it in a layer of that "
+                    "stage, or, for a penalty on weights, give the optimizer weight_decay"
+                )
+            if known is None:
+                seen = nobodys.setdefault(parameter, [])
+                if not owners and not seen:
+                    seen.append(place)
+                    return
+                known = Tie(names.get(parameter, "a parameter"), parameter, [], tied)
+                for stage in owners:
+                    stages[stage].join(known)
+                for stage, cell in seen:
+                    stages[stage].join(known, cell)
+                ties.append(known)
+                stages[place[0]].join(known, place[1])
+                known.begin()
+            else:
+                stages[place[0]].join(known, place[1])
+            for stage in known.followers:
+                stages[stage].exclude(parameter)
+
+    for number, stage in stages.items():
+        stage.tie(number, [each for each in ties if number in each.stages], stray)
+    return ties

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from gapless.model.capture import flat_of, pieces_of, tensor_names
+from gapless.model.capture import flat_of, pieces_of
 from gapless.model.crossing import Crossing, even_cuts, homes_of
 from gapless.model.graph_cuts import GraphCuts
+from gapless.model.materialise import named_tensors
 from gapless.model.piece import GraphLayer, Piece
 from gapless.model.trace import Trace
 from gapless.plan.profile.task import copied, moved
@@ -62,7 +63,7 @@ class Graph:
         """Where a plan with so many layers per stage cuts this graph."""
         after = tuple(self._places[count - 1] for count in accumulate(partition[:-1]))
         homes = homes_of(self._crossing, after)
-        known = [name for name in tensor_names(self._model) if name in homes]
+        known = [name for name, _ in named_tensors(self._model) if name in homes]
         parameters = tuple(tuple(name for name in known if stage in homes[name]) for stage in range(len(partition)))
         return GraphCuts(after, len(self.trace.nodes), parameters)
 
