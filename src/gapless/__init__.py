@@ -27,9 +27,9 @@ from gapless._version import __version__
 if TYPE_CHECKING:
     from gapless.errors import GaplessError as GaplessError
     from gapless.model.reference import plain_step as plain_step
-    from gapless.pipeline.link_levels import measure_links as measure_links
     from gapless.pipeline.pipeline import Pipeline as Pipeline
     from gapless.pipeline.planning import make_plan as make_plan
+    from gapless.pipeline.planning import measure_links as measure_links
     from gapless.pipeline.result import Result as Result
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
@@ -50,7 +50,7 @@ _HOMES = {
     "aux_loss": "gapless.stage.auxiliary",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
-    "measure_links": "gapless.pipeline.link_levels",
+    "measure_links": "gapless.pipeline.planning",
     "plain_step": "gapless.model.reference",
     "seed_of": "gapless.stage.seeds",
     "simulate": "gapless.schedule.simulate",

@@ -9,6 +9,5 @@ stages        the stages of this process, made from their layers
 edits         where layers go when the model was edited
 minibatch     what a step is given, cut into microbatches
 result        what a step leaves
-planning      from a model to a plan
-link_levels   what the links between ranks take
+planning      from a model to a plan, and what the links between ranks take
 """

@@ -1,4 +1,4 @@
-"""From a model to a plan, in one process or on all ranks of a mesh."""
+"""From a model to a plan, in one process or on all ranks of a mesh, for which the links between them are measured."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gapless.model.layers import Layer
 from gapless.pipeline.arguments import check_where
-from gapless.pipeline.link_levels import levels
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.machine import Mesh
@@ -24,6 +23,10 @@ from gapless.stage.devices import Devices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from gapless.run.ranks.link_speed import Hop
+
+Links = Sequence[Link]
 
 
 def make_plan(
@@ -41,7 +44,7 @@ def make_plan(
     optimizer: Optimizer | None = torch.optim.AdamW,
     batchnorm: BatchNorm = "microbatch",
     replicas: bool = False,
-    links: Sequence[Link] | None = None,
+    links: Links | None = None,
     batch_dims: Any = None,
     slack: float | None = None,
     seconds: float = 10.0,
@@ -91,12 +94,7 @@ def make_plan(
 
 
 def _on_ranks(
-    make: Callable[..., Planned],
-    mesh: "DeviceMesh | None",
-    wanted: Wanted,
-    memory: Memory | None,
-    links: Sequence[Link] | None,
-    timeout: float,
+    make: Callable[..., Planned], mesh: Any, wanted: Wanted, memory: Memory | None, links: Links | None, timeout: float
 ) -> Plan:
     """The first rank plans for all, with the hops between them as they are measured."""
     from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
@@ -123,3 +121,34 @@ def _on_ranks(
             return json.dumps(best.to_json())
 
         return Plan.from_json(json.loads(line.from_first(made)))
+
+
+def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...]:
+    """Between the ranks of a mesh, under torchrun: within a host and between hosts, each as slow as its slowest hop.
+
+    Every rank calls it, and all get the same. Hops go from each rank to the next in the order of the mesh, one after
+    another, through the channels that a pipeline uses there. `make_plan(..., links=measure_links(mesh))` plans with
+    them.
+    """
+    from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
+
+    with in_one_line(mesh, timeout) as line:
+        return levels(line.hops())
+
+
+def levels(hops: "list[Hop]") -> tuple[Link, ...]:
+    """From the innermost out. Hosts that hold different numbers of devices make one level, with the slowest of all."""
+    if not hops:
+        return ()
+    far = [place for place, hop in enumerate(hops, start=1) if not hop.near]
+    if not far:
+        return (_slowest("one host", None, hops),)
+    each, count = far[0], len(hops) + 1
+    if far != list(range(each, count, each)) or count % each:
+        return (_slowest("the slowest hop", None, hops),)
+    inner, between = ([hop for hop in hops if hop.near == near] for near in (True, False))
+    return (*([_slowest("one host", each, inner)] if inner else []), _slowest("between hosts", None, between))
+
+
+def _slowest(name: str, devices: int | None, hops: "list[Hop]") -> Link:
+    return Link(name, devices, max(hop.latency for hop in hops), min(hop.bandwidth for hop in hops))

@@ -33,7 +33,7 @@ def clip_everywhere(
     norms = torch.zeros(2, len(parameters), dtype=torch.float64)
     for number, parameter in enumerate(parameters):
         if parameter in counted and parameter.grad is not None:
-            norms[0, number] = _whole(torch.linalg.vector_norm(parameter.grad, norm_type)).double().cpu()
+            norms[0, number] = unsharded(torch.linalg.vector_norm(parameter.grad, norm_type)).double().cpu()
             norms[1, number] = 1
     if group is not None:
         group.allreduce([norms]).wait()
@@ -60,6 +60,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def _whole(value: Tensor) -> Tensor:
+def unsharded(value: Tensor) -> Tensor:
+    """All of a DTensor."""
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole

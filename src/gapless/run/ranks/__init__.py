@@ -4,11 +4,9 @@ seat              where this rank is in the mesh
 many_processes    this rank, and what it does with the others: the other kind of world
 agreement         all ranks were asked for the same, or all refuse
 sameness          ranks of one pipeline have the same weights and batches
-fingerprints      whether two ranks have the same numbers, without sending them
 ownership         which ranks hold a tensor of the model
 exchange          the gradients of a step and the other replicas: when they are added
 replicas          data parallelism: shares of a minibatch, sums of gradients
-pending           gradients that wait for a later step to exchange them
 sharded           FSDP on the layers of a stage
 shared_parameter  a parameter that several ranks hold
 losses            every rank learns all losses

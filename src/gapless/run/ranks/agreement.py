@@ -51,8 +51,7 @@ class Agreement:
             if found and self._store.add(here + "objections", 1) == 1:
                 self._store.set(here + "objection", _words(found, first, self._me))
         self._store.set(f"{here}met/{self._me}", "")
-        count = self._store.add(here + "met", 1)
-        if count < len(self._ranks):
+        if self._store.add(here + "met", 1) < len(self._ranks):
             self._wait(lambda: self._store.add(here + "met", 0) == len(self._ranks), here, check)
         self._refuse(here)
 
@@ -80,8 +79,7 @@ class Agreement:
             raise ConfigError(self._store.get(here + "objection").decode())
 
     def _there(self, key: str) -> bool:
-        found: bool = self._store.check([key])
-        return found
+        return bool(self._store.check([key]))
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ sums: replicas add up their own microbatches first, as the plain loop on each wo
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,13 +49,10 @@ class Shares(Sequence[float]):
         return self._count
 
     def __getitem__(self, microbatch: Any) -> Any:
-        return self._all()[self._replica][microbatch]
+        return self.everywhere()[self._replica][microbatch]
 
     def everywhere(self) -> list[list[float]]:
         """Those of all replicas."""
-        return self._all()
-
-    def _all(self) -> list[list[float]]:
         if not self._found:
             began = time.monotonic()
             self._work.wait()
@@ -90,54 +88,45 @@ def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device
 class Buckets:
     """The gradients of some parameters, to be added over the replicas once per step."""
 
-    def __init__(self, group: Any, parameters: Iterable[nn.Parameter], earlier: "Iterable[Buckets]" = ()) -> None:
+    def __init__(self, group: Any, parameters: Iterable[nn.Parameter], earlier: "Sequence[Buckets]" = ()) -> None:
         """`earlier` are those from before an edit of the model or a new trace, with gradients that were kept."""
         self._group = group
-        left = {each: found for buckets in earlier for each, found in buckets._left()}
-        mine = [each for each in parameters if (each.requires_grad or each in left) and not sharded_over(each, "dp")]
-        self._parts = list(_parts(mine))
-        self._before: list[list[Tensor | None]] = []
+        kept = dict(chain(*(each._kept.items() for each in earlier)))
+        self._mine = [each for each in parameters if (each.requires_grad or each in kept) and not is_sharded(each)]
+        self._parts = list(_parts(self._mine))
+        self._before: dict[nn.Parameter, Tensor | None] = {}
         self._under_way: list[tuple[Tensor, Any]] = []
-        self._kept: list[list[tuple[Tensor | None, int]]] = []  # as steps without an exchange left it
-        if left:
-            self._before = [[left[each][0] if each in left else None for each in part] for part in self._parts]
-            self._kept = [[left[each][1] if each in left else (each.grad, 0) for each in part] for part in self._parts]
-
-    def _left(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor | None, tuple[Tensor | None, int]]]]:
-        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
-            for parameter, before, grad in zip(part, befores, kept, strict=True):
-                yield parameter, (before, grad)
+        self._kept: dict[nn.Parameter, tuple[Tensor | None, int]] = {}  # as steps without an exchange left it
+        if kept:
+            before = dict(chain(*(each._before.items() for each in earlier)))
+            self._before = {each: before.get(each) for each in self._mine}
+            self._kept = {each: kept.get(each, (each.grad, 0)) for each in self._mine}
 
     def begin(self) -> None:
         """What was there before the step is summed already, and set aside; but not what was kept."""
         if self._kept:
             self._drop_zeroed()
             return
-        self._before = [[parameter.grad for parameter in part] for part in self._parts]
-        for part in self._parts:
-            for parameter in part:
-                parameter.grad = None
+        self._before = {each: each.grad for each in self._mine}
+        for each in self._mine:
+            each.grad = None
 
     def keep(self) -> None:
         """The step is over, and its gradients stay here: a later one adds to them and exchanges the sums."""
-        self._kept = [
-            [(grad := parameter.grad, 0 if grad is None else grad._version) for parameter in part]
-            for part in self._parts
-        ]
+        self._kept = {each: (grad := each.grad, 0 if grad is None else grad._version) for each in self._mine}
 
     def _drop_zeroed(self) -> None:
         """Who has set gradients to zero since means what was set aside, too."""
-        for part, befores, kept in zip(self._parts, self._before, self._kept, strict=True):
-            for number, (parameter, before, (grad, version)) in enumerate(zip(part, befores, kept, strict=True)):
-                now = parameter.grad
-                if before is None or grad is None or (now is grad and now._version == version):
-                    continue
-                if now is not None and local(now).any():
-                    raise ConfigError(
-                        "gradients changed after a step with sync=False, while those of an earlier exchange were set "
-                        "aside: call zero_grad() before the first step with sync=False"
-                    )
-                befores[number] = None
+        for each, (grad, version) in self._kept.items():
+            now = each.grad
+            if self._before[each] is None or grad is None or (now is grad and now._version == version):
+                continue
+            if now is not None and local(now).any():
+                raise ConfigError(
+                    "gradients changed after a step with sync=False, while those of an earlier exchange were set "
+                    "aside: call zero_grad() before the first step with sync=False"
+                )
+            self._before[each] = None
 
     def start(self) -> None:
         """The gradients are complete: the sums begin."""
@@ -152,7 +141,7 @@ class Buckets:
 
     def finish(self) -> None:
         """Waits for the sums, and adds what was set aside."""
-        for part, before, (flat, work) in zip(self._parts, self._before, self._under_way, strict=True):
+        for part, (flat, work) in zip(self._parts, self._under_way, strict=True):
             work.wait()
             if flat.is_cuda:  # made on the stream of the device
                 flat.record_stream(torch.cuda.current_stream(flat.device))
@@ -160,21 +149,20 @@ class Buckets:
             with torch.no_grad():
                 for number, (parameter, place) in enumerate(_places(part, flat)):
                     if there[number]:
-                        _set(parameter, place, before[number])
+                        _set(parameter, place, self._before[parameter])
                     else:
-                        parameter.grad = before[number]
-        self._before, self._under_way, self._kept = [], [], []
+                        parameter.grad = self._before[parameter]
+        self._before, self._under_way, self._kept = {}, [], {}
 
     def drop(self) -> None:
         """The gradients that were kept are not wanted any more."""
-        self._before, self._kept = [], []
+        self._before, self._kept = {}, {}
 
     def give_up(self) -> None:
         """The step has failed: gradients are those from before its minibatch."""
-        for part, before in zip(self._parts, self._before, strict=False):
-            for parameter, grad in zip(part, before, strict=True):
-                parameter.grad = grad
-        self._before, self._under_way, self._kept = [], [], []
+        for each, grad in self._before.items():
+            each.grad = grad
+        self._before, self._under_way, self._kept = {}, [], {}
 
 
 def _set(parameter: nn.Parameter, total: Tensor, before: Tensor | None) -> None:
@@ -210,17 +198,17 @@ def _places(part: Sequence[nn.Parameter], flat: Tensor) -> Iterator[tuple[nn.Par
         start = end
 
 
-def sharded_over(tensor: Tensor, dimension: str) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether every replica has a part of it, as FSDP makes them: that takes care of its gradients itself."""
     mesh = getattr(tensor, "device_mesh", None)
-    return mesh is not None and dimension in (mesh.mesh_dim_names or ())
+    return mesh is not None and "dp" in (mesh.mesh_dim_names or ())
 
 
 def same_everywhere(group: Any, tensors: Iterable[Tensor]) -> None:
     """Replicas start with the values of the first."""
     with torch.no_grad():
         for tensor in tensors:
-            if not sharded_over(tensor, "dp"):
+            if not is_sharded(tensor):
                 value = local(tensor).detach().cpu().contiguous()
                 group.broadcast([value.view(-1).view(torch.uint8) if value.numel() else value]).wait()
                 local(tensor).copy_(value)

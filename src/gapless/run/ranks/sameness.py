@@ -5,6 +5,10 @@
 
 Loaders that shuffle differently do that, and models that every rank has made with a seed of its own. So fingerprints
 are compared: of the weights before the first call, of the batches in the first calls and then less and less often.
+
+Of each tensor that is a weighed sum of some of its elements, and the sum of their sizes, by which the difference of two
+is judged. Numbers that were computed alike on different processors may differ in their last bits, and are the same
+here. Another sample in its place, or another seed, changes nearly all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
-from gapless.run.ranks.fingerprints import UNKNOWN, differ, fingerprints
 from gapless.run.ranks.seat import Seat
 from gapless.stage import microbatch as mb
 
@@ -22,6 +25,10 @@ _FIRST = 8  # calls in which batches are compared; then at each power of two, an
 _OFTEN = 1024
 _MOST = 16  # tensors of inputs, and of targets
 _MOST_NAMED = 3
+_ELEMENTS = 1 << 12  # of a tensor, at the most
+_SAME = 1e-6  # of the sizes
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+UNKNOWN = (0.0, -1.0)  # what is not here is not compared
 
 
 class Sameness:
@@ -44,7 +51,7 @@ class Sameness:
         if self._pp is None or self._seat.replica > 0:
             return
         self._tensors = dict(_state(module))
-        rows = self._everywhere(fingerprints(list(self._tensors.values())))
+        rows = _gathered(self._pp, fingerprints(list(self._tensors.values())))
         for other in range(len(rows)):
             for one in range(other):
                 for (name, _), unequal in zip(self._tensors.items(), differ(rows[one], rows[other]), strict=True):
@@ -68,7 +75,7 @@ class Sameness:
         if not self._unequal:
             return ""
         same = torch.tensor([[float(self._is_as_it_was(name)), 0.0] for name in self._unequal], dtype=torch.float64)
-        rows = self._everywhere(same)
+        rows = _gathered(self._pp, same)
         untouched = [name for number, name in enumerate(self._unequal) if all(row[number, 0] for row in rows)]
         if not untouched:
             return ""
@@ -103,7 +110,7 @@ class Sameness:
         self, inputs: Any, target: Any, numbers: Sequence[float], call: str, first: int, last: int
     ) -> str:
         own = torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
-        rows = self._everywhere(own)
+        rows = _gathered(self._pp, own)
         unequal = differ(rows[first], rows[last])
         one, other = bool(unequal[:_MOST].any()), bool(unequal[_MOST:].any())
         # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
@@ -129,9 +136,6 @@ class Sameness:
         if fault:
             raise ConfigError(fault)
 
-    def _everywhere(self, own: Tensor) -> list[Tensor]:
-        return _gathered(self._pp, own)
-
 
 def _gathered(group: Any, own: Tensor) -> list[Tensor]:
     rows = [torch.empty_like(own) for _ in range(group.size())]
@@ -154,3 +158,32 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def fingerprints(tensors: list[Tensor]) -> Tensor:
+    """Two numbers for each, on the CPU. From a GPU all come in one copy."""
+    made = [_fingerprint(tensor) for tensor in tensors]
+    together = torch.empty(len(made), 2, dtype=torch.float64)
+    for device in {each.device for each in made}:
+        places = [place for place, each in enumerate(made) if each.device == device]
+        together[places] = torch.stack([made[place] for place in places]).cpu()
+    return together
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    is_plain = type(tensor) in _PLAIN and not tensor.is_meta and tensor.layout is torch.strided
+    if not is_plain or tensor.is_quantized or tensor.is_nested:
+        return torch.tensor(UNKNOWN, dtype=torch.float64)
+    flat = tensor.detach()
+    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
+    flat = flat.reshape(-1)
+    step = max(1, flat.numel() // _ELEMENTS) | 1  # odd: not always the same column
+    some = flat[::step][:_ELEMENTS].to(torch.float64).nan_to_num(0.0, 1.0, -1.0)
+    weights = torch.arange(2, 2 + len(some), device=some.device, dtype=torch.float64).sqrt_().frac_().add_(0.5)
+    return torch.stack([some @ weights + flat.numel(), some.abs().sum() + flat.numel()])
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """For each tensor whether the two ranks have different ones."""
+    known = (one[:, 1] >= 0) & (other[:, 1] >= 0)
+    return known & ((one - other).abs().amax(1) > _SAME * (one[:, 1] + other[:, 1]))

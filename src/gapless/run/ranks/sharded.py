@@ -10,6 +10,7 @@ microbatches are shares of the whole minibatch: gradients are added up and not a
 
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -25,12 +26,11 @@ class Sharded:
 
     def begin(self) -> None:
         """A step starts: until its end nothing is reduced and nothing is given up."""
-        for modules in self._modules.values():
-            for module in modules:
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_reshard_after_forward(False, recurse=False)
-                _set(module, at_the_end=False)
+        for module in chain(*self._modules.values()):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_forward(False, recurse=False)
+            _set(module, at_the_end=False)
 
     def finish(self, stage: int, *, sync: bool) -> None:
         """The stage's last weight gradient is there. Without `sync` a later step adds to it, and reduces the sum."""
@@ -47,19 +47,17 @@ class Sharded:
 
     def drop(self) -> None:
         """Gradients that were kept whole are not wanted any more."""
-        for modules in self._modules.values():
-            for module in modules:
-                for group in _groups(module._get_fsdp_state()):
-                    for parameter in group.fsdp_params:
-                        parameter.unsharded_accumulated_grad = None
-                        if hasattr(parameter, "_unsharded_param"):
-                            parameter._unsharded_param.grad = None
+        for module in chain(*self._modules.values()):
+            for group in _groups(module._get_fsdp_state()):
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
     def release(self) -> None:
         """Whatever is gathered is sharded again."""
-        for modules in self._modules.values():
-            for module in modules:
-                module.reshard()
+        for module in chain(*self._modules.values()):
+            module.reshard()
 
 
 def _set(module: Any, *, at_the_end: bool) -> None:

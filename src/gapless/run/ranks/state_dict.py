@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gapless.run.clip import unsharded
+
 Home = Callable[[Tensor], int]
 
 
@@ -28,9 +30,8 @@ def gather(module: nn.Module, home: Home, device: int, group: Any) -> dict[str, 
 
 
 def _sent(value: Tensor, home: int, device: int, group: Any) -> Tensor:
-    whole = torch.empty(0, dtype=value.dtype)
     if home == device:
-        whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().contiguous()
+        whole = unsharded(value).detach().cpu().contiguous()
     else:
         whole = torch.empty(value.shape, dtype=value.dtype)
     if group is not None and whole.numel():

@@ -60,19 +60,14 @@ _mask = _Mask()
 
 def _in_child() -> None:
     try:
-        _tell_all()
+        # Torch's own groups hang in a child that ends, for the same reason.
+        if _living and dist.is_available() and dist.is_initialized():
+            for group in list(dist.distributed_c10d._world.pg_map):
+                keep_for_ever(group)
+        for one in list(_living):
+            one.in_child()
     finally:
         _mask.let_go()
-
-
-def _tell_all() -> None:
-    if not _living:
-        return
-    if dist.is_available() and dist.is_initialized():  # torch's own hang in a child that ends, for the same reason
-        for group in list(dist.distributed_c10d._world.pg_map):
-            keep_for_ever(group)
-    for one in list(_living):
-        one.in_child()
 
 
 os.register_at_fork(before=_mask.hold_back, after_in_parent=_mask.let_go, after_in_child=_in_child)

@@ -90,8 +90,9 @@ class Watch:
         number = pair.index(self.me)
         other = pair[1 - number]
         make = partial(connect, "ring", pair, number, timeout=self.timeout)
+        lose = partial(self._bury, how=f"its connection to rank {self.me} was closed")
         try:
-            neighbour = Neighbour(other, make, self._hear, self._lose)
+            neighbour = Neighbour(other, make, self._hear, lose)
         except RuntimeError as error:
             words = f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
             raise TransportError(words) from None
@@ -235,9 +236,6 @@ class Watch:
             neighbour.left = words["bye"]
         elif "process" in words:
             neighbour.life = Life.found(words["process"])
-
-    def _lose(self, neighbour: Neighbour) -> None:
-        self._bury(neighbour, f"its connection to rank {self.me} was closed")
 
     def _bury(self, neighbour: Neighbour, how: str) -> None:
         if not self._closing.is_set() and neighbour.left is None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, GaplessError
-from gapless.pipeline.link_levels import levels
+from gapless.pipeline.planning import levels
 from gapless.plan.profile.profile import Link
 from gapless.run.ranks.link_speed import Hop
 from tests.run.forked import Launch
