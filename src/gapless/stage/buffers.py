@@ -12,7 +12,7 @@ where nothing can be seen.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Buffers:
     def __init__(self, layers: Sequence[Any], *, always: bool) -> None:
         self._layers = [(layer, is_compiled(layer)) for layer in layers if isinstance(layer, nn.Module)]
         self._always = always
-        self._changing: dict[Owned, None] = {}
+        self.changing: dict[Owned, None] = {}  # those that were seen to change
         self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
         self._tried = False
 
@@ -62,14 +62,14 @@ class Buffers:
             self._versions = [(*each, each[2]._version) for each in self._all()]
         return [
             _copy(module, name, value)
-            for module, name in self._changing
+            for module, name in self.changing
             if (value := module._buffers.get(name)) is not None
         ]
 
     @property
     def is_settled(self) -> bool:
         """Whether it is known that there is nothing to take."""
-        return self._tried and not self._always and not self._changing
+        return self._tried and not self._always and not self.changing
 
     def put_back(self, taken: Taken) -> None:
         """The run did not come to its end: as before it."""
@@ -85,18 +85,13 @@ class Buffers:
             return taken
         for each in taken if not self._tried else ():
             if each.is_changed(by_value=True):
-                self._changing[each.module, each.name] = None
+                self.changing[each.module, each.name] = None
         for module, name, value, version in self._versions:
             if module._buffers.get(name) is not value or value._version != version:
-                self._changing[module, name] = None
+                self.changing[module, name] = None
         self._versions = []
         self._tried = True
-        return [each for each in taken if (each.module, each.name) in self._changing]
-
-    @property
-    def changing(self) -> Collection[Owned]:
-        """Those that were seen to change."""
-        return self._changing
+        return [each for each in taken if (each.module, each.name) in self.changing]
 
     @contextlib.contextmanager
     def replayed(self, taken: Taken) -> Iterator[None]:
@@ -118,7 +113,7 @@ class Buffers:
                     if value is None or (norm and not hidden):
                         continue
                     if norm:
-                        self._changing[module, name] = None  # a kernel changes them without telling
+                        self.changing[module, name] = None  # a kernel changes them without telling
                     yield module, name, value
 
 

@@ -6,6 +6,7 @@ kind of input, the one that compiles, is made alone, with seeded generators, and
 drawn. If there are such, all calls for this kind are made alone with these seeded; if not, they are free.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,23 +49,11 @@ class CompiledCalls:
         tensors = list(args) if type(args[0]) is Tensor and len(args) == 1 else mb.flatten(args)[0]
         kind = self._kind(tensors)
         drawn = self._drawn.get(kind)
-        if drawn is None:
-            return self._first(kind, seed, [device, *(tensor.device for tensor in tensors)], call, args), True
-        if not drawn:
-            return call(*args), False
-        with seeded(drawn, seed):
-            return call(*args), False
-
-    @property
-    def draws(self) -> bool:
-        """Whether a call has drawn."""
-        return any(self._drawn.values())
-
-    def _first(
-        self, kind: Any, seed: int, devices: Sequence[torch.device], call: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Any:
-        """The call that compiles, and tells which generators move."""
-        generators = default_generators(devices)
+        if drawn is not None:
+            with seeded(drawn, seed) if drawn else contextlib.nullcontext():
+                return call(*args), False
+        # The call that compiles, and tells which generators move.
+        generators = default_generators([device, *(tensor.device for tensor in tensors)])
         with seeded(generators, seed):
             start = time.perf_counter()
             before = [generator.get_state() for generator in generators]
@@ -74,7 +63,12 @@ class CompiledCalls:
         self._drawn[kind] = [
             generator for generator, a, b in zip(generators, before, after, strict=True) if not torch.equal(a, b)
         ]
-        return result
+        return result, True
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call has drawn."""
+        return any(self._drawn.values())
 
     def _kind(self, tensors: Sequence[Tensor]) -> Any:
         """What torch may compile anew for."""
@@ -95,7 +89,7 @@ def _modes(layer: Any) -> tuple[bool, ...]:
     return tuple(modes)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Compiler:
     """How layers are compiled: by torch.compile with these options, or as a whole model was that is now in parts."""
 
@@ -104,9 +98,6 @@ class Compiler:
 
     def __call__(self, layer: Any) -> Any:
         return torch.compile(layer, **self.options) if self.context is None else self.context(layer)
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 def compiler_of(asked: bool | Mapping[str, Any]) -> Compiler | None:

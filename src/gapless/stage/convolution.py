@@ -16,13 +16,12 @@ _TENSORS = dict.fromkeys(("input", "weight", "bias"))
 _FORWARD = {**_TENSORS, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _TRANSPOSED = {**_TENSORS, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 _EMBEDDING = signature_of(F.embedding)
-_SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
+CONVOLUTIONS = {getattr(torch, f"conv{way}{dims}d"): dims for way in ("", "_transpose") for dims in (1, 2, 3)}
 
 
 def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.conv1d` to `F.conv_transpose3d`."""
-    name = func.__name__
-    spatial, transposed = _SPATIAL[name], "transpose" in name
+    spatial, transposed = CONVOLUTIONS[func], "transpose" in func.__name__
     given = bound(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
     x, weight, bias, *options = given.values()
     padding = _padding(given["padding"], weight, given["dilation"], spatial)
@@ -78,9 +77,8 @@ def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return y
 
 
-def _embedding_grad(kept: tuple[Tensor, int, int, bool], grad: Tensor) -> Tensor:
-    weight: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, *kept)
-    return weight
+def _embedding_grad(kept: tuple[Tensor, int, int, bool], grad: Tensor) -> Any:
+    return torch.ops.aten.embedding_dense_backward.default(grad, *kept)
 
 
 def _spread(value: Any, spatial: int) -> list[int]:

@@ -18,34 +18,6 @@ from .exclusive import exclusively
 from .seeds import seed_of
 
 
-class _OwnStates:
-    """Where generators of a layer's own stood at its draws, so that it draws the same when it runs again."""
-
-    def __init__(self) -> None:
-        self._run = 0
-        self._place: tuple[int, ...] = ()  # that of the last draw
-        self._number = 0  # of the next draw there
-        self._states: dict[tuple[int, ...], list[Tensor]] = {}
-
-    def begin(self) -> None:
-        """Some layers run, perhaps not for the first time."""
-        self._run += 1
-
-    def next(self, step: int, microbatch: int, layer: int, generator: torch.Generator) -> Tensor | None:
-        """Where a generator stood at this draw, if the layer has made it before."""
-        place = (step, microbatch, layer)
-        if self._place[:1] != place[:1]:
-            self._states.clear()
-        if self._place != (*place, self._run):
-            self._place, self._number = (*place, self._run), 0
-        known = self._states.setdefault(place, [])
-        self._number += 1
-        if self._number <= len(known):
-            return known[self._number - 1]
-        known.append(generator.get_state())
-        return None
-
-
 class Draws:
     """The private generators of one stage; where it stands is set from outside, and costs nothing until something is
     drawn.
@@ -58,8 +30,12 @@ class Draws:
         self.layer = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._replaying = False
-        self._own = _OwnStates()
         self._drawn: dict[torch.device, tuple[int, int, int]] = {}
+        # Where generators of a layer's own stood at its draws, so that it draws the same when it runs again.
+        self._states: dict[tuple[int, ...], list[Tensor]] = {}
+        self._run = 0
+        self._place: tuple[int, ...] = ()  # that of the last such draw
+        self._number = 0  # of the next one there
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -75,7 +51,7 @@ class Draws:
         """Around a draw from a generator that the layer brings: it draws the same when the layer runs again, and for
         remat it then goes on from where it was.
         """
-        before = self._own.next(self.step, self.microbatch, self.layer, generator)
+        before = self._next(generator)
         now = generator.get_state() if self._replaying else None
         if before is not None:
             generator.set_state(before)
@@ -84,6 +60,20 @@ class Draws:
         finally:
             if now is not None:
                 generator.set_state(now)
+
+    def _next(self, generator: torch.Generator) -> Tensor | None:
+        """Where a generator stood at this draw, if the layer has made it before."""
+        place = (self.step, self.microbatch, self.layer)
+        if self._place[:1] != place[:1]:
+            self._states.clear()
+        if self._place != (*place, self._run):
+            self._place, self._number = (*place, self._run), 0
+        known = self._states.setdefault(place, [])
+        self._number += 1
+        if self._number <= len(known):
+            return known[self._number - 1]
+        known.append(generator.get_state())
+        return None
 
     def seed_here(self) -> int:
         """The seed of the layer that is being called."""
@@ -103,7 +93,7 @@ class Draws:
     def restart(self) -> None:
         """Forgets what was drawn: the same place draws the same numbers again."""
         self._drawn.clear()
-        self._own.begin()
+        self._run += 1
 
 
 @contextlib.contextmanager
@@ -160,15 +150,10 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Where a random call draws."""
     device = kwargs.get("device")
     if device is None:
-        device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
-    if device is None:
-        device = next((arg.device for arg in kwargs.values() if isinstance(arg, Tensor)), None)
-    if device is None:
-        device = torch.get_default_device()
-    device = torch.device(device)
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-    )
+        device = next((arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    has_number = device.type != "cuda" or device.index is not None
+    return device if has_number else torch.device("cuda", torch.cuda.current_device())
 
 
 def draws_by_tag(operator: Any) -> bool:

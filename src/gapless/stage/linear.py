@@ -24,6 +24,8 @@ from torch.nn import Parameter
 
 from .mode import Mode
 
+Grad = Callable[[Any, Tensor], Tensor]  # a gradient from what was kept and the gradient of the result
+
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
     return input, weight, bias
@@ -61,12 +63,7 @@ def addmm(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _product(
-    mode: Mode,
-    x: Tensor,
-    weight: Parameter,
-    bias: Parameter | None,
-    product: Callable[..., Tensor],
-    weight_grad: Callable[[Any, Tensor], Tensor],
+    mode: Mode, x: Tensor, weight: Parameter, bias: Parameter | None, product: Callable[..., Tensor], weight_grad: Grad
 ) -> Tensor:
     x, w, b, low = mode.stand_ins(x, weight, bias)
     needs_input = x.requires_grad
@@ -94,9 +91,9 @@ def record(
     y: Tensor,
     kept: Any,
     weight: Parameter,
-    weight_grad: Callable[[Any, Tensor], Tensor],
+    weight_grad: Grad,
     bias: Parameter | None = None,
-    bias_grad: Callable[[Any, Tensor], Tensor] | None = None,
+    bias_grad: Grad | None = None,
     *,
     needs_input: bool,
     low: torch.dtype | None = None,
@@ -137,7 +134,7 @@ def _folds(x: Tensor) -> bool:
     return all(strides[dim] == strides[dim + 1] * shape[dim + 1] for dim in range(len(shape) - 2))
 
 
-def _by_layout(weight: Tensor) -> Callable[[Any, Tensor], Tensor]:
+def _by_layout(weight: Tensor) -> Grad:
     column_major = weight.stride() == (1, weight.size(0))
     return _grad_by_input_transposed if column_major else _input_by_grad
 

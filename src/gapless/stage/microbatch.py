@@ -7,7 +7,6 @@ all else goes to every microbatch. A tensor that only happens to have that size 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,11 +30,11 @@ class Shape(NamedTuple):
     again: Sequence[tuple[int, int]] = ()
 
 
-def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
+def flatten(tree: Any, *, once: bool = True) -> tuple[list[Tensor], Shape | None]:
     """The tensors of a tree in order, and the shape that `unflatten` needs. A lone tensor has the shape None.
 
     A tensor that is there twice comes once, and stays one: the gradients of all its uses are summed in one place, in
-    autograd's order.
+    autograd's order. Without `once` it comes twice: each place may be cut in its own way.
     """
     if isinstance(tree, Tensor):
         return [tree], None
@@ -46,7 +45,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
     numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            number = numbers.setdefault(id(leaf), len(tensors))
+            number = numbers.setdefault(id(leaf), len(tensors)) if once else len(tensors)
             if number < len(tensors):
                 again.append((place, number))
             else:
@@ -56,17 +55,6 @@ def flatten(tree: Any) -> tuple[list[Tensor], Shape | None]:
         elif leaf is not None and type(leaf) not in _CONSTANTS:
             _refuse_hidden_tensors(leaf)
     return tensors, Shape(spec, leaves, places, again)
-
-
-def _flatten_all(tree: Any) -> tuple[list[Tensor], Shape | None]:
-    """The same, with a tensor that is there twice as two: each place may be cut in its own way."""
-    tensors, shape = flatten(tree)
-    if shape is None or not shape.again:
-        return tensors, shape
-    twins = [tensors[number] for _, number in shape.again]
-    places = [*shape.tensors, *(place for place, _ in shape.again)]
-    found = sorted(zip(places, [*tensors, *twins], strict=True), key=itemgetter(0))
-    return [tensor for _, tensor in found], Shape(shape.spec, shape.leaves, [place for place, _ in found])
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
@@ -121,7 +109,7 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
     `batch_dims` names.
     """
     tree = _as_dict(tree)
-    tensors, shape = _flatten_all(tree)
+    tensors, shape = flatten(tree, once=False)
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
             return tensor.size(dim)
@@ -147,7 +135,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     if size == 0:
         raise ConfigError("the batch is empty (0 samples): skip it, or let the data loader drop it.")
     count = min(num_microbatches, size)
-    tensors, shape = _flatten_all(tree)
+    tensors, shape = flatten(tree, once=False)
     if shape is not None:
         _refuse_arrays(shape.leaves)
     dims = _dims(tensors, shape, tree, batch_dims)
@@ -202,7 +190,7 @@ def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
     A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every
     microbatch.
     """
-    rows = [_flatten_all(tree) for tree in trees]
+    rows = [flatten(tree, once=False) for tree in trees]
     merged = []
     for column in zip(*(tensors for tensors, _ in rows), strict=True):
         cut = all(tensor.dim() > 0 for tensor in column)

@@ -31,6 +31,7 @@ class Reached:
                 if following is not None:
                     self._count(following, node.name())
                     to_visit.append(following)
+        self.parameters = [leaf for leaf in self.uses if isinstance(leaf, Parameter)]
 
     def _count(self, node: Any, by: str = "") -> None:
         leaf = getattr(node, "variable", None)
@@ -38,8 +39,3 @@ class Reached:
             self.uses[leaf] = self.uses.get(leaf, 0) + 1
             if by == "ToCopyBackward0":
                 self.casts.add(leaf)
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Those among the leaves."""
-        return [leaf for leaf in self.uses if isinstance(leaf, Parameter)]

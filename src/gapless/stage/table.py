@@ -8,21 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import batchnorm
-from .convolution import convolution, embedding
+from .convolution import CONVOLUTIONS, convolution, embedding
 from .linear import addmm, linear, matmul
 from .mode import Handler, Mode
 from .random_calls import RANDOM, RECURRENT, attention, dropout, recurrent
+
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 def _opened(function: Any) -> Handler:
     """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the
     function that does not ask for modes, with the mode on."""
-    scope = {
-        **function.__globals__,
-        "has_torch_function": _no,
-        "has_torch_function_unary": _no,
-        "has_torch_function_variadic": _no,
-    }
+    scope = {**function.__globals__, **dict.fromkeys(_ASKING, lambda *_: False)}
     copy: Any = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -41,23 +38,13 @@ def _gradient(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return mode.plain(func, args, kwargs)
 
 
-def _no(*_: Any) -> bool:
-    return False
-
-
 TABLE: dict[Any, Handler] = {
     F.linear: linear,
-    torch.matmul: matmul,
-    Tensor.matmul: matmul,
-    Tensor.__matmul__: matmul,
-    torch.mm: matmul,
-    Tensor.mm: matmul,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul),
     torch.addmm: addmm,
-    torch.autograd.grad: _gradient,
-    Tensor.backward: _gradient,
+    **dict.fromkeys((torch.autograd.grad, Tensor.backward), _gradient),
     F.embedding: embedding,
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
-    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), convolution),
+    **dict.fromkeys(CONVOLUTIONS, convolution),
     F.dropout: dropout,
     F.scaled_dot_product_attention: attention,
     **dict.fromkeys(RANDOM, Mode.draw),

@@ -81,11 +81,8 @@ def is_plainly_called(layer: nn.Module) -> bool:
 
 def has_hooks(layer: Any) -> bool:
     """Whether a module's call is more than its class's forward."""
-    return isinstance(layer, nn.Module) and bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or "forward" in layer.__dict__
-        or _has_any_global_hook()
-    )
+    if not isinstance(layer, nn.Module):
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return True
+    return "forward" in layer.__dict__ or bool(_has_any_global_hook())

@@ -55,12 +55,7 @@ OPTIMIZERS = {
     for name, value in sorted(vars(torch.optim).items())
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in _NO_CHOICE
 }
-_USUAL_LOSS = {
-    "gpt": "next_token",
-    "resnet": "cross_entropy",
-    "transformer": "translation",
-    "unet": "cross_entropy",
-}
+_OWN_LOSS = {"gpt": "next_token", "transformer": "translation"}  # of a model; those of all others are torch's
 BROUGHT_BY_A_PLAN = ("schedule", "microbatches", "stages_per_device", "partition", "remat")
 _REMAT = ("none", "stage", "layer")
 
@@ -154,7 +149,7 @@ def parse_config(text: str, folder: Path) -> Config:
     model = _part(tables.table("model"), MODELS, "name", "arguments")
     rows = tables.table("data")
     source = _part(rows, DATA, "name", "arguments", "minibatch")
-    usual = _USUAL_LOSS.get(model.name)
+    usual = _OWN_LOSS.get(model.name, "cross_entropy") if model.name in MODELS else None
     loss = None
     if "loss" in data or usual is not None:
         loss = _part(tables.table("loss", {}), LOSSES, "name", "arguments", usual=usual)
@@ -205,7 +200,7 @@ def _part(table: "_Table", known: Mapping[str, str], *keys: str, usual: str | No
     table.allow(*keys)
 
     def named(value: Any) -> str:
-        name = _text(value)
+        name: str = _text(value)
         module, colon, function = name.rpartition(":")
         if not (colon and module and function.isidentifier()) and name not in known:
             alike = {each.lower(): each for each in known}
@@ -222,6 +217,8 @@ def _part(table: "_Table", known: Mapping[str, str], *keys: str, usual: str | No
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
+
+_Reader = Callable[[Any], Any]
 
 
 class _Table:
@@ -248,7 +245,7 @@ class _Table:
             return _Table(key, {}, [])  # which has no more to complain about
         return _Table(key, found, self._faults)
 
-    def get(self, key: str, read: Callable[[Any], Any], default: Any = None, *, needed: str | None = None) -> Any:
+    def get(self, key: str, read: _Reader, default: Any = None, *, needed: str | None = None) -> Any:
         """What `read` makes of a value; the default where there is none, or none that can be read."""
         try:
             if key in self._data:
@@ -264,46 +261,33 @@ class _Table:
         return f"{self.key}.{shown}" if self.key else shown
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"is {value!r:.40}, but it must be a text")
-    return value
+def _must(fits: Callable[[Any], bool], be: str, made: _Reader = lambda value: value) -> _Reader:
+    """Refuses a value that does not fit; it must `be` something else."""
 
-
-def _whole(least: int = 1) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
-            raise ConfigError(f"is {value!r:.40}, but it must be a whole number of at least {least}")
-        return value
+    def read(value: Any) -> Any:
+        if not fits(value):
+            raise ConfigError(f"is {value!r:.40}, but it must be {be}")
+        return made(value)
 
     return read
 
 
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"is {value!r:.40}, but it must be a number above 0")
-    return float(value)
+_text = _must(lambda value: isinstance(value, str) and value != "", "a text")
+_positive = _must(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0", float)
+_arguments = _must(lambda value: isinstance(value, Mapping), "a table, as { width = 64, depth = 8 }")
 
 
-def _listed(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple[Any, ...]]:
-    def each(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not value:
-            raise ConfigError(f"is {value!r:.40}, but it must be {what}")
-        return tuple(map(read, value))
-
-    return each
+def _whole(least: int = 1) -> _Reader:
+    return _must(lambda value: type(value) is int and least <= value < 2**53, f"a whole number of at least {least}")
 
 
-def _arguments(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"is {value!r:.40}, but it must be a table, as {{ width = 64, depth = 8 }}")
-    return value
+def _listed(read: _Reader, what: str) -> _Reader:
+    return _must(lambda value: isinstance(value, list) and value != [], what, lambda value: tuple(map(read, value)))
 
 
-def _devices(value: Any) -> int | tuple[str, ...]:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _whole()(value)
-    return _listed(_device, "a number, or a list as ['cuda:0', 'cuda:1']")(value)
+def _devices(value: Any) -> Any:
+    read = _whole() if type(value) is int else _listed(_device, "a number, or a list as ['cuda:0', 'cuda:1']")
+    return read(value)
 
 
 def _device(value: Any) -> str:
@@ -320,7 +304,7 @@ def _memory(value: Any) -> int | str | tuple[int | str, ...]:
 
 
 def _schedule(value: Any) -> str:
-    name = _text(value)
+    name: str = _text(value)
     try:
         find_recipe(name)
     except ScheduleError as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
+from gapless.stage.plain import apply_first
 from gapless.train import user_code as own
 from gapless.train.config import Config
 from gapless.units import show_bytes
@@ -44,8 +45,7 @@ def sketched(config: Config, files: own.Files) -> nn.Module | None:
     with torch.device("meta"):
         model = own.call(own.load(part, config, files), part, config)
     assert isinstance(model, nn.Module)
-    weights = sum(map(_bytes, model.parameters()))
-    fixed = sum(map(_bytes, model.buffers()))
+    weights, fixed = (sum(each.nbytes for each in tensors) for tensors in (model.parameters(), model.buffers()))
     _refuse_above(
         2 * weights + fixed,
         f"model: {part.name} with these arguments has {show_bytes(weights + fixed)} of weights, and their gradients "
@@ -98,13 +98,10 @@ def kept_by_layers(sketch: nn.Module, inputs: Any) -> int:
     handles = [leaf.register_forward_hook(keep) for leaf in leaves]
     # What does not run here does not run with real numbers either, and is told then.
     with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError, IndexError):
-        if isinstance(inputs, dict):
-            sketch(**inputs)
-        else:
-            sketch(*inputs if isinstance(inputs, tuple | list) else (inputs,))
+        apply_first(sketch, inputs)
     for handle in handles:
         handle.remove()
-    return sum(map(_bytes, held.values()))
+    return sum(each.nbytes for each in held.values())
 
 
 def _first_microbatch(inputs: Any, microbatches: int) -> tuple[Any, int]:
@@ -118,7 +115,3 @@ def _refuse_above(size: int, what: str, way_out: str) -> None:
     there = memory_of_the_host()
     if size > there:
         raise ConfigError(f"{what}, but this machine has {show_bytes(there)} of memory: {way_out}")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

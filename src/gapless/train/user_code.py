@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -58,14 +59,10 @@ def load(part: Part, config: Config, files: Files) -> Callable[..., Any]:
 def _from_file(part: Part, file: Path, files: Files) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{part.key}.name is {part.name!r}, but there is no file {file}")
-    where = file.resolve()
-    if where not in files:
-        files[where] = _executed(where)
-    return files[where]
-
-
-def _executed(file: Path) -> ModuleType:
-    """A new module. Pickle and dataclasses find it under the name of its file; a dot there would be a package."""
+    file = file.resolve()
+    if file in files:
+        return files[file]
+    # Pickle and dataclasses find it under the name of its file; a dot there would be a package.
     loader = SourceFileLoader(str(file).replace(".", "_"), str(file))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -78,7 +75,7 @@ def _executed(file: Path) -> ModuleType:
     except BaseException:
         del sys.modules[loader.name]
         raise
-    return module
+    return files.setdefault(file, module)
 
 
 def _imported(part: Part, name: str) -> ModuleType:
@@ -134,11 +131,7 @@ def told(what: str) -> Iterator[None]:
 def described(error: Exception) -> str:
     """`ValueError: too wide, at models.py, line 7, in make`: of all places the last that is no library's."""
     said = " ".join(str(error).split())[:400]
-    place, at = error.__traceback__, ""
-    while place is not None:
-        code = place.tb_frame.f_code
-        if is_users(code.co_filename):
-            at = f", at {Path(code.co_filename).name}, line {place.tb_lineno}, in {code.co_name}"
-        place = place.tb_next
+    places = [each for each in extract_tb(error.__traceback__) if is_users(each.filename)]
+    at = "".join(f", at {Path(each.filename).name}, line {each.lineno}, in {each.name}" for each in places[-1:])
     stage = noted_place(error)
     return f"{type(error).__name__}{': ' if said else ''}{said}{at}{f' ({stage})' if stage else ''}"

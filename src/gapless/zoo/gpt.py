@@ -4,6 +4,8 @@ head.
 It is a sequence of layers, so a pipeline can cut it anywhere between them. The head has a weight of its own.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,10 +20,9 @@ class Embed(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         positions = torch.arange(ids.size(1), device=ids.device)
-        x: Tensor = self.dropout(self.tokens(ids) + self.positions(positions))
-        return x
+        return self.dropout(self.tokens(ids) + self.positions(positions))
 
 
 class CausalAttention(nn.Module):
@@ -34,14 +35,13 @@ class CausalAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        z: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return z
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
@@ -55,10 +55,9 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        y: Tensor = x + self.dropout(self.network(self.norm2(x)))
-        return y
+        return x + self.dropout(self.network(self.norm2(x)))
 
 
 def gpt(

@@ -4,6 +4,8 @@ It is a sequence of layers, so a pipeline can cut it anywhere between its blocks
 is also the model on which `batchnorm=` is tried.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 _BLOCKS = {
@@ -37,10 +39,9 @@ class Basic(nn.Module):
         self.shortcut = _shortcut(inside, width, stride)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.relu(self.norm1(self.conv1(x)))
-        z: Tensor = self.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
-        return z
+        return self.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
@@ -57,11 +58,10 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inside, outside, stride)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.relu(self.norm1(self.conv1(x)))
         y = self.relu(self.norm2(self.conv2(y)))
-        z: Tensor = self.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
-        return z
+        return self.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
 
 
 def resnet(depth: int = 18, *, classes: int = 1000, width: int = 64, channels: int = 3) -> nn.Sequential:

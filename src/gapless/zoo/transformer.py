@@ -6,10 +6,13 @@ pipeline has to trace it and to carry memory and masks along.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+_PADDING = 0
 
 
 class Attention(nn.Module):
@@ -22,7 +25,7 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Any:
         batch, length, width = x.shape
         q = self.query(x).view(batch, length, self.heads, -1).transpose(1, 2)
         k, v = (
@@ -31,8 +34,7 @@ class Attention(nn.Module):
         )
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-        z: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return z
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class EncoderLayer(nn.Module):
@@ -45,11 +47,10 @@ class EncoderLayer(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
         y = self.norm1(x)
         x = x + self.dropout(self.attention(y, y, mask))
-        z: Tensor = x + self.dropout(self.network(self.norm2(x)))
-        return z
+        return x + self.dropout(self.network(self.norm2(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -63,16 +64,17 @@ class DecoderLayer(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Any:
         y = self.norm1(x)
         x = x + self.dropout(self.attention(y, y, mask))
         x = x + self.dropout(self.across(self.norm2(x), memory, memory_mask))
-        z: Tensor = x + self.dropout(self.network(self.norm3(x)))
-        return z
+        return x + self.dropout(self.network(self.norm3(x)))
 
 
 class Transformer(nn.Module):
-    """Source (batch, length) and target (batch, other length) token numbers in; `padding` marks what is not there."""
+    """Source (batch, length) and target (batch, other length) token numbers in, where 0 is padding; `depth` layers in
+    the encoder and as many in the decoder.
+    """
 
     def __init__(
         self,
@@ -83,10 +85,9 @@ class Transformer(nn.Module):
         heads: int = 4,
         context: int = 256,
         dropout: float = 0.0,
-        padding: int = 0,
     ) -> None:
         super().__init__()
-        self.padding, self.scale = padding, math.sqrt(width)
+        self.scale = math.sqrt(width)
         self.source_tokens, self.target_tokens = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
         self.register_buffer("positions", _waves(context, width), persistent=False)
         self.dropout = nn.Dropout(dropout)
@@ -96,8 +97,8 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        there = (source != self.padding)[:, None, None, :]  # (batch, heads, queries, keys)
+    def forward(self, source: Tensor, target: Tensor) -> Any:
+        there = (source != _PADDING)[:, None, None, :]  # (batch, heads, queries, keys)
         x = self._embedded(self.source_tokens, source)
         for layer in self.encoder:
             x = layer(x, there)
@@ -107,25 +108,19 @@ class Transformer(nn.Module):
         y = self._embedded(self.target_tokens, target)
         for layer in self.decoder:
             y = layer(y, earlier, memory, there)
-        z: Tensor = self.head(self.norm(y))
-        return z
+        return self.head(self.norm(y))
 
-    def _embedded(self, tokens: nn.Embedding, ids: Tensor) -> Tensor:
+    def _embedded(self, tokens: nn.Embedding, ids: Tensor) -> Any:
         positions: Tensor = self.get_buffer("positions")
-        x: Tensor = self.dropout(tokens(ids) * self.scale + positions[: ids.size(1)])
-        return x
+        return self.dropout(tokens(ids) * self.scale + positions[: ids.size(1)])
 
 
-def transformer(
-    *, vocab: int = 256, width: int = 256, depth: int = 4, heads: int = 4, context: int = 256, dropout: float = 0.0
-) -> Transformer:
-    """`depth` layers in the encoder and as many in the decoder; token 0 is padding."""
-    return Transformer(vocab=vocab, width=width, depth=depth, heads=heads, context=context, dropout=dropout)
+transformer = Transformer  # under the name that a config has for it
 
 
 def translation_loss(logits: Tensor, target: Tensor) -> Tensor:
     """The mean cross entropy over all tokens that are no padding."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=_PADDING)
 
 
 def _waves(context: int, width: int) -> Tensor:

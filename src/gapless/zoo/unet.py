@@ -4,6 +4,8 @@ Its forward is no sequence: what a level makes on the way down is needed again o
 it and to carry the skips from stage to stage.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +19,13 @@ class Double(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.norm1(self.conv1(x)))
-        y: Tensor = self.relu(self.norm2(self.conv2(x)))
-        return y
+    def forward(self, x: Tensor) -> Any:
+        return self.relu(self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x))))))
 
 
 class UNet(nn.Module):
-    """`depth` levels down and up again: images of shape (batch, channels, height, width) in, a map of logits of that
-    height and width out. Both must be divisible by 2 to the power of `depth`.
+    """`depth` levels down and up again, the first `width` wide: images of shape (batch, channels, height, width)
+    in, a map of logits of that height and width out. Both must be divisible by 2 to the power of `depth`.
     """
 
     def __init__(self, *, depth: int = 4, width: int = 64, channels: int = 3, classes: int = 2) -> None:
@@ -40,7 +40,7 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(Double(2 * widths[level], widths[level]) for level in reversed(range(depth)))
         self.head = nn.Conv2d(width, classes, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.enter(x)
         skips = []
         for down in self.down:
@@ -48,10 +48,7 @@ class UNet(nn.Module):
             x = down(self.pool(x))
         for grow, up in zip(self.grow, self.up, strict=True):
             x = up(torch.cat([skips.pop(), grow(x)], dim=1))
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
-def unet(*, depth: int = 4, width: int = 64, channels: int = 3, classes: int = 2) -> UNet:
-    """A U-Net of that many levels; `width` is that of the first."""
-    return UNet(depth=depth, width=width, channels=channels, classes=classes)
+unet = UNet  # under the name that a config has for it
