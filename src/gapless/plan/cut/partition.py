@@ -46,16 +46,17 @@ def partition(
     S = placement.num_stages
     rows = _rows(times, S)
     check_enough_layers(len(rows[0]), S)
-    chain = Chain(_sums(_at_speed(rows, placement.homes, speeds)), _crossings(hops, placement), [None] * S)
+    each = [1] * S if speeds is None else [speeds[home] for home in placement.homes]
+    chain = Chain(_sums(rows, each), _crossings(hops, placement), [None] * S)
     if memory is None or limits is None:
         cuts = solve(chain)
         assert cuts is not None
         return cuts.counts
-    held = _sums(_rows(memory, S))
-    each = [limits] * placement.num_devices if isinstance(limits, Number) else list(limits)
-    cuts = solve_shared(chain, held, placement, each, most_tries)
+    held = _sums(_rows(memory, S), [1] * S)
+    limits = [limits] * placement.num_devices if isinstance(limits, Number) else list(limits)
+    cuts = solve_shared(chain, held, placement, limits, most_tries)
     if cuts is None:
-        raise PartitionError(_why_nothing_fits(held, placement, each))
+        raise PartitionError(_why_nothing_fits(held, placement, limits))
     return cuts.counts
 
 
@@ -96,19 +97,11 @@ def _rows(values: PerLayer, num_stages: int) -> list[Sequence[Number]]:
     return [values] * num_stages  # type: ignore[list-item]
 
 
-def _sums(rows: Sequence[Sequence[Number]]) -> list[Sequence[Number]]:
-    """Each row summed up to every position; rows that are the same object stay so."""
-    made: dict[int, Sequence[Number]] = {id(row): [0, *accumulate(row)] for row in rows}
-    return [made[id(row)] for row in rows]
-
-
-def _at_speed(
-    rows: Sequence[Sequence[Number]], homes: Sequence[int], speeds: Sequence[Number] | None
-) -> Sequence[Sequence[Number]]:
-    if speeds is None or set(speeds) == {1}:
-        return rows
-    pairs = [(row, speeds[home]) for row, home in zip(rows, homes, strict=True)]
-    made = {(id(row), speed): [time / speed for time in row] for row, speed in pairs}
+def _sums(rows: Sequence[Sequence[Number]], speeds: Sequence[Number]) -> list[Sequence[Number]]:
+    """Each row, at the speed of its device, summed up to every position; rows that are the same object stay so."""
+    pairs = list(zip(rows, speeds, strict=True))
+    taken = {(id(row), speed): row if speed == 1 else [time / speed for time in row] for row, speed in pairs}
+    made = {key: [0, *accumulate(row)] for key, row in taken.items()}
     return [made[id(row), speed] for row, speed in pairs]
 
 
