@@ -32,8 +32,8 @@ def commands(block: str) -> list[tuple[str, str]]:
 
 
 def matches(printed: str, said: str) -> bool:
-    pattern = re.escape(said.strip("\n")).replace(re.escape("\n...\n"), r"\n(?:.*\n)*?")
-    return re.fullmatch(pattern, printed.strip("\n")) is not None
+    pattern = re.escape(said.strip("\n") + "\n").replace(re.escape("\n...\n"), r"\n(?:.*\n)*?")
+    return re.fullmatch(pattern, printed.strip("\n") + "\n") is not None
 
 
 def name(page: Path) -> str:

@@ -11,6 +11,7 @@ overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch
 split        what it costs the host to split a backward
 timeline     what recording costs, and whether a simulation agrees with the record
+gpu          ranks on a GPU, against its limit and against torch
 compile      compiled layers against eager ones
 scale        generate, verify and simulate ever larger schedules
 planner/     what `plan` measures
@@ -32,5 +33,6 @@ BENCHMARKS = {
     "scale": "generate, verify and simulate ever larger schedules",
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "plan": "a plan's step, memory, cuts and choice against what is measured",
+    "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",
     "compile": "a GPT with compiled layers against the eager one",
 }

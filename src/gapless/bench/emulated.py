@@ -25,6 +25,7 @@ from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns, timed
 from gapless.pipeline.pipeline import Pipeline
+from gapless.run.world import TransportName
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
@@ -88,6 +89,7 @@ def pipeline(
     mesh: "DeviceMesh | None" = None,
     costs: Costs | None = None,
     timeline: bool = False,
+    transport: TransportName = "auto",
 ) -> Pipeline:
     """One layer of the contest per stage."""
     costs = costs or contest.costs
@@ -104,6 +106,7 @@ def pipeline(
         partition=[1] * made.num_stages,
         costs=costs if contest.kind == "emulated" else None,
         timeline=timeline,
+        transport=transport,
     )
 
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from gapless.model.materialise import on_meta
 from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
 from gapless.run.one_process import OneProcess
-from gapless.run.world import World
+from gapless.run.world import TransportName, World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
@@ -195,16 +195,21 @@ def check_where(devices: Any, mesh: Any) -> None:
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
 
 
-def world_of(devices: Devices | World | None, mesh: Any, timeout: float, intra_op_threads: int | None) -> World:
+def world_of(
+    devices: Devices | World | None, mesh: Any, timeout: float, intra_op_threads: int | None, transport: TransportName
+) -> World:
     """One process with a thread per device, or one of many processes; or one that the caller has made."""
     check_where(devices, mesh)
+    one_of("transport", transport, get_args(TransportName))
+    if mesh is None and transport != "auto":
+        raise ConfigError(f"transport={transport!r} is for mesh=: in one process nothing is carried; leave it out")
     if intra_op_threads is not None:
         at_least_one("intra_op_threads", intra_op_threads)
     if devices is None:
         from gapless.run.ranks.many_processes import ManyProcesses
         from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
 
-        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads)
+        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads, transport)
     if isinstance(devices, int | str | torch.device | Sequence):
         return OneProcess(torch_devices(devices), intra_op_threads)
     return devices

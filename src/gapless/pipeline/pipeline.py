@@ -33,11 +33,11 @@ from gapless.pipeline.minibatch import Minibatch, apart, scaled
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
-from gapless.pipeline.staged_model import StagedModel
+from gapless.pipeline.staged_model import StagedModel, in_eval_mode
 from gapless.plan.plan import Plan
 from gapless.run.program import Program
 from gapless.run.team import close_with
-from gapless.run.world import World
+from gapless.run.world import TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.simulate import simulate
@@ -90,6 +90,7 @@ class Pipeline:
     timeline           measure every step
     timeout            under a mesh, seconds without a sign of life from a rank, or without any rank computing anything,
                        after which all give up
+    transport          under a mesh: "auto", "memory" (of one host), "nccl" or "gloo"
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class Pipeline:
         intra_op_threads: int | None = None,
         timeline: bool = False,
         timeout: float = 600.0,
+        transport: TransportName = "auto",
     ) -> None:
-        self._world = world_of(devices, mesh, timeout, intra_op_threads)
+        self._world = world_of(devices, mesh, timeout, intra_op_threads, transport)
         self.devices = self._world.devices
         self._close = close_with(self, self._world)
         self.seed = seed
@@ -218,7 +220,7 @@ class Pipeline:
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
             self._staged.follow()
-            with _in_eval_mode(self._staged.module):
+            with in_eval_mode(self._staged.module):
                 with torch.no_grad():
                     prepared = self._staged.prepared(batch.parts)
                 program = self._staged.program(len(batch.parts), inference=True)
@@ -331,20 +333,9 @@ class Pipeline:
         name, bubble = self.schedule.name or "schedule", 100 * float(timeline.bubble)
         sizes = f"{len(self.devices)} devices, {self.schedule.num_stages} stages, {self.microbatches} microbatches"
         title = f"Pipeline: {name}, {sizes}, predicted bubble {bubble:.1f}%"
-        return "\n".join([title, *self._staged.described()])
+        return "\n".join([title, *self._staged.described(), *self._world.described()])
 
     def _follow(self) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
         if not self._world.busy:
             self._staged.follow()
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, training in modes:
-            each.training = training

@@ -5,6 +5,7 @@ between two steps; the stages follow.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -204,6 +205,7 @@ class StagedModel:
             batchnorm=options.batchnorm,
             # Replica r has microbatches r M to r M + M - 1, with the random numbers of these.
             first_microbatch=self._world.replica * options.microbatches,
+            only=len(self._world.here) == 1,
         )
         self._adopt(parts)
         warn_of_unsplit(self.stages.values())
@@ -230,3 +232,15 @@ def _called_now(model: Layers | Captured, loss: Any) -> list[Any]:
 def _own_loss(outputs: Any, target: Any) -> Tensor | None:
     """The loss that a model computes itself; in an evaluation without a target there need not be one."""
     return find_loss(outputs) if target is None else own_loss(outputs)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """All of its modules, each of which goes back to its own mode."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

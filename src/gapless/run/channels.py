@@ -22,6 +22,9 @@ class StoppedError(Exception):
 class Transport(Protocol):
     """The channels of one program."""
 
+    def in_stream(self, channel: Channel) -> bool:
+        """Whether it takes and brings tensors as they are, in the order of the current stream, and not in parcels."""
+
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         """Takes what the next producer of this channel has made, and does not wait. A device that is `idle` next, since
         it needs something from another one, may as well send it itself.
@@ -89,6 +92,9 @@ class ThreadChannels:
         produced, _ = messages(schedule)
         self._queues: dict[Channel, queue.SimpleQueue[Any]] = {channel: queue.SimpleQueue() for channel in produced}
         self._takers = takers(schedule, {channel: _unless_stopped(each) for channel, each in self._queues.items()})
+
+    def in_stream(self, channel: Channel) -> bool:
+        return False
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         return self._queues[channel].put

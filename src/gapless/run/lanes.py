@@ -84,6 +84,8 @@ class CudaLane:
         self._sources: dict[torch.device, torch.cuda.Stream] = {}  # of other GPUs, for copies from there
         self.origin = torch.cuda.Event(enable_timing=True)
         self.began = 0.0
+        # Autograd has a thread for each GPU, in which nothing has run yet: cuBLAS would complain to the user.
+        torch.zeros((), device=device, requires_grad=True).mul(1.0).backward()
 
     def pack(self, tree: Any) -> Parcel:
         event = torch.cuda.Event()

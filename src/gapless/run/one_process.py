@@ -1,6 +1,6 @@
 """One process, a thread per device: there is nobody else to talk to."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -121,6 +121,9 @@ class OneProcess:
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, norm_type)
+
+    def described(self) -> Iterator[str]:
+        return iter(())
 
     def close(self) -> None:
         self._team.close()

@@ -17,7 +17,7 @@ from gapless.run.channels import Transport
 from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.dependencies import completes, dependencies
-from gapless.schedule.routes import Routes
+from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.updates import WEIGHT_GRADIENTS
 from gapless.schedule.verify import is_in_order
 from gapless.stage.plain import check_scalar
@@ -187,7 +187,7 @@ class Program:
             local, key = self._local, (route.channel[2], route.source, microbatch)
             return lambda: local.pop(key)
         receive, unpack = self.channels.receiver(route.channel), lane.unpack
-        return receive if self._one_memory else lambda: unpack(receive())
+        return receive if self._as_it_is(route.channel) else lambda: unpack(receive())
 
     def _putter(self, device: int, action: Action) -> Callable[[Any], None] | None:
         route = self._routes.leaving(action)
@@ -198,7 +198,10 @@ class Program:
             return lambda result: local.__setitem__(key, result)
         send = self.channels.sender(route.channel, idle=self._waits_after(device, action))
         pack = self.lanes[device].pack
-        return send if self._one_memory else lambda result: send(pack(result))
+        return send if self._as_it_is(route.channel) else lambda result: send(pack(result))
+
+    def _as_it_is(self, channel: Channel) -> bool:
+        return self._one_memory or self.channels.in_stream(channel)
 
     def _waits_after(self, device: int, action: Action) -> bool:
         """Whether what this device does next needs something from another one."""

@@ -12,9 +12,9 @@ Whoever wants another transport or watches what runs (benchmarks do) derives fro
 `devices=`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tied
+
+TransportName = Literal["auto", "memory", "nccl", "gloo"]
+"""What carries tensors between ranks: the best that works, memory within one host, or a library."""
 
 
 class Ran(NamedTuple):
@@ -113,6 +116,9 @@ class World(Protocol):
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients of all processes to `max_norm`; the norm before."""
+
+    def described(self) -> Iterator[str]:
+        """How tensors get from device to device, a line for each way, if it is not within one process."""
 
     def close(self) -> None:
         """Ends threads and connections."""

@@ -269,7 +269,7 @@ class Cell:
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
         with (
-            calls.begin(work.records if defer else None, work.step, work.microbatch),
+            calls.begin(work.records if defer else None, work.step, work.microbatch, once=not self.remakes),
             Added() as added,
             watch or nullcontext(),
         ):

@@ -44,7 +44,7 @@ class Stage:
     the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first stage) a tuple of inputs is the
     positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in `nn.Sequential`, what a
     layer returns is the one argument of the next. With `batchnorm="deferred"`, `finish` ends a minibatch. `stored` is
-    shared by the stages of a model.
+    shared by the stages of a model. `only`: no other thread of this process runs stages.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Stage:
         batchnorm: BatchNorm = "microbatch",
         first_microbatch: int = 0,
         stored: Stored | None = None,
+        only: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.remat = remat
@@ -76,6 +77,7 @@ class Stage:
             batchnorm=batchnorm,
             first_microbatch=first_microbatch,
             stored=stored,
+            only=only,
         )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         *self._first_cells, self._last_cell = self._cells

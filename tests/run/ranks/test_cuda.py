@@ -1,5 +1,5 @@
-"""Processes with a GPU, over Gloo and pinned buffers and over NCCL. Ranks may share a GPU: over Gloo always, over NCCL
-from 2.31 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+"""Processes with a GPU: through its memory, over NCCL, and over Gloo and pinned buffers. Ranks may share a GPU: always,
+but over NCCL from 2.31 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SYNCHRONOUS = [name for name, recipe in RECIPES.items() if recipe.synchronous and name != "optimal"]
 
 
-@pytest.fixture(params=["gloo", "nccl"])
+@pytest.fixture(params=["memory", "gloo", "nccl"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -4,6 +4,7 @@ contest        what both sides run: layers, inputs, loss
 launcher       forks ranks, for benchmarks and tests alike
 ranks          what a rank does: it prepares, and then runs the steps it is asked for
 torch_side     torch.distributed.pipelining on a rank
+parts_side     a part of the model on each rank, with nobody to wait for
 gapless_side   a pipeline under a mesh on a rank
 peer           the benchmark's end: starts the ranks, asks for steps, ends them
 """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gapless.schedule.costs import Costs
 from gapless.zoo.emulated import Emulated
+from gapless.zoo.gpt import Block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,36 +20,64 @@ class Contest:
 
     kind      emulated: a stage is one layer; those of a device take `seconds` together for each of F, I and W
               linear: a stage is `layers` linear ones
-    size      floats per sample; for linear layers their width
+              gpt: a device has `layers` blocks, on a GPU and in bfloat16
+    size      floats per sample, or per token; for linear layers and blocks their width
     samples   per microbatch
+    tokens    per sample of a gpt
     """
 
     devices: int
     microbatches: int
-    kind: Literal["emulated", "linear"]
+    kind: Literal["emulated", "linear", "gpt"]
     seconds: float = 0.0
     size: int = 1
     samples: int = 1
     layers: int = 1
+    tokens: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Of the process that asks."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.kind == "gpt" else torch.device("cpu")
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was asked to."""
+        if self.kind == "gpt":
+            torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Give back what the device has kept, for others on it."""
+        if self.kind == "gpt":
+            torch.cuda.empty_cache()
 
     def stage(self, stages_per_device: int, separate: bool = False) -> nn.Module:
         """`separate` is for a contestant that splits a backward by walking its graph: see Emulated."""
         if self.kind == "linear":
             return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers)))
+        if self.kind == "gpt":
+            with self.device:  # made there, which is quicker by far
+                blocks = [Block(self.size, self.size // 64) for _ in range(self.layers // stages_per_device)]
+            return nn.Sequential(*blocks).to(torch.bfloat16)
         share = self.seconds / stages_per_device
         return Emulated(forward=share, input_grad=share, weight_grad=share, size=self.size, separate=separate)
 
     def inputs(self) -> Tensor:
         """They require a gradient where layers are emulated, so that the I of the first stage takes its time too."""
-        count = self.microbatches * self.samples
-        return torch.linspace(-1.0, 1.0, count * self.size).view(count, self.size)
+        shape = self._shape
+        found = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
+        return found.to(self.device, torch.bfloat16) if self.kind == "gpt" else found
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        tokens = (self.tokens,) if self.kind == "gpt" else ()
+        return (self.microbatches * self.samples, *tokens, self.size)
 
     @property
     def inputs_need_grad(self) -> bool:
         return self.kind == "emulated"
 
     def target(self) -> Tensor:
-        return torch.zeros(self.microbatches * self.samples, self.size)
+        return torch.zeros(self._shape[0], device=self.device)
 
     @property
     def costs(self) -> Costs:

@@ -1,17 +1,25 @@
 """A pipeline under a mesh as a contestant: what `ranks` runs."""
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from gapless.bench.emulated import batch, pipeline
 from gapless.bench.peer.contest import Contest
+from gapless.run.world import TransportName
 
 
 def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
-    """The order of the actions as they are run, and a call that runs one step on this rank."""
+    """The order of the actions as they are run, and a call that runs one step on this rank. A name is that of a
+    schedule, and may say over which transport, and that the step is "timed": its timeline is recorded.
+    """
+    name, timed, _ = name.partition(" timed")
     torch.manual_seed(0)  # every rank makes the same weights
-    pipe = pipeline(contest, name, mesh=init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",)))
+    schedule, _, transport = name.partition(" over ")
+    mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
+    over = cast(TransportName, transport or "auto")
+    pipe = pipeline(contest, schedule, mesh=mesh, transport=over, timeline=bool(timed))
     inputs, target = batch(contest)
     return pipe.schedule.text(), lambda: pipe.step(inputs, target)

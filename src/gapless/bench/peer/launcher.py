@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ _POLL = 0.005
 class Launcher:
     """Starts ranks, says how they have ended, and ends them; the other end of `main` below.
 
-    modules   what the launcher imports before its first fork
+    modules       what the launcher imports before its first fork
+    environment   what its ranks find in theirs, beside what is here
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `close`
         self._asked = 0
         self._process = subprocess.Popen(
@@ -44,6 +45,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,  # Ctrl-C is for whoever started it
         )
 
@@ -180,6 +182,8 @@ def _end(pids: set[int], running: set[int], statuses: dict[int, int]) -> None:
 def main() -> None:
     """Import what is named on the command line, then serve; a rank returns from here and does its work."""
     die_with_parent()
+    # Whether there is a GPU is asked without its driver: what has asked the driver has no GPU after a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in sys.argv[1:]:
         import_module(name)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +14,13 @@ from gapless.bench.peer.launcher import Launcher
 from gapless.bench.peer.ranks import compete
 from gapless.errors import TransportError
 from gapless.schedule.action import Schedule
-from gapless.schedule.recipes import make_schedule
+from gapless.schedule.recipes import RECIPES, make_schedule
 
-_SIDES = {"torch": ("torch.distributed.pipelining", "; try --no-peer"), "gapless": ("gapless on ranks", "")}
+_SIDES = {
+    "torch": ("torch.distributed.pipelining", "; try --no-peer"),
+    "gapless": ("gapless on ranks", ""),
+    "parts": ("the parts of the model", ""),
+}
 
 
 class Peer:
@@ -24,10 +28,18 @@ class Peer:
 
     schedules   those that it runs, by name, as it runs them
     refused     why it does not run the others
+    bubbles     of those whose last step had a timeline, with the times of its actions
     """
 
-    def __init__(self, contest: Contest, names: Sequence[str], side: Literal["torch", "gapless"] = "torch") -> None:
+    def __init__(
+        self,
+        contest: Contest,
+        names: Sequence[str],
+        side: Literal["torch", "gapless", "parts"] = "torch",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._contest = contest
+        self._environment = environment
         self._names = list(names)
         self._side = side
         self._who, self._way_out = _SIDES[side]
@@ -35,11 +47,13 @@ class Peer:
         self._ranks: list[Connection] = []
         self.schedules: dict[str, Schedule] = {}
         self.refused: dict[str, str] = {}
+        self.bubbles: dict[str, float] = {}
 
     def __enter__(self) -> "Peer":
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            launcher = Launcher("gapless.bench.peer.ranks", f"gapless.bench.peer.{self._side}_side")
+            modules = "gapless.bench.peer.ranks", f"gapless.bench.peer.{self._side}_side"
+            launcher = Launcher(*modules, environment=self._environment)
             stack.callback(launcher.close)
             count = self._contest.devices
             door = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -52,8 +66,10 @@ class Peer:
             orders, self.refused = self._gather(within=180.0)[0]
             self._stack = stack.pop_all()
         for name, order in orders.items():
-            made = make_schedule(name, devices=count, microbatches=self._contest.microbatches)
-            self.schedules[name] = made if order is None else Schedule.parse(order, name=name)
+            if order is not None:
+                self.schedules[name] = Schedule.parse(order, name=name)
+            elif name in RECIPES:
+                self.schedules[name] = make_schedule(name, devices=count, microbatches=self._contest.microbatches)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,7 +83,9 @@ class Peer:
             for rank in self._ranks:
                 rank.send((name, times))
         spans = self._gather(within=60.0 + 100 * times)
-        return float(max(end for _, end in spans) - min(start for start, _ in spans)) / times
+        if (bubble := spans[0][2]) is not None:
+            self.bubbles[name] = bubble
+        return float(max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / times
 
     def _let_in(self, door: socket.socket) -> Connection:
         door.settimeout(60.0)

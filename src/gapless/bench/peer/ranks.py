@@ -16,9 +16,13 @@ from importlib import import_module
 from multiprocessing.connection import Client, Connection
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from gapless.bench.peer.contest import Contest, from_json
+from gapless.schedule.calibration import costs_of
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
 from gapless.stage.intra_op import set_intra_op_threads
 
 
@@ -31,11 +35,11 @@ class Side(Protocol):
         """
 
 
-def join_group(rank: int, ranks: int, folder: str, seconds: float) -> None:
-    """A Gloo group of the ranks that share the folder, each with one intra-op thread, as under torchrun."""
+def join_group(rank: int, ranks: int, folder: str, seconds: float, backend: str = "gloo") -> None:
+    """A group of the ranks that share the folder, each with one intra-op thread, as under torchrun."""
     set_intra_op_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
@@ -48,9 +52,12 @@ def compete(rank: int, ranks: int, folder: str, name: str, text: str) -> None:
     lead = Client(f"{folder}/door", "AF_UNIX")
     lead.send(rank)
     try:
-        join_group(rank, ranks, folder, 120.0)
+        contest, names = from_json(text)
+        if contest.kind == "gpt":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.kind == "gpt" else "gloo")
         side: Any = import_module(f"gapless.bench.peer.{name}_side")
-        _answer(rank, side, *from_json(text), lead)
+        _answer(rank, side, contest, names, lead)
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -70,11 +77,20 @@ def _answer(rank: int, side: Side, contest: Contest, names: Sequence[str], lead:
         except (ValueError, AssertionError) as error:
             refused[name] = str(error)
             continue
+        contest.tidy()
         steps[name]()  # the first step asks the stages for their shapes
+        contest.settle()
+        contest.tidy()
     lead.send((orders, refused))
     while True:
         name, times = lead.recv()
         start = time.perf_counter()
         for _ in range(times):
-            steps[name]()
-        lead.send((start, time.perf_counter()))
+            result = steps[name]()
+            contest.settle()
+        lead.send((start, time.perf_counter(), _bubble(getattr(result, "timeline", None))))
+
+
+def _bubble(timeline: Timeline | None) -> float | None:
+    """What the schedule would leave idle, with the times that its actions took."""
+    return None if timeline is None else float(simulate(timeline.schedule, costs_of([timeline])).bubble)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -48,7 +47,7 @@ def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callabl
         layers = contest.stage(stages_per_device, separate=name == "zb-v")
         if number == 0 and contest.inputs_need_grad:
             layers = _NeedsGrad(layers)
-        stages.append(PipelineStage(layers, number, num_stages, torch.device("cpu")))
+        stages.append(PipelineStage(layers, number, num_stages, contest.device))
     stage = stages if stages_per_device > 1 else stages[0]
     schedule: Any = made(stage, contest.microbatches, loss_fn=loss)
     inputs = (contest.inputs(),) if 0 in numbers else ()

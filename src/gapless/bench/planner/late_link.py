@@ -21,6 +21,9 @@ class LateChannels:
     def __init__(self, inner: Transport, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
 
+    def in_stream(self, channel: Channel) -> bool:
+        return self._inner.in_stream(channel)
+
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         send, seconds = self._inner.sender(channel, idle=idle), self._seconds
         return lambda result: send((time.perf_counter() + seconds, result))

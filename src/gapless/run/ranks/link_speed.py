@@ -46,7 +46,7 @@ def measure_hops(links: Connections, group: Any, device: torch.device) -> list[H
     found = [row.tolist() for row in rows]
     tried = any(carrier.shares_memory for carrier in links.carriers)
     return [
-        # Processes that share no memory are not on one host, whatever their kernel; GPUs do not share it that way.
+        # Processes that share no memory are not on one host, whatever their kernel.
         Hop(latency, bandwidth, bool(near) if tried else host == after[2])
         for (latency, bandwidth, host, near), after in pairwise(found)
     ]

@@ -35,7 +35,7 @@ from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.team import make_team
-from gapless.run.world import Ran
+from gapless.run.world import Ran, TransportName
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
@@ -53,7 +53,9 @@ class ManyProcesses:
     tied: Tied = "summed"
     one_process = False
 
-    def __init__(self, seat: Seat, timeout: float, intra_op_threads: int | None = None) -> None:
+    def __init__(
+        self, seat: Seat, timeout: float, intra_op_threads: int | None = None, transport: TransportName = "auto"
+    ) -> None:
         self.seat = seat
         self.devices: Sequence[torch.device] = [seat.torch_device] * seat.num_devices
         self.here: Sequence[int] = (seat.device,)
@@ -63,7 +65,7 @@ class ManyProcesses:
         network, rank = network_device(), dist.get_rank()
         store = part_of_store("agreement", sorted(self.seat.ring))
         self._agreement = Agreement(store, self.seat.ring, rank, timeout)
-        self._agreement.reach(facts_of(seat.mesh), lambda: None)
+        self._agreement.reach({**facts_of(seat.mesh), "transport": transport}, lambda: None)
         self._process = os.getpid()
         tell_in_child(self)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
@@ -73,7 +75,7 @@ class ManyProcesses:
             self._sums = self._groups.dp  # of gradients
             self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
             opened.callback(self._courier.close, lambda: True)
-            self._links = self._connect()
+            self._links = self._connect(transport)
             opened.pop_all()
         self._whereabouts = self._watch.whereabouts
         self._whereabouts.connections = self._links
@@ -89,13 +91,14 @@ class ManyProcesses:
         self._losses = Losses(seat, self._links, self._groups.dp)
         self._clock: SharedClock | None = None
 
-    def _connect(self) -> Connections:
+    def _connect(self, transport: TransportName) -> Connections:
         seat, gpu = self.seat, self.seat.torch_device if self.seat.torch_device.type != "cpu" else None
-        direct = gpu is not None and nccl.is_used(seat.mesh)
-        made = connect_all(self._courier, seat.device, seat.pp_ranks, self._watch.lost, gpu, direct=direct)
-        if direct and self._groups.dp is not None:
-            (groups,) = (each for each in made.carriers if isinstance(each, nccl.Communicators))
-            self._sums = groups.connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
+        has_nccl = gpu is not None and nccl.is_used(seat.mesh)
+        where = self._courier, seat.device, seat.pp_ranks, self._watch.lost
+        made = connect_all(*where, gpu, has_nccl=has_nccl, transport=transport)
+        groups = [each for each in made.carriers if isinstance(each, nccl.Communicators)]
+        if groups and self._groups.dp is not None:
+            self._sums = groups[0].connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
         return made
 
     def _could_not_connect(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -323,6 +326,9 @@ class ManyProcesses:
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
         with self._together("clipping gradients", leaves=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
+
+    def described(self) -> Iterator[str]:
+        return self._links.described()
 
     # -- what was measured ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import torch
 from gapless.errors import TransportError
 from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections
-from gapless.run.ranks.wire.pipes import Inbox, Outbox, ThroughPipes, find_near
+from gapless.run.ranks.wire.inbox import Inbox, Outbox, find_near
+from gapless.run.ranks.wire.pipes import ThroughPipes
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
 

@@ -19,6 +19,8 @@ import torch
 from gapless.run.ranks.wire.message import Message
 from gapless.schedule.routes import Channel
 
+DIRECT = ("activation", "gradient")
+"""What may go from GPU to GPU; the rest is small, or rare, and goes by way of the host."""
 SMALL = 64 << 10
 _PATIENCE = 0.5  # seconds
 _TAGS = {"activation": 2, "gradient": 4, "loss": 6}
@@ -189,7 +191,13 @@ class Incoming(ABC):
 class Carrier(ABC):
     """Brings messages to some devices, or to all: of those that reach another device, a channel takes the first."""
 
+    name = ""  # what it is called where a person reads it
     shares_memory = False  # so that it reaches devices of one host only
+    in_stream = False  # tensors of a GPU come and go in the order of the current stream
+
+    def carries(self, channel: Channel) -> bool:
+        """Whether it would, between any two devices: all ranks say the same."""
+        return True
 
     def reaches(self, device: int, kind: str) -> bool:
         """Whether messages of that kind can go to that device and come from it."""

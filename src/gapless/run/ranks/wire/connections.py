@@ -1,23 +1,27 @@
 """All connections of this process to the other ranks of its pipeline.
 
-A channel takes the first carrier that reaches its other end: NCCL from GPU to GPU, pipes and shared memory on one
-host, Gloo between hosts.
+A channel takes the first carrier that reaches its other end:
+
+    tensors of a CPU    pipes and shared memory on one host, Gloo between hosts
+    tensors of a GPU    memory of the GPU on one host, NCCL if the mesh has it, else Gloo by way of pinned memory
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from gapless.errors import GaplessError, TransportError
+from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.channels import StoppedError, takers
 from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import OverGloo
+from gapless.run.ranks.wire.gpu_memory import OverGpuMemory
 from gapless.run.ranks.wire.nccl import Communicators
 from gapless.run.ranks.wire.pinned import OverGlooPinned
 from gapless.run.ranks.wire.pipes import ThroughPipes
+from gapless.run.world import TransportName
 from gapless.schedule.action import Schedule
 from gapless.schedule.routes import Channel, messages
 
@@ -34,15 +38,17 @@ class Connections:
         self._explain = explain
         self.waiting = Waiting(self._lost)
         self.carriers: list[Carrier] = []
-        self.in_parcels = False  # what goes in and out
+        self.in_parcels = False  # what goes in and out, but for carriers that keep to a stream
         self.stopped = False
         self._outgoing: dict[tuple[int, str], Outgoing] = {}
         self._incoming: dict[tuple[int, str], Incoming] = {}
 
     def connect(self, channels: Iterable[Channel]) -> None:
         """Every rank is about to use the same channels."""
+        left = list(channels)
         for carrier in self.carriers:
-            carrier.connect(channels)
+            carrier.connect([each for each in left if carrier.carries(each)])
+            left = [each for each in left if not carrier.carries(each)]
 
     def outgoing(self, target: int, kind: str) -> Outgoing:
         """The near end of a channel."""
@@ -56,8 +62,21 @@ class Connections:
             self._incoming[source, kind] = self._carrier(source, kind).incoming(source, kind)
         return self._incoming[source, kind]
 
+    def in_stream(self, device: int, kind: str) -> bool:
+        """Tensors of a GPU come and go in the order of the current stream, and need no parcel."""
+        return self._carrier(device, kind).in_stream
+
     def _carrier(self, device: int, kind: str) -> Carrier:
         return next(carrier for carrier in self.carriers if carrier.reaches(device, kind))
+
+    def described(self) -> Iterator[str]:
+        """What carries tensors to and from which rank, a line for each carrier."""
+        found: dict[str, list[int]] = {}
+        for device, rank in enumerate(self.ranks):
+            if device != self.device:
+                found.setdefault(self._carrier(device, "activation").name, []).append(rank)
+        for name, ranks in found.items():
+            yield f"  rank {self.rank} reaches rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} through {name}"
 
     def stop(self) -> None:
         """Whoever waits here or for this process raises."""
@@ -113,21 +132,47 @@ class Connections:
 
 
 def connect_all(
-    courier: Courier, device: int, ranks: Sequence[int], explain: Explain, gpu: torch.device | None, *, direct: bool
+    courier: Courier,
+    device: int,
+    ranks: Sequence[int],
+    explain: Explain,
+    gpu: torch.device | None,
+    *,
+    has_nccl: bool,
+    transport: TransportName = "auto",
 ) -> Connections:
-    """Every rank of the pipeline calls it. `gpu` is where the tensors of this one are, if not in memory of the host;
-    `direct`: they go to other GPUs by NCCL.
-    """
+    """Every rank of the pipeline calls it. `gpu` is where the tensors of this one are, if not in memory of the host."""
     made = Connections(courier, device, ranks, explain)
     made.in_parcels = gpu is not None
-    if gpu is not None and direct:
-        made.carriers.append(Communicators(courier, made.waiting, ranks, device, gpu))
-    if courier.group is not None:
+    if transport == "nccl" and not has_nccl:
+        raise ConfigError(
+            "transport='nccl' needs GPUs and a mesh whose groups have NCCL: init_process_group('cpu:gloo,cuda:nccl') "
+            "before init_device_mesh('cuda', ...)"
+        )
+    if courier.group is not None and transport in ("auto", "memory"):
         if gpu is None:
             made.carriers.extend(ThroughPipes.found(courier, made.waiting, device))
+        else:
+            made.carriers.extend(OverGpuMemory.found(courier, made.waiting, device, gpu))
+        if transport == "memory":
+            _check_reached(made)
+    if gpu is not None and has_nccl and transport in ("auto", "nccl"):
+        made.carriers.append(Communicators(courier, made.waiting, ranks, device, gpu))
+    if courier.group is not None:
         gloo = OverGloo(courier, made.waiting) if gpu is None else OverGlooPinned(courier, made.waiting, gpu)
         made.carriers.append(gloo)
     return made
+
+
+def _check_reached(made: Connections) -> None:
+    others = [device for device in range(len(made.ranks)) if device != made.device]
+    missed = [device for device in others if not any(each.reaches(device, "activation") for each in made.carriers)]
+    if missed:
+        raise ConfigError(
+            f"transport='memory', but rank {made.rank} can't reach rank {made.ranks[missed[0]]} through memory: they "
+            "are on different hosts, in containers that may not see each other, or on GPUs with no way to each other; "
+            "leave transport out, and the best one that works is taken"
+        )
 
 
 class RankChannels:
@@ -141,13 +186,18 @@ class RankChannels:
         gets = {(source, to, kind): connections.incoming(source, kind).get for source, to, kind in mine}
         self._takers = takers(schedule, gets)
 
+    def in_stream(self, channel: Channel) -> bool:
+        source, target, kind = channel
+        other = source if target == self._connections.device else target
+        return self._connections.in_stream(other, kind)
+
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         outgoing = self._connections.outgoing(channel[1], channel[2])
         return outgoing.put_now if idle and not self._connections.in_parcels else outgoing.put
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
-        take = self._takers[channel].take
-        return (lambda: Parcel(take())) if self._connections.in_parcels else take
+        take, in_parcels = self._takers[channel].take, self._connections.in_parcels
+        return (lambda: Parcel(take())) if in_parcels and not self.in_stream(channel) else take
 
     def stop(self) -> None:
         self._connections.stop()

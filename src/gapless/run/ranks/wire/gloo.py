@@ -149,6 +149,8 @@ class GlooIncoming(Incoming):
 class OverGloo(Carrier):
     """Reaches everybody."""
 
+    name = "Gloo"
+
     def __init__(self, courier: Courier, waiting: Waiting) -> None:
         self._courier, self._waiting = courier, waiting
 

@@ -96,6 +96,20 @@ class Writer:
 
     def write(self, tree: Any) -> Message:
         """The message for a tree."""
+        tensors, (number, layout, free), description = self.known(tree)
+        if free:
+            message = free.pop()
+        else:
+            message = self._message(layout, number, description)
+            if not description and message.buffer.numel() == message.size:
+                message.free = free
+        message.fill(tensors)
+        return message
+
+    def known(self, tree: Any) -> tuple[list[Tensor], tuple[int, TreeLayout, list[Message]], bytes]:
+        """The tensors of a tree; the number and layout of its kind, and messages that are free; what the other end has
+        to be told of it, if it does not know it yet.
+        """
         try:
             tensors, key = key_of(tree)
         except RuntimeError:  # one without strides
@@ -103,24 +117,12 @@ class Writer:
             raise
         found = self._known.get(key)
         if found is not None:
-            number, layout, free = found
-            if free:
-                message = free.pop()
-            else:
-                message = self._message(layout, number, b"")
-                message.free = free if message.buffer.numel() == message.size else None
-        else:
-            message = self._first(tree, key)
-        message.fill(tensors)
-        return message
-
-    def _first(self, tree: Any, key: Any) -> Message:
+            return tensors, found, b""
         described = describe(tree)
-        layout, number = TreeLayout(described), _NO_ID
+        kind: tuple[int, TreeLayout, list[Message]] = (_NO_ID, TreeLayout(described), [])
         if len(self._known) < _MOST_LAYOUTS:
-            number = len(self._known)
-            self._known[key] = (number, layout, [])
-        return self._message(layout, number, json.dumps(described).encode())
+            kind = self._known[key] = (len(self._known), *kind[1:])
+        return tensors, kind, json.dumps(described).encode()
 
     def _message(self, layout: TreeLayout, number: int, description: bytes) -> Message:
         """To be filled. Where tensors leave their message there is another one."""
@@ -163,19 +165,23 @@ class Reader:
         """The tree of a message."""
         address = buffer.data_ptr()
         number, length, elsewhere = HEADER.unpack(_string_at(address, HEADER_SIZE))
-        if length:
-            layout = TreeLayout(json.loads(_string_at(address + HEADER_SIZE, length)))
-            if number != _NO_ID:
-                if number != len(self._known):
-                    raise TransportError(f"layout {number} came where layout {len(self._known)} was to be")
-                self._known.append(layout)
-        else:
-            layout = self._known[number]
+        layout = self.layout(number, _string_at(address + HEADER_SIZE, length))
         data, start = self._data(buffer, padded(HEADER_SIZE + length), elsewhere, layout.size)
         if number != _NO_ID and data is buffer:
             self._last = (number, layout)
         storage = data.untyped_storage()
         return layout.tree([place.read(storage, start) for place in layout.places])
+
+    def layout(self, number: int, description: bytes) -> TreeLayout:
+        """That of the number; one that comes with a description is learnt."""
+        if not description:
+            return self._known[number]
+        layout = TreeLayout(json.loads(description))
+        if number != _NO_ID:
+            if number != len(self._known):
+                raise TransportError(f"layout {number} came where layout {len(self._known)} was to be")
+            self._known.append(layout)
+        return layout
 
     def _data(self, buffer: Tensor, start: int, elsewhere: int, size: int) -> tuple[Tensor, int]:
         """The memory with the tensors of a message, and where they begin. Where they leave their message

@@ -23,15 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gapless.run.lanes import Parcel
-from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
+from gapless.run.ranks.wire.channel import DIRECT, Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.layout import TreeLayout
 from gapless.run.ranks.wire.message import Message, Reader, Writer
 from gapless.schedule.routes import Channel
 
-DIRECT = ("activation", "gradient")  # what goes from GPU to GPU; the rest is small, or rare
 _MOST_BLOCKS = 4  # of threads that one transfer takes from computing
 
 
@@ -58,6 +56,9 @@ def connected(name: str, ranks: Sequence[int], number: int, *, most_blocks: int 
 class Communicators(Carrier):
     """The groups of a pipeline's channels, and that of its replicas."""
 
+    name = "NCCL"
+    in_stream = True
+
     def __init__(
         self, courier: Courier, waiting: Waiting, ranks: Sequence[int], device: int, gpu: torch.device
     ) -> None:
@@ -80,7 +81,7 @@ class Communicators(Carrier):
         """Every rank names the same channels. Nobody enters a meeting before all are there: until then a rank that
         fails is noticed.
         """
-        new = sorted({channel for channel in channels if channel[2] in DIRECT} - self._known, key=_order)
+        new = sorted(set(channels) - self._known, key=_order)
         if not new:
             return
         self._courier.group.barrier().wait()
@@ -97,6 +98,9 @@ class Communicators(Carrier):
     def _meet(self, group: Any, *, sends: bool) -> None:
         _posted(group, group.send if sends else group.recv, torch.zeros(1, dtype=torch.uint8, device=self._gpu)).wait()
         torch.cuda.current_stream(self._gpu).synchronize()
+
+    def carries(self, channel: Channel) -> bool:
+        return channel[2] in DIRECT
 
     def reaches(self, device: int, kind: str) -> bool:
         return kind in DIRECT
@@ -158,14 +162,11 @@ class NcclOutgoing(GlooOutgoing):
         self._group = group
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def packed(self, tree: Any) -> Parcel:
-        return Parcel(tree)
-
     def put(self, item: Any) -> None:
         self.send(item)
 
-    def send(self, item: Parcel) -> None:
-        message = self._writer.write(item.tree)
+    def send(self, item: Any) -> None:
+        message = self._writer.write(item)
         self.post(message)
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()

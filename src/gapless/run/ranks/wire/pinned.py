@@ -38,6 +38,8 @@ class PinnedOutgoing(GlooOutgoing):
 class OverGlooPinned(OverGloo):
     """Reaches everybody."""
 
+    name = "Gloo and pinned memory of the host"
+
     def __init__(self, courier: Courier, waiting: Waiting, gpu: torch.device) -> None:
         super().__init__(courier, waiting)
         self._gpu, self._stream = gpu, torch.cuda.Stream(gpu)

@@ -47,7 +47,7 @@ class Segment:
     """Some shared memory on the side of its owner."""
 
     def __init__(self, number: int, capacity: int) -> None:
-        self._descriptor = _memfd()
+        self._descriptor = memory_file()
         weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, ALIGNMENT + capacity)
         self._map = mmap.mmap(self._descriptor, ALIGNMENT + capacity)
@@ -70,7 +70,8 @@ class Segment:
         return self
 
 
-def _memfd() -> int:
+def memory_file() -> int:
+    """Shared memory without a name; its file descriptor."""
     try:
         return os.memfd_create("gapless", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError:  # older systems do not know it
@@ -124,7 +125,7 @@ class Attached:
         found = self._maps.get(name)
         if found is None:
             try:
-                found = _opened(self._process, name & _DESCRIPTOR)
+                found = opened(self._process, name & _DESCRIPTOR)
             except (OSError, ValueError) as error:
                 if getattr(error, "errno", None) not in _NONE_LEFT:
                     raise _gone(self._process, error) from None
@@ -200,7 +201,8 @@ def _file(process: int, descriptor: int) -> Iterator[int]:
         os.close(mine)
 
 
-def _opened(process: int, descriptor: int) -> mmap.mmap:
+def opened(process: int, descriptor: int) -> mmap.mmap:
+    """Memory that another process has made."""
     with _file(process, descriptor) as mine:
         return mmap.mmap(mine, 0)
 
@@ -321,7 +323,7 @@ class Probe:
         """Whether this process can open another one's, given its words."""
         descriptor, *token = words
         try:
-            found = _opened(process, descriptor)[:_SIZE_OF_TOKEN]
+            found = opened(process, descriptor)[:_SIZE_OF_TOKEN]
         except (OSError, ValueError):
             return False
         return found == struct.pack(_TOKEN, *token)

@@ -1,0 +1,189 @@
+"""How close ranks on a GPU come to what it can do, against torch.distributed.pipelining.
+
+One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is trained
+
+    whole       on one part of the GPU, by a plain loop
+    parts       a part of the model on each part of the GPU, at once, with nobody to wait for: the limit
+    gapless     as a pipeline, by schedule and by what carries its tensors
+    torch       as a pipeline of torch.distributed.pipelining, over NCCL
+
+    bound        limit / (1 - bubble), the bubble simulated with the times that the actions took
+    efficiency   bound / time
+
+Needs an NVIDIA GPU. Several ranks share one over NCCL only from NCCL 2.31 on, with NCCL_MULTI_RANK_GPU_ENABLE=1;
+without it NCCL and torch are left out.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from gapless.bench.parameters import Rounds, Schedules
+from gapless.bench.peer.contest import Contest
+from gapless.bench.peer.peer import Peer
+from gapless.bench.report import milliseconds as in_ms
+from gapless.bench.report import tabular
+from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns
+from gapless.errors import ConfigError
+from gapless.view import text
+
+_PEERS = ("1f1b", "interleaved", "zb-v")
+_FIRST_NCCL = 23100  # that lets ranks share a GPU
+
+
+def run(
+    *,
+    ranks: Annotated[int, "parts of the GPU"] = 4,
+    layers: Annotated[int, "blocks of the GPT, a multiple of the ranks"] = 16,
+    width: Annotated[int, "its width, a multiple of 64"] = 2048,
+    tokens: Annotated[int, "in a sequence; a microbatch is one"] = 1024,
+    microbatches: Annotated[int, "microbatches"] = 32,
+    schedules: Schedules = ("1f1b", "zb-h1", "zb-v"),
+    transports: Annotated[tuple[str, ...], "what carries tensors: memory, nccl, gloo"] = ("memory", "nccl", "gloo"),
+    rounds: Rounds = 10,
+    peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """All take turns; a row for each says its bound and its median step."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench gpu needs an NVIDIA GPU, and there is none; bench emulated needs none")
+    if layers % (2 * ranks):
+        raise ConfigError(
+            f"{layers} layers can't be cut into {2 * ranks} equal stages: choose a multiple of {2 * ranks}"
+        )
+    contest = Contest(ranks, microbatches, "gpt", size=width, layers=layers // ranks, tokens=tokens)
+    skipped: dict[str, str] = {}
+    if reason := _without_nccl(ranks):
+        transports = tuple(each for each in transports if each != "nccl")
+        peer, skipped = False, {"nccl": reason, "torch": reason}
+    names = [f"{schedule} over {transport}" for transport in transports for schedule in schedules]
+    timed = [f"{schedule} over {transports[0]} timed" for schedule in schedules]
+    with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(_cut_into(ranks, skipped))
+        sides: dict[str, Peer] = {}
+        asked: dict[str, Sequence[str]] = {"parts": ("whole", "parts"), "gapless": [*names, *timed]}
+        asked |= {"torch": _PEERS} if peer else {}
+        for side, its in asked.items():
+            progress(f"starting {side}")
+            sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
+        ours, refused = sides["gapless"], {}
+        contestants: dict[str, Contestant] = {name: partial(sides["parts"].step, name) for name in asked["parts"]}
+        contestants |= {f"gapless {name}": partial(ours.step, name) for name in names}
+        if peer:
+            contestants |= {f"torch {name}": partial(sides["torch"].step, name) for name in sides["torch"].schedules}
+            refused = sides["torch"].refused
+        for name in timed:
+            ours.step(name, 2)
+        seconds = take_turns(contestants, rounds, progress)
+        bubbles = {name.partition(" over ")[0]: ours.bubbles[name] for name in timed}
+    limit = median(seconds["parts"])
+    return {
+        "rows": [_row(name, values, limit, bubbles) for name, values in seconds.items()],
+        "limit": limit,
+        "bubbles": bubbles,
+        "skipped": skipped,
+        "refused": refused,
+        "parts_of": _parts_of(ranks),
+        **_best(seconds),
+    }
+
+
+def _row(name: str, seconds: list[float], limit: float, bubbles: Mapping[str, float]) -> dict[str, Any]:
+    by, _, what = name.partition(" ")
+    schedule, _, transport = what.partition(" over ")
+    found: dict[str, Any] = {"by": by, "schedule": schedule, "transport": transport, "seconds": median(seconds)}
+    if schedule in bubbles:
+        found["bound"] = limit / (1 - bubbles[schedule])
+        found["efficiency"] = found["bound"] / found["seconds"]
+    return found | {"rounds": seconds}
+
+
+def _best(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    sides = [{name: each for name, each in seconds.items() if name.startswith(by)} for by in ("gapless", "torch")]
+    if not all(sides):
+        return {"faster": None}
+    mine, theirs = (min(side, key=lambda name: median(side[name])) for side in sides)
+    return {"best": mine, "best_of_torch": theirs, "faster": ratio(seconds[theirs], seconds[mine])}
+
+
+def _without_nccl(ranks: int) -> str:
+    """Why NCCL can't be used, if it can't."""
+    if torch.cuda.device_count() >= ranks:
+        return ""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return "there is no libnccl.so.2"
+    if version.value < _FIRST_NCCL:
+        return f"NCCL {version.value // 10000}.{version.value // 100 % 100} does not let ranks share a GPU; 2.31 does"
+    return "" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else "NCCL_MULTI_RANK_GPU_ENABLE is not 1"
+
+
+@contextlib.contextmanager
+def _cut_into(ranks: int, skipped: dict[str, str]) -> Iterator[dict[str, str]]:
+    """What each rank must find in its environment to have its part of the GPU."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if torch.cuda.device_count() >= ranks or control is None:
+        if control is None:
+            skipped["parts of the GPU"] = "nvidia-cuda-mps-control is not there, so ranks take turns on the whole GPU"
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in environment.values():
+            Path(place).mkdir()
+        here = {**os.environ, **environment}
+        subprocess.run([control, "-d"], env=here, check=True)
+        try:
+            yield {**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+        finally:
+            subprocess.run([control], env=here, input="quit\n", text=True, check=False, timeout=60)
+
+
+def _parts_of(ranks: int) -> str:
+    """What the GPU is, and how much of it each rank has."""
+    found = torch.cuda.get_device_properties(0)
+    share = found.multi_processor_count * (100 // ranks) // 100
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+    clocks = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        clocks = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
+    return f"{found.name}, {share} of {found.multi_processor_count} multiprocessors for each rank, clocks {clocks}"
+
+
+def report(found: dict[str, Any]) -> str:
+    """A row for each contestant, and which side has the fastest."""
+    rows = [
+        (
+            row["schedule"] or row["by"],
+            row["by"] if row["schedule"] else "",
+            row["transport"],
+            in_ms(row["seconds"]),
+            in_ms(row["bound"]) if "bound" in row else "",
+            text.percent(row["efficiency"]) if "bound" in row else "",
+        )
+        for row in found["rows"]
+    ]
+    verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
+    verdict += [f"torch refuses {name}: {why}" for name, why in found["refused"].items()]
+    if found["faster"] is not None:
+        best, theirs = found["best"], found["best_of_torch"]
+        verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
+    return tabular(
+        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
+        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks\n{found['parts_of']}",
+        ("schedule", "by", "over", "step", "bound", "efficiency"),
+        rows,
+        *verdict,
+        left=3,
+    )
