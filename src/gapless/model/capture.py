@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError, PartitionError
 from gapless.stage import microbatch as mb
 from gapless.stage.counted import Weighed, told
+from gapless.stage.minibatch import Minibatch
 from gapless.stage.settings import settings
 
 from .counting import Counting, loss_in, weighed_by
@@ -35,9 +36,7 @@ _TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 class Captured:
-    """A model and its traces, cut into as many layers as there are stages. `layers`, `module` and `costs` are as in
-    `Layers`.
-    """
+    """A model and its traces, cut into as many layers as there are stages. `layers` and `module` are as in `Layers`."""
 
     def __init__(
         self, model: nn.Module, devices: Sequence[torch.device], cuts: GraphCuts | None = None, *, movable: bool = True
@@ -82,10 +81,6 @@ class Captured:
         self._editions = [*alike[1 - _MOST_EDITIONS :], made]
         return made
 
-    def costs(self) -> list[int]:
-        """Parameters of each stage, and one for its existence."""
-        return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers]
-
     def settle(self) -> None:
         """Brings parameters and buffers to the devices of their stages."""
         for layer, device in zip(self.layers, self._devices, strict=True):
@@ -107,23 +102,14 @@ class Captured:
         known.append(self._find(modes, flat, spec))
         return (known[-1], *flat)
 
-    def weighed(
-        self,
-        prepared: Sequence[tuple[Any, ...]],
-        whole: Any,
-        counts: Sequence[int],
-        loss_weight: mb.LossWeight = None,
-        parts: Sequence[Any] = (),
-    ) -> Weighed:
-        """What prepared microbatches count for the model's own loss; `whole` is the minibatch, `parts` are its
-        microbatches as they were, for a `loss_weight` of the user's.
-        """
+    def weighed(self, prepared: Sequence[tuple[Any, ...]], batch: Minibatch, loss_weight: mb.LossWeight) -> Weighed:
+        """What prepared microbatches count for the model's own loss; `batch` has them as they were."""
         countings = [self._counting(number) for number, *_ in prepared]
         if not any(each.has_loss for each in countings):
-            return Weighed([float(count) for count in counts])
+            return Weighed([float(count) for count in batch.sizes])
         if loss_weight is not None:
-            return told(loss_weight, parts)
-        return weighed_by(countings, [flat for _, *flat in prepared], counts, whole)
+            return told(loss_weight, batch.parts)
+        return weighed_by(countings, [flat for _, *flat in prepared], batch.sizes, batch.inputs)
 
     def _counting(self, number: int) -> Counting:
         countings = self.edition.countings

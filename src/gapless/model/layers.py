@@ -58,12 +58,10 @@ class Layers:
             return Layers(model, by_hand)
         return self
 
-    def costs(self) -> list[int]:
-        """Parameters of each layer, and one for its existence: a stand-in until the layers have been measured."""
-        return [
-            1 + (sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0)
-            for layer in self.layers
-        ]
+
+def cost_of(layer: Layer) -> int:
+    """Its parameters, and one for its existence: a stand-in until layers have been measured."""
+    return 1 + (sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0)
 
 
 def check_initialised(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from gapless.stage import plain
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiled, uncompiled
 from gapless.stage.counted import Weighed
+from gapless.stage.minibatch import Minibatch
 from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
 
@@ -46,16 +47,11 @@ class Reference:
 
         layer.module = self._layer  # type: ignore[attr-defined]  # whose batch norms count
 
-        self._layer.bind(lambda number: seeded(microbatch, number), as_it_is)
-
-        def seeded(microbatch: int, number: int) -> None:
-            torch.manual_seed(seed_of(seed, step, microbatch, number))
-
+        self._layer.bind(lambda number: torch.manual_seed(seed_of(seed, step, microbatch, number)), as_it_is)
         options = {"loss": own_loss, "loss_weight": None, **options}
 
-        def weigh(parts: Sequence[Any], counts: Sequence[int]) -> Weighed:
-            prepared = self._captured.prepare(parts)
-            return self._captured.weighed(prepared, inputs, counts, options["loss_weight"], parts)
+        def weigh(batch: Minibatch) -> Weighed:
+            return self._captured.weighed(self._captured.prepare(batch.parts), batch, options["loss_weight"])
 
         options["weigh"] = weigh if options["loss"] is own_loss else None
         return plain.plain_step([layer], inputs, target, seed=seed, step=step, **options)

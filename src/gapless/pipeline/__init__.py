@@ -4,10 +4,8 @@ pipeline      the object that trains: a table of contents
 arguments     what a user asks for, checked
 options       what was asked for, and what all ranks must have been asked for alike
 schedules     the schedule for any number of microbatches
-staged_model  the model cut into stages, and the programs that run them
-stages        the stages of this process, made from their layers
+staged_model  the model cut into stages, those of this process made, and the programs that run them
 edits         where layers go when the model was edited
-minibatch     what a step is given, cut into microbatches
 result        what a step leaves
 planning      from a model to a plan, and what the links between ranks take
 """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
-from gapless.model.layers import Layers, more_than_its_layers
+from gapless.model.layers import Layers, cost_of, more_than_its_layers
 from gapless.model.materialise import on_meta
 from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
@@ -68,9 +68,8 @@ def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[Non
         needs = f"{schedule.name or 'the schedule'} on {num_devices} devices needs {schedule.num_stages} stages"
         if num_devices <= error.most and each > 1:
             other = "zb-h1" if Kind.WEIGHT_GRAD in schedule.kinds else "1f1b"
-            way_out = f"use schedule={other!r}, which has {num_devices}, or {by_hand}"
-            if error.most >= each:
-                way_out = f"use schedule={other!r}, which has {num_devices}, {_most(error.most // each)}, or {by_hand}"
+            fewer = f", at most {_devices(error.most // each)}" if error.most >= each else ""
+            way_out = f"use schedule={other!r}, which has {num_devices}{fewer}, or {by_hand}"
         elif error.most > 1:
             way_out = f"use at most {error.most} devices{' with 1f1b' if each > 1 else ''}, or {by_hand}"
         else:
@@ -78,8 +77,8 @@ def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[Non
         raise PartitionError(f"{str(error).partition(', but')[0]}, but {needs}: {way_out}") from None
 
 
-def _most(devices: int) -> str:
-    return f"at most {devices} device{'s' if devices > 1 else ''}"
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def check_plan(
@@ -98,16 +97,14 @@ def check_plan(
             f"the plan is for {_pipelines(plan.mesh.replicas, plan.num_devices)}, but there "
             f"{'is' if replicas == 1 else 'are'} {_pipelines(replicas, len(world.devices))}: make one for these"
         )
-    others = {
-        "microbatches": microbatches not in (None, plan.microbatches) and (microbatches, plan.microbatches),
-        "partition": partition is not None
-        and tuple(partition) != plan.partition
-        and (list(partition), list(plan.partition)),
-        "remat": remat != "none" and _each(remat, len(plan.remat)) != plan.remat and (remat, list(plan.remat)),
-        "stages_per_device": stages_per_device not in (None, plan.stages_per_device)
-        and (stages_per_device, plan.stages_per_device),
-    }
-    faults = [f"{name} is {pair[0]!r}, but the plan has {pair[1]!r}" for name, pair in others.items() if pair]
+    same = [
+        ("microbatches", microbatches, plan.microbatches),
+        ("partition", None if partition is None else list(partition), list(plan.partition)),
+        ("remat", None if remat == "none" or _each(remat, len(plan.remat)) == plan.remat else remat, list(plan.remat)),
+        ("stages_per_device", stages_per_device, plan.stages_per_device),
+    ]
+    others = [(name, asked, has) for name, asked, has in same if asked not in (None, has)]
+    faults = [f"{name} is {asked!r}, but the plan has {has!r}" for name, asked, has in others]
     if costs is not None and costs != plan.costs:
         faults.append("costs are not those of the plan")
     if faults:
@@ -119,15 +116,7 @@ def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
 
 
 def _pipelines(replicas: int, devices: int) -> str:
-    pipelines = "1 pipeline" if replicas == 1 else f"{replicas} pipelines"
-    return f"{pipelines} of {devices} device{'s' if devices > 1 else ''}"
-
-
-def asked_for(asked: str | Schedule | Plan, microbatches: int) -> str | Schedule:
-    """What to make a schedule from: a plan for another number of microbatches is its recipe."""
-    if isinstance(asked, Plan):
-        return asked.schedule if microbatches == asked.microbatches else asked.recipe
-    return asked
+    return f"{replicas} pipeline{'s' if replicas > 1 else ''} of {_devices(devices)}"
 
 
 def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
@@ -249,7 +238,7 @@ def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) ->
 def layers_per_stage(model: Layers, num_stages: int, asked: Sequence[int] | None) -> tuple[int, ...]:
     """As asked for, or balanced by parameters."""
     if asked is None:
-        return balanced(model.costs(), num_stages)
+        return balanced([cost_of(layer) for layer in model.layers], num_stages)
     counts = tuple(asked)
     check_enough_layers(len(model.layers), num_stages)
     if len(counts) != num_stages or sum(counts) != len(model.layers) or min(counts) < 1:

@@ -19,17 +19,7 @@ from gapless.errors import ConfigError
 from gapless.model.capture import Captured, own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
-from gapless.pipeline.arguments import (
-    at_least_one,
-    check_compiled,
-    check_cuts,
-    check_options,
-    check_plan,
-    one_of,
-    stages_per_device_of,
-    world_of,
-)
-from gapless.pipeline.minibatch import Minibatch, apart, scaled
+from gapless.pipeline import arguments
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
@@ -47,6 +37,7 @@ from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.counted import Weighed
 from gapless.stage.devices import Devices
+from gapless.stage.minibatch import Minibatch, apart
 from gapless.stage.share import Share
 from gapless.stage.stage import Remat
 from gapless.stage.tie import Tied
@@ -123,31 +114,31 @@ class Pipeline:
         timeout: float = 600.0,
         transport: TransportName = "auto",
     ) -> None:
-        self._world = world_of(devices, mesh, timeout, intra_op_threads, transport)
+        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, transport)
         self.devices = self._world.devices
-        self._close = close_with(self, self._world)
+        self._close = close_with(self, self._world.close)
         self.seed = seed
         self.steps = 0  # done so far; random numbers depend on it
         self._nothing = nn.Parameter(torch.empty(0))
         with self._closed_if_it_fails(), self._world.making():
-            check_options(schedule, loss, loss_weight)
+            arguments.check_options(schedule, loss, loss_weight)
             model, compiler = uncompiled(model)
             traced = layers is None and not is_sequence(model)
-            check_compiled(model, traced=traced)
+            arguments.check_compiled(model, traced=traced)
             if isinstance(schedule, Plan):
-                check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
-                check_cuts(schedule, model, traced=traced)
+                arguments.check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
+                arguments.check_cuts(schedule, model, traced=traced)
                 microbatches, partition, remat = schedule.microbatches, schedule.partition, schedule.remat
                 costs, stages_per_device = schedule.costs, schedule.stages_per_device
-            each = stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
+            each = arguments.stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
             self._options = Options(
                 Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat),
-                at_least_one("microbatches", microbatches),
+                arguments.at_least_one("microbatches", microbatches),
                 own_loss if loss is None else loss,
                 loss_weight,
                 seed,
                 batchnorm,
-                one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed")),
+                arguments.one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed")),
                 compiler_of(compile) or compiler,
                 init,
                 schedule.cuts if isinstance(schedule, Plan) else None,
@@ -201,14 +192,14 @@ class Pipeline:
             raise ConfigError(
                 "step computes gradients, but they are switched off here: call it outside no_grad, or use evaluate"
             )
-        batch = self._cut(inputs, target, trains=True)
+        batch = self._cut(inputs, target)
         with self._world.call("in a step"):
             self._staged.follow()
-            prepared = self._staged.prepared(batch.parts)
+            prepared = self._staged.prepared([apart(part) for part in batch.parts])
             program = self._staged.program(len(batch.parts), inference=False)
-            counted = batch.weighed(self._staged.model, prepared, self._options)
+            counted = self._staged.weighed(batch, prepared)
             weights = self._world.weights(program, inputs, target, counted, self.microbatches, share)
-            factors = scaled(weights, scaler, self._staged.last_device)
+            factors = _scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
             result = self._run(program, weights, batch.sizes if outputs else None)
             self.steps += 1
@@ -216,7 +207,7 @@ class Pipeline:
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
-        batch = self._cut(inputs, target, trains=False)
+        batch = self._cut(inputs, target)
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
             self._staged.follow()
@@ -226,15 +217,16 @@ class Pipeline:
                 program = self._staged.program(len(batch.parts), inference=True)
                 counted = Weighed([float(size) for size in batch.sizes])
                 if has_loss:
-                    counted = batch.weighed(self._staged.model, prepared, self._options)
+                    counted = self._staged.weighed(batch, prepared)
                 weights = self._world.weights(program, inputs, target, counted, self.microbatches, Share())
                 program.give(prepared, batch.targets if has_loss else ())
                 return self._run(program, weights, batch.sizes if outputs else None)
 
-    def _cut(self, inputs: Any, target: Any, *, trains: bool) -> Minibatch:
+    def _cut(self, inputs: Any, target: Any) -> Minibatch:
         check_no_hooks_for_all(self._called_as_a_whole)
         needed = self._staged.has_first or isinstance(self._staged.model, Captured)
-        return Minibatch.cut(inputs, target, self._options, needed=needed, trains=trains)
+        dims = self._options.batch_dims, self._options.target_dims
+        return Minibatch.cut(inputs, target, self.microbatches, *dims, needed=needed)
 
     def _run(self, program: Program, weights: Sequence[float], merge: Sequence[int] | None) -> Result:
         """`merge`: outputs are wanted, of microbatches of these sizes."""
@@ -339,3 +331,10 @@ class Pipeline:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
         if not self._world.busy:
             self._staged.follow()
+
+
+def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> Sequence[Tensor | float]:
+    """The weights times the scale of a GradScaler, which is a power of two: the losses' other bits stay."""
+    if scaler is None:
+        return weights
+    return [scaler.scale(torch.tensor(weight, device=device)) if weight else 0.0 for weight in weights]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError, ScheduleError
-from gapless.pipeline.arguments import asked_for, fitting_schedule
+from gapless.pipeline.arguments import fitting_schedule
 from gapless.plan.plan import Plan
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
@@ -27,7 +27,9 @@ class Schedules:
     remat: Remat | Sequence[Remat]
 
     def made(self, microbatches: int) -> Schedule:
-        asked = asked_for(self.asked, microbatches)
+        asked = self.asked
+        if isinstance(asked, Plan):  # for another number of microbatches it is its recipe
+            asked = asked.schedule if microbatches == asked.microbatches else asked.recipe
         if isinstance(asked, Schedule):
             schedule = fitting_schedule(asked, self.num_devices, microbatches)
         else:

@@ -4,28 +4,33 @@ A sequence is cut when the pipeline is made, any other model when its first batc
 between two steps; the stages follow.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gapless.errors import PartitionError
 from gapless.model.capture import Captured, find_loss, own_loss
-from gapless.model.layers import Layer, Layers
+from gapless.model.layers import Layer, Layers, cost_of
 from gapless.model.makeup import Makeup
-from gapless.model.uses import Uses, uses_of
+from gapless.model.materialise import materialise, release
+from gapless.model.uses import Uses, shared_buffers, uses_of
 from gapless.pipeline.arguments import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
 from gapless.pipeline.edits import check_stay, followed
 from gapless.pipeline.options import Options
-from gapless.pipeline.stages import layers_of, make_stages, warn_of_unsplit
 from gapless.run.program import Program
 from gapless.run.world import World
-from gapless.schedule.action import Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.lower import forward_only
+from gapless.stage.compiled import compiled
+from gapless.stage.counted import Weighed, weighed
+from gapless.stage.minibatch import Minibatch
 from gapless.stage.stage import Stage
+from gapless.stage.stored import Stored
 
 
 class StagedModel:
@@ -45,6 +50,10 @@ class StagedModel:
         self._world, self._schedule, self._options = world, schedule, options
         self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
         self._here = [stage for stage, device in enumerate(self._homes) if device in world.here]
+        self._devices = [world.devices[device] for device in self._homes]
+        self.last_device = self._devices[-1]
+        self.has_first = 0 in self._here  # inputs are used in this process
+        self.has_last = schedule.num_stages - 1 in self._here  # outputs and losses are made in it
         self._is_whole = len(world.here) == len(world.devices)
         self._programs: dict[tuple[int, bool], Program] = {}
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
@@ -71,25 +80,6 @@ class StagedModel:
         """The plain model."""
         return self.model.module
 
-    @property
-    def has_first(self) -> bool:
-        """Whether inputs are used in this process."""
-        return 0 in self._here
-
-    @property
-    def has_last(self) -> bool:
-        """Whether outputs and losses are made in this process."""
-        return self._schedule.num_stages - 1 in self._here
-
-    @property
-    def last_device(self) -> torch.device:
-        """That of the last stage."""
-        return self._devices[-1]
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        return [self._world.devices[device] for device in self._homes]
-
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether it is of this process. Of a new one in a traced model that is known when it is traced."""
         new = isinstance(self.model, Captured) and self.model.edition is not self._edition
@@ -100,7 +90,7 @@ class StagedModel:
         first = 0
         for stage, count in enumerate(self.partition):
             device = self._homes[stage]
-            size = sum(self.model.costs()[first : first + count]) - count
+            size = sum(cost_of(layer) - 1 for layer in self.model.layers[first : first + count])
             remat = ""
             if (work := self.stages.get(stage)) is not None:
                 remat = f", remat {work.remat}" if work.remat != "none" else ""
@@ -137,6 +127,13 @@ class StagedModel:
             else:
                 self._adopt(self._parts())
         return prepared
+
+    def weighed(self, batch: Minibatch, prepared: Sequence[Any]) -> Weighed:
+        """What each microbatch counts."""
+        options = self._options
+        if isinstance(self.model, Captured) and options.loss is own_loss:
+            return self.model.weighed(prepared, batch, options.loss_weight)
+        return weighed(options.loss, options.loss_weight, batch)
 
     def program(self, microbatches: int, *, inference: bool) -> Program:
         """For so many microbatches; made once."""
@@ -185,31 +182,61 @@ class StagedModel:
             self._world.agree(self._facts())
 
     def _make_stages(self) -> None:
-        parts, options = self._parts(), self._options
+        parts = self._parts()
         if self._uses and not self._is_whole:
             names = {each: name for name, each in self.module.named_parameters()}
             check_stay(self._uses, uses_of(parts), self._homes, names)
         self._called = None
         self._programs.clear()
-        self.stages = make_stages(
-            self.model,
-            self.partition,
-            self._schedule,
-            self._here,
-            self._devices,
-            remat=options.schedules.remat_of(self._schedule.num_stages),
-            loss=options.loss,
-            init=options.init,
-            compiler=options.compiler,
-            seed=options.seed,
-            batchnorm=options.batchnorm,
-            # Replica r has microbatches r M to r M + M - 1, with the random numbers of these.
-            first_microbatch=self._world.replica * options.microbatches,
-            only=len(self._world.here) == 1,
-        )
+        self.stages = self._made()
         self._adopt(parts)
-        warn_of_unsplit(self.stages.values())
-        self._called = Makeup(partial(_called_now, self.model, options.loss))
+        if count := sum(stage.num_compiled for stage in self.stages.values() if stage.split):
+            warnings.warn(
+                f"{count} compiled layers are in stages with a split backward: compiled layers can't defer their "
+                "weight gradients, so these are computed with the input gradients",
+                stacklevel=4,
+            )
+        self._called = Makeup(partial(_called_now, self.model, self._options.loss))
+
+    def _made(self) -> dict[int, Stage]:
+        """The stages of this process, on their devices; layers of others are let go of."""
+        model, options, schedule = self.model, self._options, self._schedule
+        parts, remat = self._layers(), options.schedules.remat_of(schedule.num_stages)
+        halves = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+        elsewhere = [layer for stage, layers in enumerate(parts) if stage not in self._here for layer in layers]
+        if isinstance(model, Captured):
+            stored = Stored(never_set=model.never_set)
+        else:
+            stored = Stored(model.module, elsewhere=elsewhere)
+        stages = {}
+        for stage in self._here:
+            layers, device = parts[stage], self._devices[stage]
+            if options.init is not None:
+                materialise(model.module, layers, device, options.init)
+            for layer in layers:
+                if isinstance(layer, nn.Module):
+                    check_data(layer)
+                    layer.to(device)
+            stages[stage] = Stage(
+                compiled(layers, options.compiler),
+                first_layer=sum(self.partition[:stage]),
+                seed=options.seed,
+                remat=remat[stage],
+                split=stage in halves,
+                loss=options.loss if stage == len(parts) - 1 else None,
+                spread=stage == 0 and isinstance(model, Layers),
+                batchnorm=options.batchnorm,
+                # Replica r has microbatches r M to r M + M - 1, with the random numbers of these.
+                first_microbatch=self._world.replica * options.microbatches,
+                stored=stored,
+                only=len(self._world.here) == 1,
+            )
+        shared = shared_buffers(model.module, self._parts())
+        for made in stages.values():
+            made.share_buffers(shared)
+        if isinstance(model, Layers):  # a traced module may have to be traced again
+            release(elsewhere, [part for stage in stages.values() for part in (*stage.layers, stage.loss)])
+        return stages
 
     def _adopt(self, parts: list[list[Any]]) -> None:
         self._world.adopt(self.module, self.stages, parts, self._schedule, self._options.tied)
@@ -217,8 +244,11 @@ class StagedModel:
 
     def _parts(self) -> list[list[Any]]:
         """What each stage calls, wherever it is."""
-        parts = layers_of(self.model, self.partition)
+        parts = self._layers()
         return [*parts[:-1], [*parts[-1], self._options.loss]]
+
+    def _layers(self) -> list[list[Any]]:
+        return [self.model.layers[start:end] for start, end in pairwise([0, *accumulate(self.partition)])]
 
     def _facts(self) -> dict[str, Any]:
         return self._options.facts(self._schedule, self.partition, self.module)

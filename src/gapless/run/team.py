@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,8 +37,13 @@ class Team:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """One step at a time: another one, from a second thread or from inside a layer, would mix with it or hang."""
-        if self._process != os.getpid():
-            self._begin_in_child()
+        if self._process != os.getpid():  # a forked child has everything but the threads
+            if self._holders:
+                raise TransportError(
+                    f"process {os.getpid()} was forked from process {self._process} in the middle of a step, and it "
+                    "has only a part of it: fork between two steps, or make a pipeline in the child"
+                )
+            self._begin()
         me = object()
         try:
             self._holders.add(me)  # Ctrl-C may come between any two calls, so there is nothing to undo but this one
@@ -55,15 +60,6 @@ class Team:
     def busy(self) -> bool:
         """A step is under way."""
         return bool(self._holders)
-
-    def _begin_in_child(self) -> None:
-        """A forked child has everything but the threads."""
-        if self._holders:
-            raise TransportError(
-                f"process {os.getpid()} was forked from process {self._process} in the middle of a step, and it "
-                "has only a part of it: fork between two steps, or make a pipeline in the child"
-            )
-        self._begin()
 
     def run(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
         """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller."""
@@ -124,21 +120,14 @@ def make_team(devices: Sequence[int], intra_op_threads: int | None) -> Team:
     return Team([f"gapless device {device}" for device in devices], threads)
 
 
-class Closing(Protocol):
-    """What has an end."""
-
-    def close(self) -> None: ...
-
-
-def close_with(owner: object, *parts: Closing) -> Callable[[], Any]:
-    """End the parts, one after another, when `owner` is closed or collected, or the interpreter ends."""
-    return weakref.finalize(owner, _close, parts, os.getpid())
+def close_with(owner: object, close: Task) -> Callable[[], Any]:
+    """Calls `close` when `owner` is closed or collected, or the interpreter ends."""
+    return weakref.finalize(owner, _close, close, os.getpid())
 
 
-def _close(parts: Iterable[Closing], process: int) -> None:
-    if os.getpid() == process:  # a forked child has its copy, but they are not its own
-        for part in parts:
-            part.close()
+def _close(close: Task, process: int) -> None:
+    if os.getpid() == process:  # a forked child has its copy, but it is not its own
+        close()
 
 
 def _work(inbox: "queue.SimpleQueue[Task | None]", ready: "_Latch", intra_op_threads: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError
 
 from . import microbatch as mb
+from .minibatch import Minibatch
 
 IGNORED = -100
 _LEAVING_OUT = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
@@ -44,10 +45,10 @@ class Weighed:
             )
 
 
-def weighed(
-    loss: Any, loss_weight: mb.LossWeight, counts: Sequence[int], targets: Sequence[Any], whole: Any
-) -> Weighed:
-    """What microbatches of `counts` samples count. `targets` are those of the microbatches, `whole` those of all."""
+def weighed(loss: Any, loss_weight: mb.LossWeight, batch: Minibatch) -> Weighed:
+    """What microbatches count: by their targets or, where there are none, by their inputs."""
+    counts = batch.sizes
+    targets, whole = (batch.parts, batch.inputs) if batch.target is None else (batch.targets, batch.target)
     if loss_weight is not None:
         return told(loss_weight, targets)
     known = _options(loss)
@@ -56,7 +57,9 @@ def weighed(
     if known.get("reduction", "mean") == "sum":
         return Weighed([1.0] * len(counts), summed=True)
     if known.get("reduction", "mean") == "mean" and "ignore_index" in known and isinstance(whole, Tensor):
-        return Weighed(_of_classes(counts, targets, whole, known["ignore_index"], known["weight"]))
+        ignored, weight = known["ignore_index"], known["weight"]
+        if not whole.is_floating_point() and (weight is not None or bool((whole == ignored).any())):
+            return Weighed(torch.stack([number_of(target, ignored, weight) for target in targets]).tolist())
     return Weighed([float(count) for count in counts])
 
 
@@ -72,9 +75,8 @@ def unknown(counts: Sequence[int], targets: Sequence[Any], whole: Any) -> Weighe
     samples = [float(count) for count in counts]
     if not any(bool((leaf == IGNORED).any()) for leaf in _integers(whole)):
         return Weighed(samples)
-    kept = [_kept(target) for target in targets]
-    even = all(share == kept[0] for share in kept)
-    return Weighed(samples, kept=kept[0] if even else math.nan)
+    kept = {_kept(target) for target in targets}
+    return Weighed(samples, kept=kept.pop() if len(kept) == 1 else math.nan)
 
 
 def _kept(target: Any) -> float:
@@ -88,14 +90,6 @@ def _integers(tree: Any) -> list[Tensor]:
         for leaf in mb.flatten(tree)[0]
         if leaf.dim() and not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
     ]
-
-
-def _of_classes(
-    counts: Sequence[int], targets: Sequence[Tensor], whole: Tensor, ignored: int, weight: Tensor | None
-) -> list[float]:
-    if whole.is_floating_point() or (weight is None and not bool((whole == ignored).any())):
-        return [float(count) for count in counts]
-    return torch.stack([number_of(target, ignored, weight) for target in targets]).tolist()
 
 
 def number_of(target: Tensor, ignored: int, weight: Tensor | None = None) -> Tensor:
@@ -123,12 +117,9 @@ def _options(loss: Any) -> dict[str, Any] | None:
 def _is_torchs(loss: Any) -> bool:
     """A function of torch.nn.functional, or a module of torch.nn.modules.loss, and not a class made from one."""
     if isinstance(loss, nn.Module):
-        return type(loss).__module__ == "torch.nn.modules.loss" and not _hooked(loss)
+        hooked = loss._forward_hooks or loss._forward_pre_hooks
+        return type(loss).__module__ == "torch.nn.modules.loss" and not hooked
     return getattr(F, getattr(loss, "__name__", ""), None) is loss
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-Weigh = Callable[[Sequence[Any], Sequence[int]], Weighed]
+Weigh = Callable[[Minibatch], Weighed]

@@ -17,6 +17,7 @@ from . import microbatch as mb
 from .auxiliary import Added
 from .batchnorm import BatchNorm, PlainMode, Statistics
 from .counted import Weigh, weighed
+from .minibatch import Minibatch
 from .seeds import seed_of
 from .share import Share
 
@@ -52,22 +53,14 @@ def plain_step(
     Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators
     are left reseeded. The backward runs outside of autocast, as torch advises.
     """
-    size = mb.batch_size(inputs, batch_dims)
-    parts = mb.split(inputs, microbatches, batch_dims)
-    targets = mb.split(target, len(parts), target_dims, size=size) if target is not None else [None] * len(parts)
-    counts = mb.sizes(size, len(parts))
-    if weigh is not None:
-        counted = weigh(parts, counts)
-    elif target is None:
-        counted = weighed(loss, loss_weight, counts, parts, inputs)
-    else:
-        counted = weighed(loss, loss_weight, counts, targets, target)
+    batch = Minibatch.cut(inputs, target, microbatches, batch_dims, target_dims)
+    counted = weighed(loss, loss_weight, batch) if weigh is None else weigh(batch)
     counted.check_kept()
     weights = Share.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()
-    for microbatch, (part, goal, share) in enumerate(zip(parts, targets, weights, strict=True)):
+    for microbatch, (part, goal, share) in enumerate(zip(batch.parts, batch.targets, weights, strict=True)):
         value = part
         statistics.enter(microbatch, replaying=False)
         with mode, Added() as added:
@@ -85,7 +78,7 @@ def plain_step(
             _backward(without_loss(value, aux))
     statistics.finish()
     total = sum_in_order(losses, weights)
-    return PlainResult(total, losses, mb.merge(outputs, counts))
+    return PlainResult(total, losses, mb.merge(outputs, batch.sizes))
 
 
 def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
