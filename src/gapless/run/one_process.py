@@ -14,12 +14,11 @@ from gapless.run.execute import execute, measured
 from gapless.run.lanes import Lane, make_lane
 from gapless.run.program import Program
 from gapless.run.team import make_team
-from gapless.run.world import Ran
+from gapless.run.world import Evaluated, OwnStages, Parts, Ran
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
-from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
 
@@ -29,6 +28,7 @@ class OneProcess:
     tied: Tied = "exact"
     replica, num_replicas = 0, 1
     one_process = True
+    stopping = False  # nobody asks it to leave
 
     def __init__(
         self,
@@ -52,27 +52,14 @@ class OneProcess:
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
         """There is nobody to agree with."""
 
-    def adopt(
-        self,
-        module: nn.Module,
-        stages: Mapping[int, Stage],
-        parts: Sequence[Sequence[Any]],
-        schedule: Schedule,
-        tied: Tied,
-    ) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
         for each in self._ties:
             each.release()
         devices = [self.devices[schedule.placement.device(stage, 0)] for stage in range(schedule.num_stages)]
         self._ties = tie(module, stages, uses_of(parts), devices, tied)
 
     def program(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        loss: Callable[[Any, Any], Tensor | None],
-        costs: Costs | None,
-        *,
-        recorded: bool,
+        self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         channels = self._channels(schedule)
         return Program(schedule, stages, self._lanes, loss, channels, here=self.here, recorded=recorded)
@@ -80,10 +67,6 @@ class OneProcess:
     @property
     def busy(self) -> bool:
         return self._team.busy
-
-    @property
-    def stopping(self) -> bool:
-        return False
 
     def call(self, doing: str) -> AbstractContextManager[object]:
         return self._team.held()

@@ -30,6 +30,9 @@ from gapless.stage.tie import Tied
 
 TransportName = Literal["auto", "memory", "nccl", "gloo"]
 """What carries tensors between ranks: the best that works, memory within one host, or a library."""
+OwnStages = Mapping[int, Stage]  # those of this process, by their numbers
+Parts = Sequence[Sequence[Any]]  # what each stage calls, wherever it is
+Evaluated = Callable[[Any, Any], Tensor | None]  # the loss of an evaluation, which need not have one
 
 
 class Ran(NamedTuple):
@@ -58,26 +61,13 @@ class World(Protocol):
         it, if one is given: by the first call its weights must be the same everywhere.
         """
 
-    def adopt(
-        self,
-        module: nn.Module,
-        stages: Mapping[int, Stage],
-        parts: Sequence[Sequence[Any]],
-        schedule: Schedule,
-        tied: Tied,
-    ) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
         """These stages are here: what several stages share is tied, and copies start with the same values. `parts` are
         the layers of each stage, also of those elsewhere.
         """
 
     def program(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        loss: Callable[[Any, Any], Tensor | None],
-        costs: Costs | None,
-        *,
-        recorded: bool,
+        self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         """The schedule bound to the stages, the devices and the channels between them."""
 

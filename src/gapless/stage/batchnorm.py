@@ -185,9 +185,7 @@ class PlainMode(TorchFunctionMode):
         self.statistics = statistics
         self.heard = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
         if handler is None or detect_fake_mode() is not None:  # a model that is being traced computes nothing
             return self.plain(func, args, kwargs or {})

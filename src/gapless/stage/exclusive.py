@@ -48,11 +48,7 @@ class Heirs:
 
     def __init__(self) -> None:
         self._lock = Lock() if _mine.held else _mine.lock
-
-    @property
-    def are_ordinary(self) -> bool:
-        """Whether it is the one that threads start with."""
-        return self._lock is _everybodys
+        self.are_ordinary = self._lock is _everybodys  # it is the one that threads start with
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

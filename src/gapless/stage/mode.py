@@ -73,9 +73,7 @@ class Mode(TorchFunctionMode):
             self.own_casts, self._own = {}, {}
         self.statistics.run()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:
             args = tuple([self._cast_one(each, low) for each in args])
             kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}

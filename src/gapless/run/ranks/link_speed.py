@@ -33,7 +33,9 @@ def measure_hops(links: Connections, group: Any, device: torch.device) -> list[H
     count = len(links.ranks)
     pairs = [(device, device + 1) for device in range(count - 1)]
     links.connect([(a, b, "activation") for a, b in pairs] + [(b, a, "gradient") for a, b in pairs])
-    mine = torch.tensor([0.0, 0.0, host_number(), float(_share_memory(links))], dtype=torch.float64)
+    shared = [carrier for carrier in links.carriers if carrier.shares_memory]
+    near = any(carrier.reaches(links.device + 1, "activation") for carrier in shared)
+    mine = torch.tensor([0.0, 0.0, host_number(), float(near)], dtype=torch.float64)
     for first in range(count - 1):
         if links.device == first:
             mine[:2] = torch.tensor(_asked(links, first + 1, device), dtype=torch.float64)
@@ -44,17 +46,11 @@ def measure_hops(links: Connections, group: Any, device: torch.device) -> list[H
     if count > 1:
         group.allgather([rows], [mine]).wait()
     found = [row.tolist() for row in rows]
-    tried = any(carrier.shares_memory for carrier in links.carriers)
     return [
         # Processes that share no memory are not on one host, whatever their kernel.
-        Hop(latency, bandwidth, bool(near) if tried else host == after[2])
+        Hop(latency, bandwidth, bool(near) if shared else host == after[2])
         for (latency, bandwidth, host, near), after in pairwise(found)
     ]
-
-
-def _share_memory(links: Connections) -> bool:
-    """This device and the next."""
-    return any(carrier.shares_memory and carrier.reaches(links.device + 1, "activation") for carrier in links.carriers)
 
 
 def _asked(links: Connections, target: int, device: torch.device) -> tuple[float, float]:

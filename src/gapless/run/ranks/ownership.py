@@ -1,9 +1,11 @@
 """Which ranks hold a tensor of the model, and which of them answers for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
+
+from gapless.model.uses import Uses
+from gapless.run.world import Parts
 
 
 class Homes:
@@ -11,13 +13,7 @@ class Homes:
     parameter.
     """
 
-    def __init__(
-        self,
-        device: int,
-        parts: Sequence[Sequence[Any]] = (),
-        devices: Sequence[int] = (),
-        uses: Mapping[nn.Parameter, list[int]] | None = None,
-    ) -> None:
+    def __init__(self, device: int, parts: Parts = (), devices: Sequence[int] = (), uses: Uses | None = None) -> None:
         self._device, self._parts, self.devices = device, parts, devices
         self._parameters = dict(uses or {})  # held: the id() of one that is gone may be another tensor's
         self._buffers: dict[Tensor, list[int]] = {}
@@ -35,7 +31,8 @@ class Homes:
         """Modules may have made new ones, and dropped others."""
         self._buffers = {}
         for stage, layers in enumerate(self._parts):
-            for buffer in _buffers(layers):
+            modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+            for buffer in (each for module in modules for each in module._buffers.values() if each is not None):
                 self._buffers.setdefault(buffer, [stage])
 
     def holds(self, tensor: Tensor) -> bool:
@@ -53,9 +50,3 @@ class Homes:
     def _stages(self, tensor: Tensor) -> list[int] | None:
         known = self._parameters.get(tensor) if isinstance(tensor, nn.Parameter) else None
         return known or self._buffers.get(tensor)
-
-
-def _buffers(layers: Sequence[Any]) -> Iterator[Tensor]:
-    for layer in layers:
-        for module in layer.modules() if isinstance(layer, nn.Module) else ():
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
