@@ -4,7 +4,7 @@
     errors < stage < model
     {schedule, stage, model} < {plan, run} < pipeline < train < bench < cli
 
-Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks
+Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
 Inside `plan`:  profile < cut < plan < explain < search < planner
 
 `zoo` holds models as people write them, so it knows torch and the one call that a custom autograd function may make.
@@ -59,7 +59,7 @@ COMMANDS_WITHOUT_TORCH = (
 )
 # From the lowest room to the highest; a file belongs to the longest name that it begins with.
 ROOMS = (
-    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks"),
+    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.flow"),
     ("plan.profile", "plan.cut", "plan.plan", "plan.explain", "plan.search", "plan.planner"),
 )
 MOST_LINES = {"file": 350, "function": 80}
