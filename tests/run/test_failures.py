@@ -64,7 +64,7 @@ _MADE = gapless.make_schedule
         ({"schedule": _MADE("1f1b", devices=3, microbatches=4)}, ScheduleError, "is for 3 devices and 4 microbatches"),
         ({"schedule": _MADE("1f1b", devices=2, microbatches=5)}, ScheduleError, "but this step has 2 devices and 4"),
         ({"schedule": "1f1bb"}, ScheduleError, "there is no schedule named '1f1bb'; did you mean 1f1b?"),
-        ({"schedule": "pipedream"}, ScheduleError, "pipedream updates weights during a step"),
+        ({"schedule": "pipedream"}, ScheduleError, "pipedream takes minibatches whole"),
         ({"schedule": 3}, ConfigError, "schedule is a int"),
         ({"devices": 0}, ConfigError, "devices is 0"),
         ({"devices": []}, ConfigError, "devices is an empty list"),

@@ -5,6 +5,7 @@ arguments     what a user asks for, checked
 options       what was asked for, and what all ranks must have been asked for alike
 schedules     the schedule for any number of microbatches
 staged_model  the model cut into stages, those of this process made, and the programs that run them
+streaming     training without a flush: one optimizer per stage, versions, devices that flow
 edits         where layers go when the model was edited
 result        what a step leaves
 planning      from a model to a plan, and what the links between ranks take

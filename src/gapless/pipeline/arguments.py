@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
 from gapless.model.layers import Layers, cost_of, more_than_its_layers
@@ -247,3 +247,23 @@ def layers_per_stage(model: Layers, num_stages: int, asked: Sequence[int] | None
             f"{num_stages} stages and the model {len(model.layers)} layers: give at least 1 layer per stage"
         )
     return counts
+
+
+def check_step(scaler: Any, *, one_process: bool) -> None:
+    """Whether gradients can be computed here, and scaled."""
+    if scaler is not None and not one_process:
+        raise ConfigError(
+            "a GradScaler checks on each rank alone whether gradients are finite, so ranks would skip different "
+            "steps: use bfloat16, which needs no scaler, or devices= in one process"
+        )
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "step computes gradients, but they are switched off here: call it outside no_grad, or use evaluate"
+        )
+
+
+def scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> Sequence[Tensor | float]:
+    """The weights times the scale of a GradScaler, which is a power of two: the losses' other bits stay."""
+    if scaler is None:
+        return weights
+    return [scaler.scale(torch.tensor(weight, device=device)) if weight else 0.0 for weight in weights]

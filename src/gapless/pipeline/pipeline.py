@@ -24,13 +24,14 @@ from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.staged_model import StagedModel, in_eval_mode
+from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, make_stream
 from gapless.plan.plan import Plan
+from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
 from gapless.run.team import close_with
 from gapless.run.world import TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
@@ -120,6 +121,7 @@ class Pipeline:
         self.seed = seed
         self.steps = 0  # done so far; random numbers depend on it
         self._nothing = nn.Parameter(torch.empty(0))
+        self._stream: Stream | None = None
         with self._closed_if_it_fails(), self._world.making():
             arguments.check_options(schedule, loss, loss_weight)
             model, compiler = uncompiled(model)
@@ -183,15 +185,8 @@ class Pipeline:
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
         share = Share.of(weight, sync)
-        if scaler is not None and not self._world.one_process:
-            raise ConfigError(
-                "a GradScaler checks on each rank alone whether gradients are finite, so ranks would skip different "
-                "steps: use bfloat16, which needs no scaler, or devices= in one process"
-            )
-        if not torch.is_grad_enabled():
-            raise ConfigError(
-                "step computes gradients, but they are switched off here: call it outside no_grad, or use evaluate"
-            )
+        self._options.schedules.check_steps()
+        arguments.check_step(scaler, one_process=self._world.one_process)
         batch = self._cut(inputs, target)
         with self._world.call("in a step"):
             self._staged.follow()
@@ -199,11 +194,35 @@ class Pipeline:
             program = self._staged.program(len(batch.parts), inference=False)
             counted = self._staged.weighed(batch, prepared)
             weights = self._world.weights(program, inputs, target, counted, self.microbatches, share)
-            factors = _scaled(weights, scaler, self._staged.last_device)
+            factors = arguments.scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
             result = self._run(program, weights, batch.sizes if outputs else None)
             self.steps += 1
         return result
+
+    def stream(
+        self,
+        *,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: MakeScheduler | None = None,
+        vertical: bool = False,
+        clip: float | None = None,
+        correction: Correction | None = None,
+        lr: float | None = None,
+        lr_by_delay: int | None = None,
+        in_flight: int | None = None,
+    ) -> Stream:
+        """Training without a flush, for the schedules pipedream and 2bw: minibatches follow each other, and each stage
+        updates its weights as soon as its gradients are there.
+
+        `optimizer` makes an optimizer from a stage's parameters, `scheduler` a learning-rate scheduler from that, which
+        is stepped after each update; `clip` is the greatest norm of a stage's gradients. `vertical` is vertical sync.
+        See docs/asynchronous.md for `correction`, `lr` and `lr_by_delay`.
+        """
+        self._follow()
+        asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight)
+        self._stream = make_stream(self._world, self._staged, self._options, asked)
+        return self._stream
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
@@ -321,20 +340,11 @@ class Pipeline:
         )
 
     def __repr__(self) -> str:
-        timeline = simulate(self.schedule, self._options.schedules.costs)
-        name, bubble = self.schedule.name or "schedule", 100 * float(timeline.bubble)
-        sizes = f"{len(self.devices)} devices, {self.schedule.num_stages} stages, {self.microbatches} microbatches"
-        title = f"Pipeline: {name}, {sizes}, predicted bubble {bubble:.1f}%"
-        return "\n".join([title, *self._staged.described(), *self._world.described()])
+        return "\n".join([*self._staged.described(), *self._world.described()])
 
     def _follow(self) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
+        if self._stream is not None and self._stream.is_running:
+            raise ConfigError("a stream is under way, and its stages are at different minibatches: drain() it first")
         if not self._world.busy:
             self._staged.follow()
-
-
-def _scaled(weights: Sequence[float], scaler: Any, device: torch.device) -> Sequence[Tensor | float]:
-    """The weights times the scale of a GradScaler, which is a power of two: the losses' other bits stay."""
-    if scaler is None:
-        return weights
-    return [scaler.scale(torch.tensor(weight, device=device)) if weight else 0.0 for weight in weights]

@@ -33,10 +33,10 @@ class Schedules:
         if isinstance(asked, Schedule):
             schedule = fitting_schedule(asked, self.num_devices, microbatches)
         else:
-            if not find_recipe(asked).synchronous:
+            if asked == "pipedream" and microbatches != 1:
                 raise ScheduleError(
-                    f"{asked} updates weights during a step, which a Pipeline does not: choose another "
-                    "from `gapless schedules`"
+                    f"pipedream takes minibatches whole, so microbatches is 1 and not {microbatches}: set it to 1, or "
+                    "choose 2bw"
                 )
             schedule = make_schedule(
                 asked,
@@ -51,6 +51,17 @@ class Schedules:
         if Kind.RECOMPUTE in schedule.kinds:  # it says itself what is recomputed
             again = []
         return lowered(schedule, self.costs, Passes(fuse=True, recompute=again))
+
+    @property
+    def streams(self) -> str:
+        """The recipe, if it has no end: it updates weights on the way."""
+        asked = self.asked.recipe if isinstance(self.asked, Plan) else self.asked
+        return asked if isinstance(asked, str) and not find_recipe(asked).synchronous else ""
+
+    def check_steps(self) -> None:
+        """Refuses what has no steps."""
+        if self.streams:
+            raise ConfigError(f"{self.streams} updates weights on the way, and has no steps: train with pipe.stream()")
 
     def remat_of(self, num_stages: int) -> list[Remat]:
         """Of each stage."""

@@ -26,6 +26,7 @@ from gapless.run.program import Program
 from gapless.run.world import World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.lower import forward_only
+from gapless.schedule.simulate import simulate
 from gapless.stage.compiled import compiled
 from gapless.stage.counted import Weighed, weighed
 from gapless.stage.minibatch import Minibatch
@@ -76,6 +77,11 @@ class StagedModel:
             self._make_stages()
 
     @property
+    def uses(self) -> Uses:
+        """Which stages use a parameter."""
+        return self._uses
+
+    @property
     def module(self) -> nn.Module:
         """The plain model."""
         return self.model.module
@@ -86,7 +92,11 @@ class StagedModel:
         return (new and parameter not in self._uses) or self._world.holds(parameter)
 
     def described(self) -> Iterator[str]:
-        """A line for each stage."""
+        """What it is, and a line for each stage."""
+        schedule, count = self._schedule, self._options.microbatches
+        bubble = 100 * float(simulate(schedule, self._options.schedules.costs).bubble)
+        sizes = f"{len(self._world.devices)} devices, {schedule.num_stages} stages, {count} microbatches"
+        yield f"Pipeline: {schedule.name or 'schedule'}, {sizes}, predicted bubble {bubble:.1f}%"
         first = 0
         for stage, count in enumerate(self.partition):
             device = self._homes[stage]

@@ -40,9 +40,9 @@ class OneProcess:
     ) -> None:
         self.devices: Sequence[torch.device] = list(devices)
         self.here: Sequence[int] = range(len(self.devices))
-        self._lanes = [make_lane(device) for device in self.devices] if lanes is None else lanes
+        self.lanes = [make_lane(device) for device in self.devices] if lanes is None else lanes
         self._channels = channels
-        self._team = make_team(self.here, intra_op_threads)
+        self.team = make_team(self.here, intra_op_threads)
         self._ties: list[Tie] = []
 
     def making(self) -> AbstractContextManager[object]:
@@ -62,14 +62,14 @@ class OneProcess:
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         channels = self._channels(schedule)
-        return Program(schedule, stages, self._lanes, loss, channels, here=self.here, recorded=recorded)
+        return Program(schedule, stages, self.lanes, loss, channels, here=self.here, recorded=recorded)
 
     @property
     def busy(self) -> bool:
-        return self._team.busy
+        return self.team.busy
 
     def call(self, doing: str) -> AbstractContextManager[object]:
-        return self._team.held()
+        return self.team.held()
 
     def weights(
         self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
@@ -79,11 +79,11 @@ class OneProcess:
 
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
         if program.inference:
-            execute(program, self._team)
+            execute(program, self.team)
             return Ran(program.losses, tuple(weights))
         for each in self._ties:
             each.begin()
-        execute(program, self._team)
+        execute(program, self.team)
         for each in self._ties:
             each.end()
         for stage in program.stages.values():
@@ -109,4 +109,4 @@ class OneProcess:
         return iter(())
 
     def close(self) -> None:
-        self._team.close()
+        self.team.close()

@@ -63,6 +63,11 @@ class Team:
 
     def run(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
         """One task per thread, to its end. Ctrl-C stops them, waits for them, and goes on to the caller."""
+        self.begin(tasks, stop)
+        self.finish()
+
+    def begin(self, tasks: Iterable[Task], stop: Callable[[], None]) -> None:
+        """One task per thread; what the caller does meanwhile ends with `finish`."""
         if self._closed:
             raise TransportError("the pipeline is closed; make a new one")
         if len(self._threads) < len(self._names):
@@ -72,7 +77,16 @@ class Team:
         self._under_way = latch, counted, stop
         try:
             self._hand_out(counted)
-            latch.wait()
+        except BaseException:
+            self.settle()
+            raise
+
+    def finish(self) -> None:
+        """All tasks to their end."""
+        if self._under_way is None:
+            return
+        try:
+            self._under_way[0].wait()
         except BaseException:
             self.settle()
             raise

@@ -13,6 +13,7 @@ A stage and its microbatches
     kept           what is kept of a microbatch; `intake`: how layers get the inputs of a cell
     buffers        those that a forward changes, and a second run must not
     auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
+    versions       weights as they were at several updates, for training without a flush
     tie            a parameter that several stages use; `turns`: gradients that wait for their microbatch's turn
 
 How layers are called

@@ -7,12 +7,12 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gapless.errors import ConfigError, GaplessError
@@ -84,6 +84,10 @@ class Cell:
     def owns(self, parameter: Tensor) -> bool:
         """Whether it is one of its layers or of its loss."""
         return parameter in self._own
+
+    def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """More parameters, each in the place of one that it may have."""
+        self._own.update(copy for copy, of in copies.items() if of in self._own)
 
     def join(self, tie: Tie) -> None:
         """One more that other places use too."""
@@ -269,7 +273,7 @@ class Cell:
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
         with (
-            calls.begin(work.records if defer else None, work.step, work.microbatch, once=not self.remakes),
+            calls.begin(work.records if defer else None, work.step, work.place, once=not self.remakes),
             Added() as added,
             watch or nullcontext(),
         ):

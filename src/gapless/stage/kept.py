@@ -19,8 +19,9 @@ from .tie import Tie
 class Work:
     """One microbatch on its way through a stage."""
 
-    microbatch: int
+    microbatch: int  # by which it is known
     step: int
+    place: int  # among the microbatches of the step, for seeds
     target: Any
     weight: float | Tensor
     want_outputs: bool

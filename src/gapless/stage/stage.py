@@ -118,6 +118,12 @@ class Stage:
         """Tells the stage which buffers other stages have too, with their names: none of these may change."""
         self._shared_buffers = buffers
 
+    def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Tells the stage of more parameters, each of which takes the place of one that it has."""
+        for cell in self._cells:
+            cell.own(copies)
+        self._calls.mode.exclude([copy for copy, of in copies.items() if id(of) in self._calls.mode.excluded])
+
     def exclude(self, parameter: nn.Parameter) -> None:
         """Leaves the gradient of a parameter to autograd."""
         self._calls.mode.exclude([parameter])
@@ -143,6 +149,7 @@ class Stage:
         inputs: Any,
         *,
         step: int,
+        place: int | None = None,
         target: Any = None,
         weight: float | Tensor = 1.0,
         want_outputs: bool = True,
@@ -152,13 +159,15 @@ class Stage:
     ) -> Any:
         """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without
         its weight). `then` is called with the outputs as soon as they are there: others may wait for them.
-        `keep` says that there will be no recompute of this microbatch.
+        `keep` says that there will be no recompute of this microbatch. `place` is its number in its step, for seeds,
+        where `microbatch` counts on from step to step.
         """
         if microbatch in self._work:
             raise GaplessError(
                 f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
             )
-        work = Work(microbatch, step, target, weight, want_outputs, defer, Records(), keep)
+        place = microbatch if place is None else place
+        work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
         try:
             for cell in self._first_cells:

@@ -1,5 +1,10 @@
-"""Asynchronous training: weights that are updated while older versions of them are still in use.
+"""Training without a flush: minibatches follow each other through the stages, and weights are updated on the way.
 
-correction    what a stage can do about the delay of its gradients: predicted weights, a smaller learning rate
-nesterov      an optimizer made for delayed gradients
+rule        which version of its weights a stage uses for which minibatch
+correction  what is done about the delay between a gradient and the weights it is applied to
+nesterov    an optimizer that looks ahead, made for delays
+updater     what a stage does at an update: checks, clips, steps its own optimizer
+device      one device: forwards, backwards and updates, in the order of the schedule, until there is nothing more
+threads     devices as threads of one process, and the queues between them
+stream      what a user iterates over: feeds minibatches, hands out results, stops in order
 """

@@ -1,0 +1,157 @@
+"""From a pipeline to a stream: one optimizer per stage, versions of the weights, and devices that flow."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from gapless.errors import ConfigError
+from gapless.model.capture import Captured
+from gapless.pipeline.arguments import at_least_one, one_of
+from gapless.pipeline.options import Options
+from gapless.pipeline.staged_model import StagedModel
+from gapless.run.flow.correction import check_predictable
+from gapless.run.flow.device import Fed, FlowDevice
+from gapless.run.flow.nesterov import DelayedNesterov
+from gapless.run.flow.rule import Rule
+from gapless.run.flow.stream import Stream
+from gapless.run.flow.threads import ThreadFlow
+from gapless.run.flow.updater import Updater
+from gapless.run.one_process import OneProcess
+from gapless.run.world import World
+from gapless.stage.minibatch import Minibatch
+from gapless.stage.share import Share
+from gapless.stage.versions import Versions
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+Correction = Literal["spectrain", "nesterov"]
+
+
+class Asked(NamedTuple):
+    """Of a stream, as `Pipeline.stream` takes it."""
+
+    optimizer: MakeOptimizer | None
+    scheduler: MakeScheduler | None
+    vertical: bool
+    clip: float | None
+    correction: Correction | None
+    lr: float | None
+    lr_by_delay: int | None
+    in_flight: int | None
+
+
+def make_stream(world: World, staged: StagedModel, options: Options, asked: Asked) -> Stream:
+    """Checks what a stream can't do, and makes one that has trained on nothing yet."""
+    optimizer, scheduler, vertical, clip, correction, lr, annealed_over, in_flight = asked
+    recipe = options.schedules.streams
+    if not recipe:
+        raise ConfigError(
+            "the schedule is synchronous: use step, or make the pipeline with schedule='pipedream' or '2bw'"
+        )
+    optimizer = _maker(optimizer, correction, lr)
+    _check(staged, options)
+    if annealed_over is not None:
+        at_least_one("lr_by_delay", annealed_over)
+    if vertical and recipe != "pipedream":
+        raise ConfigError(f"vertical=True is for pipedream, and the schedule is {recipe}: leave it out")
+    if clip is not None and not clip > 0:
+        raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"in_flight is {in_flight}, but at least 1 minibatch must be under way")
+    if not isinstance(world, OneProcess):
+        raise ConfigError("a stream under mesh= is not there yet: use devices=")
+    flow, stages = ThreadFlow(world.lanes, world.team), len(staged.partition)
+    kind = "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
+    devices = []
+    for number, stage in staged.stages.items():
+        parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
+        versions = Versions(parts, stage.own)
+        trained = [each for each in versions.parameters if each.requires_grad]
+        made = _optimizer(optimizer, trained, number) if trained else None
+        rule = Rule(kind, number, stages, options.microbatches)  # type: ignore[arg-type]
+        then = None if scheduler is None or made is None else _scheduler(scheduler, made)
+        updater = Updater(number, rule.delay, made, then, clip, correction == "spectrain", annealed_over)
+        if updater.ahead and made is not None:
+            check_predictable(made)
+        devices.append(FlowDevice(rule, stage, versions, flow.neighbours(number), updater))
+
+    def cut(batch: Any) -> Sequence[Fed]:
+        inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+        minibatch = Minibatch.cut(inputs, target, options.microbatches, options.batch_dims, options.target_dims)
+        if len(minibatch.parts) != options.microbatches:
+            raise ConfigError(
+                f"a minibatch of {len(minibatch.parts)} samples can't be cut into {options.microbatches} microbatches, "
+                "and in a stream each must have as many: drop the last minibatch of the loader (drop_last=True)"
+            )
+        counted = staged.weighed(minibatch, minibatch.parts)
+        counted.check_kept()
+        weights = Share().shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+        event = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            event = torch.cuda.current_stream().record_event()
+        return [Fed(*each, event) for each in zip(minibatch.parts, minibatch.targets, weights, strict=True)]
+
+    least = -(-stages // options.microbatches)  # NOAM, in minibatches
+    return Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + 1)
+
+
+def _maker(optimizer: Any, correction: Correction | None, lr: float | None) -> MakeOptimizer:
+    if correction is not None:
+        one_of("correction", correction, get_args(Correction))
+    if correction == "nesterov":
+        if optimizer is not None:
+            raise ConfigError("correction='nesterov' is an optimizer of its own: leave optimizer= out, and give lr=")
+        return DelayedNesterov if lr is None else partial(DelayedNesterov, lr=lr)
+    if lr is not None:
+        raise ConfigError("lr= is for correction='nesterov': give the learning rate to your optimizer")
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise ConfigError(
+            "a stream has an optimizer for each stage, which it steps as soon as the stage's gradients are there: pass "
+            "a function that makes one, as optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    made: MakeOptimizer = optimizer
+    return made
+
+
+def _check(staged: StagedModel, options: Options) -> None:
+    if isinstance(staged.model, Captured):
+        raise ConfigError("a stream of a traced model is not there yet: give its layers as an nn.Sequential or layers=")
+    shared = [each for each, stages in staged.uses.items() if len(set(stages)) > 1]
+    if shared:
+        name = next((name for name, each in staged.module.named_parameters() if each is shared[0]), "a parameter")
+        raise ConfigError(
+            f"{name} is used by several stages, which update their weights at different times: untie it, or choose a "
+            "partition that keeps its layers in one stage, or a schedule that is synchronous"
+        )
+    if options.batchnorm == "deferred":
+        raise ConfigError("batchnorm='deferred' waits for the end of a step, and a stream has none: use 'microbatch'")
+
+
+def _optimizer(make: MakeOptimizer, parameters: list[nn.Parameter], stage: int) -> Optimizer:
+    made = make(parameters)
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"optimizer= must make a torch.optim.Optimizer, but it made a {type(made).__name__}")
+    given = {id(each) for group in made.param_groups for each in group["params"]}
+    if given != {id(each) for each in parameters}:
+        raise ConfigError(
+            f"the optimizer of stage {stage} has {len(given)} parameters, but the stage has {len(parameters)} others: "
+            "make it from the parameters that it is given, and from all of them"
+        )
+    return made
+
+
+def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> Any:
+    made = make(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at every step, which the stages of a stream do not have: use a scheduler "
+            "that counts"
+        )
+    if not hasattr(made, "step"):
+        raise ConfigError(f"scheduler= must make a scheduler with step(), but it made a {type(made).__name__}")
+    return made

@@ -1,0 +1,183 @@
+"""One device of a flow: its stage goes on until nothing more comes, in an order that is known before.
+
+    w forwards, then F B F B ...; after the last backward of a minibatch its update
+
+Each device follows what it is handed: microbatches one way, gradients the other, and at the end of each the word that
+nothing more comes. A forward that fails ends the flow there: what is before it is finished everywhere, on both sides.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gapless.errors import GaplessError
+from gapless.run.flow.rule import Rule
+from gapless.run.flow.updater import Updater
+from gapless.stage.stage import Stage
+from gapless.stage.versions import Versions
+
+
+class End:
+    """Nothing more comes."""
+
+
+END = End()
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A microbatch as it comes to the first stage and, with its target, to the last one."""
+
+    inputs: Any
+    target: Any
+    weight: float
+    event: torch.cuda.Event | None = None  # after which it is there, on a GPU
+
+
+class Neighbours(Protocol):
+    """What a device takes and hands on; `END` instead of it when nothing more comes."""
+
+    def next_part(self) -> Fed | End:
+        """The next microbatch: all of it on the first and the last device, of which others need the end alone."""
+
+    def next_activation(self) -> Any: ...
+    def next_gradient(self) -> Any: ...
+    def hand_on(self, activation: Any) -> None: ...
+    def hand_back(self, gradient: Any) -> None: ...
+    def say(self, minibatch: int, loss: Tensor) -> None: ...
+
+
+class FlowDevice:
+    """One stage on its device. `updated` minibatches have gone into its weights."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        stage: Stage,
+        versions: Versions,
+        neighbours: Neighbours,
+        updater: Updater,
+    ) -> None:
+        self.rule, self.stage, self.versions = rule, stage, versions
+        self._neighbours, self._updater = neighbours, updater
+        self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
+        self._begun = self._ended = 0  # microbatches: forwards, and backwards
+        self._losses: list[Tensor] = []
+        self.failure: tuple[float, BaseException] | None = None  # and when it came
+
+    @property
+    def updated(self) -> int:
+        return self.versions.newest
+
+    @property
+    def is_last(self) -> bool:
+        return self._last
+
+    def run(self) -> None:
+        """Until nothing more comes; then nothing is under way, and another run goes on from there."""
+        open_, ahead = True, self.rule.ahead
+        try:
+            while True:
+                if open_:
+                    open_ = self._forward()
+                if self._begun - self._ended > ahead or (not open_ and self._begun > self._ended):
+                    if not self._backward():
+                        break
+                elif not open_:
+                    break
+        except BaseException as error:  # other devices have made updates that this one never will
+            self.failure = time.monotonic(), error
+            if open_:
+                self._pass_end()
+        if not self._first:
+            self._neighbours.hand_back(END)
+        self._drop_the_rest()
+
+    def _drop_the_rest(self) -> None:
+        """What is left of a flow that failed: of a minibatch that can't be updated with nothing remains."""
+        self.stage.drop()
+        self._losses.clear()
+        self._begun = self._ended = self.updated * self.rule.microbatches
+        for version in self.versions:
+            self.versions.grads(version)
+
+    def _forward(self) -> bool:
+        """Whether there was one."""
+        neighbours, number = self._neighbours, self._begun
+        minibatch, place = divmod(number, self.rule.microbatches)
+        part = neighbours.next_part() if self._first or self._last else None
+        given = part.inputs if isinstance(part, Fed) and self._first else END if part is END else None
+        if not self._first:
+            given = neighbours.next_activation()
+        if given is END or part is END:
+            self._pass_end()
+            return False
+        self.versions.use(self.rule.version(minibatch))
+        try:
+            if not self._last:
+                self.stage.forward(number, given, step=minibatch, place=place, defer=False, then=neighbours.hand_on)
+            else:
+                assert isinstance(part, Fed)
+                _, loss = self.stage.forward(
+                    number,
+                    given,
+                    step=minibatch,
+                    place=place,
+                    target=part.target,
+                    weight=part.weight,
+                    want_outputs=False,
+                    defer=False,
+                )
+                self._note(minibatch, place, loss, part.weight)
+        except Exception as error:
+            self.failure = time.monotonic(), error
+            self._pass_end()
+            return False
+        self._begun += 1
+        return True
+
+    def _pass_end(self) -> None:
+        if not self._last:
+            self._neighbours.hand_on(END)
+
+    def _note(self, minibatch: int, place: int, loss: Tensor, weight: float) -> None:
+        self._losses.append(loss * weight)
+        if place == self.rule.microbatches - 1:
+            self._neighbours.say(minibatch, torch.stack(self._losses).sum())
+            self._losses.clear()
+
+    def _backward(self) -> bool:
+        """Whether there was one: where a later stage has failed, the rest has no gradient."""
+        number, neighbours = self._ended, self._neighbours
+        minibatch, place = divmod(number, self.rule.microbatches)
+        grads = None if self._last else neighbours.next_gradient()
+        if grads is END:
+            return False
+        if self.stage.remat != "none":
+            self.versions.use(self.rule.version(minibatch))
+        self.stage.backward(number, grads, None if self._first else neighbours.hand_back)
+        self._ended += 1
+        if place == self.rule.microbatches - 1:
+            self._update(minibatch)
+        return True
+
+    def _update(self, minibatch: int) -> None:
+        versions, rule = self.versions, self.rule
+        assert versions.newest == minibatch
+        grads = versions.grads(rule.version(minibatch))
+        for parameter in versions.parameters:
+            if parameter.grad is not None:
+                raise GaplessError(
+                    "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
+                    "a stage use its weights while a stream runs"
+                )
+        used = {rule.version(each) for each in range(minibatch + 1, -(-self._begun // rule.microbatches))}
+        next_one = rule.version(self._begun // rule.microbatches)  # and no later one will ask for less
+        keep = versions.newest in used or versions.newest >= next_one
+        self._updater.now(minibatch)
+        versions.update(grads, self._updater.step, keep=keep, predict=self._updater.predict)
+        versions.forget(min(used | {next_one}))
+        self.stage.finish()

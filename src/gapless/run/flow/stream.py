@@ -1,0 +1,165 @@
+"""What a user iterates over: minibatches go in, and for each of them, in order, its result comes out.
+
+    with pipe.stream(optimizer=...) as stream:
+        for result in stream.run(loader):
+            ...
+
+Results come as soon as their loss is there, while later minibatches are under way already and earlier ones are still
+going back. When a loader ends the flow stays as it is, for the next one; `drain`, and the end of the context, finish
+what is under way. Going on after that has the bits of a flow that was never drained.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from gapless.errors import GaplessError
+from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.threads import Said
+
+
+class Passed(NamedTuple):
+    """A minibatch that has come to the end of the model, on its way back now."""
+
+    minibatch: int
+    loss: Tensor
+
+
+class Flow(Protocol):
+    """What runs the devices of this process, and reaches the others."""
+
+    said: Said
+
+    def feed(self, part: Fed | End) -> None:
+        """The next microbatch, or that there is none."""
+
+    def start(self, devices: Sequence[FlowDevice]) -> None:
+        """All devices begin."""
+
+    def finish(self) -> None:
+        """Waits for their end."""
+
+
+class Stream:
+    """A flow of minibatches through the stages. `cut` makes microbatches of what a loader gives; `held` keeps others
+    from using the stages.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        devices: Sequence[FlowDevice],
+        cut: Callable[[Any], Sequence[Fed]],
+        held: Callable[[], AbstractContextManager[object]],
+        in_flight: int,
+    ) -> None:
+        self._flow, self._devices, self._cut, self._held = flow, devices, cut, held
+        self._in_flight = in_flight
+        self._fed = self._passed = devices[0].updated
+        self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
+        self._running = ExitStack()
+        self.is_running = False
+
+    @property
+    def minibatches(self) -> int:
+        """How many have gone into the weights of every stage."""
+        self._check()
+        return min(device.updated for device in self._devices)
+
+    def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
+        """A result for each minibatch of the loader, in order."""
+        batches, more = iter(loader), True
+        self._check()
+        try:
+            while more or self._passed < self._fed:
+                while more and self._fed - self._passed < self._in_flight:
+                    batch = next(batches, END)
+                    more = batch is not END
+                    if more:
+                        self._feed(batch)
+                if self._passed < self._fed:
+                    yield self._next()
+        except (KeyboardInterrupt, SystemExit):
+            self.drain()
+            raise
+
+    def _start(self) -> None:
+        if not self.is_running:
+            self._running.enter_context(self._held())
+            self.is_running = True
+            self._flow.start(self._devices)
+
+    def _feed(self, batch: Any) -> None:
+        parts = self._cut(batch)
+        self._start()
+        for part in parts:
+            self._flow.feed(part)
+        self._fed += 1
+
+    def _next(self) -> Passed:
+        if not self._ready:
+            minibatch, loss = self._flow.said.get()
+            if loss is None:
+                self.drain()
+                raise AssertionError("a device has ended without a word")
+            self._ready.append(Passed(minibatch, loss))
+        self._passed += 1
+        return self._ready.popleft()
+
+    def drain(self) -> None:
+        """Finishes what is under way: all stages have made the same updates then. What has failed is raised here."""
+        if self.is_running:
+            self._flow.feed(END)
+            try:
+                self._flow.finish()
+            finally:
+                self.is_running = False
+                self._running.close()
+                for device in self._devices:
+                    device.versions.put_back()
+                self._ready.extend(self._said())
+        failures = [device.failure for device in self._devices if device.failure is not None]
+        if failures:
+            self._ready.clear()
+            self._fed = self._passed = self._devices[0].updated
+            for device in self._devices:
+                device.failure = None
+            _, error = min(failures, key=lambda failure: failure[0])
+            error.add_note(f"gapless: {self._counts()}")
+            raise error
+
+    def _said(self) -> Iterator[Passed]:
+        while not self._flow.said.empty():
+            minibatch, loss = self._flow.said.get()
+            if loss is not None:
+                yield Passed(minibatch, loss)
+
+    def _counts(self) -> str:
+        counts = [device.updated for device in self._devices]
+        if len(set(counts)) == 1:
+            return f"the model is at minibatch {counts[0]}, and so are all stages"
+        told = ", ".join(f"stage {device.rule.stage} at {device.updated}" for device in self._devices)
+        return f"the stages have made different updates: {told}"
+
+    def _check(self) -> None:
+        if not self.is_running and len({device.updated for device in self._devices}) > 1:
+            raise GaplessError(
+                f"the stream failed in the middle of an update, and {self._counts()}: go on from a state that was "
+                "saved before"
+            )
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if kind is None:
+            self.drain()
+            return
+        try:
+            self.drain()
+        except Exception as another:
+            if error is not None and another is not error:
+                error.add_note(f"gapless: when the stream was drained: {another}")

@@ -1,0 +1,112 @@
+"""The devices of a flow as threads of one process, and what is between them: queues that have no end."""
+
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.lanes import Lane, Parcel
+from gapless.run.team import Team
+from gapless.run.thread_state import CallerState
+
+Said = queue.SimpleQueue[tuple[int, Tensor | None]]  # minibatch and loss, in order; None: nothing more is said
+
+
+class Queues:
+    """Between all devices: forwards, backwards, and what the first and the last get from the caller."""
+
+    def __init__(self, devices: int) -> None:
+        self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(devices)]
+        self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(devices)]
+        self.parts = {device: queue.SimpleQueue[Fed | End]() for device in (0, devices - 1)}
+        self.said: Said = queue.SimpleQueue()
+
+    def feed(self, part: Fed | End) -> None:
+        """To the devices that need it."""
+        for each in self.parts.values():
+            each.put(part)
+
+    def clear(self) -> None:
+        """Nothing is under way, so whatever is here is of no use."""
+        for each in (*self.forwards, *self.backwards, *self.parts.values()):
+            while not each.empty():
+                each.get()
+
+
+class ThreadNeighbours:
+    """As one device sees them."""
+
+    def __init__(self, queues: Queues, device: int, lane: Lane) -> None:
+        self._queues, self._device, self._lane = queues, device, lane
+        self._devices = len(queues.forwards)
+
+    def next_part(self) -> Fed | End:
+        part = self._queues.parts[self._device].get()
+        if isinstance(part, End):
+            return part
+        inputs = self._borrowed(part.inputs, part) if self._device == 0 else None
+        target = self._borrowed(part.target, part) if self._device == self._devices - 1 else None
+        return Fed(inputs, target, part.weight)
+
+    def _borrowed(self, tree: Any, part: Fed) -> Any:
+        return self._lane.unpack(Parcel(tree, part.event, borrowed=True))
+
+    def next_activation(self) -> Any:
+        return self._unpacked(self._queues.forwards[self._device].get())
+
+    def next_gradient(self) -> Any:
+        return self._unpacked(self._queues.backwards[self._device].get())
+
+    def _unpacked(self, parcel: Any) -> Any:
+        return parcel if parcel is END else self._lane.unpack(parcel)
+
+    def hand_on(self, activation: Any) -> None:
+        packed = activation if activation is END else self._lane.pack(activation)
+        self._queues.forwards[self._device + 1].put(packed)
+
+    def hand_back(self, gradient: Any) -> None:
+        packed = gradient if gradient is END else self._lane.pack(gradient)
+        self._queues.backwards[self._device - 1].put(packed)
+
+    def say(self, minibatch: int, loss: Tensor) -> None:
+        self._queues.said.put((minibatch, loss))
+
+
+class ThreadFlow:
+    """Runs devices of a flow, one thread each."""
+
+    def __init__(self, lanes: Sequence[Lane], team: Team) -> None:
+        self._lanes, self._team = lanes, team
+        self._queues = Queues(len(lanes))
+        self.said = self._queues.said
+        self.feed = self._queues.feed
+        self._devices: Sequence[FlowDevice] = ()
+
+    def neighbours(self, device: int) -> ThreadNeighbours:
+        """Of that device."""
+        return ThreadNeighbours(self._queues, device, self._lanes[device])
+
+    def start(self, devices: Sequence[FlowDevice]) -> None:
+        """They run until `END` was fed and nothing is under way, or one fails."""
+        self._queues.clear()
+        self._devices, state = devices, CallerState()
+
+        def task(device: FlowDevice, lane: Lane) -> Any:
+            def run() -> None:
+                try:
+                    with lane.entered(), state.entered():
+                        device.run()
+                finally:
+                    if device.failure is not None or device.is_last:
+                        self.said.put((-1, None))
+
+            return run
+
+        tasks = [task(device, lane) for device, lane in zip(devices, self._lanes, strict=True)]
+        self._team.begin(tasks, lambda: self.feed(END))
+
+    def finish(self) -> None:
+        """Waits for the end of all devices."""
+        self._team.finish()

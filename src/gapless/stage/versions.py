@@ -1,0 +1,127 @@
+"""The weights of a stage as they were at several updates: what a forward has used, its backward finds again.
+
+    version 0  --update 0-->  version 1  --update 1-->  version 2        the user's parameters are the newest
+       |                         |
+    leaves that forwards use, each with a gradient of its own
+
+Every version has leaves of its own, which take the place of the parameters in the modules while a forward runs. Those
+of the newest share the memory of the user's parameters. An update leaves that memory to whoever still uses it and gives
+the parameters a new one; where nobody does, it changes them where they are. What an update does not change is shared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+
+Leaves = list[nn.Parameter]
+
+
+class Versions:
+    """Of the parameters of some layers; `own` is told of every new leaf and of the parameter that it stands for."""
+
+    def __init__(self, layers: Sequence[Any], own: Callable[[dict[nn.Parameter, nn.Parameter]], None]) -> None:
+        modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
+        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in dict.fromkeys(modules):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, []).append((module, name))
+        self.parameters, self._places, self._own = list(found), list(found.values()), own
+        for parameter in self.parameters:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigError(
+                    "a parameter has a hook, which would not see the gradients of its versions: remove the hook, or "
+                    "use a schedule that is synchronous"
+                )
+        self._free: list[list[nn.Parameter]] = [[] for _ in self.parameters]  # leaves without data, to be used again
+        self.newest = 0
+        self._installed = -1  # the user's own
+        self._shares = [True] * len(self.parameters)  # whether the newest leaf has the memory of the parameter
+        self._known: dict[int, Leaves] = {0: [self._leaf(place, each.data) for place, each in enumerate(found)]}
+
+    def _leaf(self, place: int, data: Tensor) -> nn.Parameter:
+        """Of the user's parameter in this place, with these data."""
+        if self._free[place]:
+            leaf = self._free[place].pop()
+            leaf.data = data
+        else:
+            leaf = nn.Parameter(data, requires_grad=self.parameters[place].requires_grad)
+            self._own({leaf: self.parameters[place]})
+        return leaf
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._known))
+
+    def use(self, version: int) -> None:
+        """Layers that are called next use this one."""
+        if version != self._installed:
+            self._install(self._known[version])
+            self._installed = version
+
+    def put_back(self) -> None:
+        """The layers have the user's parameters, which are the newest version."""
+        self._install(self.parameters)
+        self._installed = -1
+
+    def _install(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, places in zip(parameters, self._places, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+    def grads(self, version: int) -> list[Tensor | None]:
+        """What backwards have added to this one since they were taken last."""
+        leaves = self._known[version]
+        found = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    def update(
+        self,
+        grads: Sequence[Tensor | None],
+        step: Callable[[], object],
+        *,
+        keep: bool,
+        predict: Callable[[], Mapping[Tensor, Tensor]] = dict,
+    ) -> None:
+        """Makes the next version: `step` changes the parameters that have a gradient. `keep`: somebody uses the newest
+        so far, or will. Of the next, forwards use what `predict` has instead of the parameters, where it has something.
+        """
+        before = self._known[self.newest]
+        moves = [grad is not None and keep and self._shares[place] for place, grad in enumerate(grads)]
+        for parameter, grad, moved in zip(self.parameters, grads, moves, strict=True):
+            parameter.grad = grad
+            if moved:
+                with torch.no_grad():
+                    parameter.data = parameter.data.clone()
+        step()
+        predicted, after = predict(), list(before)
+        for place, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            ahead = predicted.get(parameter)
+            if ahead is not None or moves[place] or not self._shares[place]:
+                after[place] = self._leaf(place, parameter.data if ahead is None else ahead)
+            self._shares[place] = ahead is None
+        self.newest += 1
+        self._known[self.newest] = after
+        if not keep:
+            self._let_go(self.newest - 1)
+        self._installed = -2  # the modules may have leaves that are gone
+
+    def forget(self, below: int) -> None:
+        """Nobody will ask for versions below this one any more."""
+        for version in [version for version in self._known if version < min(below, self.newest)]:
+            self._let_go(version)
+
+    def _let_go(self, version: int) -> None:
+        for place, leaf in enumerate(self._known.pop(version)):
+            if all(others[place] is not leaf for others in self._known.values()):
+                leaf.data = leaf.data.new_empty(0)
+                self._free[place].append(leaf)

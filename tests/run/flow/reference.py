@@ -1,0 +1,99 @@
+"""Asynchronous training written from its formulas, one thing after another; shares no code with the runtime.
+
+Minibatch m at stage r of K uses version v of that stage's weights; its gradient makes version m + 1 from version m.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gapless
+
+
+def version(kind: str, minibatch: int, stage: int, stages: int) -> int:
+    behind = {"stashing": stages - 1 - stage, "vertical": stages - 1, "2bw": 1}[kind]
+    return max(0, minibatch - behind)
+
+
+def _ahead(parameter: nn.Parameter, stepper: Any, behind: int, factor: float) -> Tensor:
+    """p - s lr d."""
+    group, state = stepper.param_groups[0], stepper.state[parameter]
+    if "momentum_buffer" in state:
+        direction = state["momentum_buffer"]
+    else:
+        count, (first, second) = state["step"].item(), group["betas"]
+        mean = state["exp_avg"] / (1 - first**count)
+        direction = mean / (state["exp_avg_sq"].sqrt() / (1 - second**count) ** 0.5 + group["eps"])
+    return (
+        (parameter - (behind * (group["lr"] * factor)) * direction).detach() if behind else parameter.detach().clone()
+    )
+
+
+def trained(
+    model: nn.Sequential,
+    partition: Sequence[int],
+    kind: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    clip: float | None = None,
+    ahead: bool = False,
+    annealed_over: int | None = None,
+) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
+    """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]."""
+    model, bounds = copy.deepcopy(model), [sum(partition[:stage]) for stage in range(len(partition) + 1)]
+    stages = [list(model)[a:b] for a, b in itertools.pairwise(bounds)]
+    own = [[each for layer in layers for each in layer.parameters()] for layers in stages]
+    steppers = [optimizer([each for each in group if each.requires_grad]) if group else None for group in own]
+    schedulers = [scheduler(each) if scheduler is not None and each is not None else None for each in steppers]
+    history = [[[each.detach().clone() for each in group]] for group in own]
+    used = [[stage[0]] for stage in history]  # the same, or what is predicted for it
+    losses = []
+    for minibatch, (x, y) in enumerate(batches):
+        for stage, group in enumerate(own):  # the weights that this minibatch uses
+            for each, value in zip(group, used[stage][version(kind, minibatch, stage, len(own))], strict=True):
+                each.data, each.grad = value.clone(), None
+        total = torch.zeros(())
+        parts = []
+        for number, (hidden, target) in enumerate(
+            zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+        ):
+            share = len(hidden) / len(x)
+            for index, layer in enumerate(model):
+                torch.manual_seed(gapless.seed_of(seed, minibatch, number, index))
+                hidden = layer(hidden)
+            value = loss(hidden, target)
+            (value * share).backward()
+            parts.append(value.detach() * share)
+        losses.append(total if not parts else torch.stack(parts).sum())
+        for stage, group in enumerate(own):  # applied to the newest there are
+            grads = [each.grad for each in group]
+            for each, value, grad in zip(group, history[stage][minibatch], grads, strict=True):
+                each.data, each.grad = value.clone(), grad
+            stepper, then = steppers[stage], schedulers[stage]
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(group, clip)
+            behind = {"stashing": len(own) - 1 - stage, "vertical": len(own) - 1, "2bw": 1}[kind]
+            factor = 1.0
+            if annealed_over is not None:
+                factor = 1.0 / max(behind, 1) ** (1.0 - min(minibatch / annealed_over, 1.0))
+            if stepper is not None:
+                rate = stepper.param_groups[0]["lr"]
+                stepper.param_groups[0]["lr"] = rate * factor
+                stepper.step()
+                stepper.param_groups[0]["lr"] = rate
+            if then is not None:
+                then.step()
+            history[stage].append([each.detach().clone() for each in group])
+            used[stage].append(
+                [_ahead(each, stepper, behind, factor) if ahead else each.detach().clone() for each in group]
+            )
+    return losses, history

@@ -1,0 +1,342 @@
+"""A stream has the weights of asynchronous training as its formulas say, after every update, to the bit."""
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.errors import ConfigError, GaplessError
+from tests.run.flow import reference
+
+SEED = 5
+Optimize = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def slower(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(6), nn.Linear(6, 6), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.dropout(torch.tanh(self.linear(self.norm(x))))
+        return y
+
+
+def make(kind: str, layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(1)
+    if kind == "linear":
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+    return nn.Sequential(*(Block(0.2 if kind == "dropout" else 0.0) for _ in range(layers)))
+
+
+def batches(count: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(2, size, 6, generator=generator).unbind()) for _ in range(count)]  # type: ignore[misc]
+
+
+RULES = {"stashing": ("pipedream", False), "vertical": ("pipedream", True), "2bw": ("2bw", False)}
+
+
+def weights(pipe: gapless.Pipeline) -> list[Tensor]:
+    return [each.detach().clone() for each in pipe.parameters()]
+
+
+def check(
+    kind: str,
+    model: nn.Sequential,
+    devices: int,
+    count: int,
+    optimizer: Optimize,
+    *,
+    microbatches: int = 1,
+    scheduler: Any = None,
+    clip: float | None = None,
+    drains: set[int] = frozenset(),  # type: ignore[assignment]
+    ahead: bool = False,
+    annealed_over: int | None = None,
+    **options: Any,
+) -> None:
+    schedule, vertical = RULES[kind]
+    data, plain = batches(count), copy.deepcopy(model)
+    with gapless.Pipeline(
+        model, devices=devices, schedule=schedule, microbatches=microbatches, loss=F.mse_loss, seed=SEED, **options
+    ) as pipe:
+        sizes = pipe._staged.partition
+        losses, history = reference.trained(
+            plain, sizes, kind, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
+            microbatches=microbatches, seed=SEED, ahead=ahead, annealed_over=annealed_over,
+        )  # fmt: skip
+        found: list[Tensor] = []
+        with pipe.stream(
+            optimizer=optimizer,
+            scheduler=scheduler,
+            vertical=vertical,
+            clip=clip,
+            correction="spectrain" if ahead else None,
+            lr_by_delay=annealed_over,
+        ) as stream:
+            for result in stream.run(data):
+                assert result.minibatch == len(found)
+                found.append(result.loss)
+                if result.minibatch in drains:
+                    stream.drain()
+                    at = stream.minibatches
+                    expected = [each for stage in history for each in stage[at]]
+                    assert all(map(torch.equal, weights(pipe), expected)), at
+        assert stream.minibatches == count
+        assert all(map(torch.equal, found, losses))
+        expected = [each for stage in history for each in stage[count]]
+        assert all(map(torch.equal, weights(pipe), expected))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["stashing", "vertical"])
+@pytest.mark.parametrize("model", ["linear", "blocks", "dropout"])
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+def test_pipedream_has_the_weights_of_its_formula(devices: int, kind: str, model: str, optimizer: Optimize) -> None:
+    check(kind, make(model), devices, 9, optimizer)
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (2, 4), (3, 4), (4, 4)])
+@pytest.mark.parametrize("model", ["linear", "dropout"])
+def test_2bw_has_the_weights_of_its_formula(devices: int, microbatches: int, model: str) -> None:
+    check("2bw", make(model), devices, 6, momentum, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("remat", ["stage", "layer"])
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
+def test_remat_finds_the_version_of_its_forward(remat: Any, kind: str) -> None:
+    check(kind, make("dropout"), 3, 7, momentum, microbatches=4 if kind == "2bw" else 1, remat=remat)
+
+
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+def test_schedulers_and_clipping_are_the_stage_s_own(kind: str) -> None:
+    check(kind, make("blocks"), 3, 8, momentum, scheduler=slower, clip=0.1, microbatches=4 if kind == "2bw" else 1)
+
+
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize("annealed_over", [None, 5])
+def test_corrections_are_those_of_their_formulas(kind: str, optimizer: Optimize, annealed_over: int | None) -> None:
+    check(
+        kind,
+        make("dropout"),
+        4,
+        9,
+        optimizer,
+        ahead=True,
+        annealed_over=annealed_over,
+        scheduler=slower,
+        drains={2, 5},
+        microbatches=4 if kind == "2bw" else 1,
+    )
+
+
+def test_the_nesterov_form_brings_its_own_optimizer() -> None:
+    with asked() as pipe:
+        with pytest.raises(ConfigError, match="leave optimizer= out"):
+            pipe.stream(optimizer=momentum, correction="nesterov")
+        with pytest.raises(ConfigError, match="give the learning rate to your optimizer"):
+            pipe.stream(optimizer=momentum, lr=0.1)
+        with pytest.raises(ConfigError, match="correction is 'other', but it must be"):
+            pipe.stream(optimizer=momentum, correction="other")  # type: ignore[arg-type]
+        before = weights(pipe)
+        with pipe.stream(correction="nesterov", lr=0.01) as stream:
+            assert len(list(stream.run(batches(5)))) == 5
+        assert not any(map(torch.equal, before, weights(pipe)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_few_minibatches_are_enough(count: int) -> None:
+    check("stashing", make("linear"), 4, count, momentum)
+
+
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+@pytest.mark.parametrize("seed", range(3))
+def test_draining_in_between_changes_no_bit(kind: str, seed: int) -> None:
+    drains = set(random.Random(seed).sample(range(20), 6))
+    check(kind, make("dropout"), 3, 20, adam, microbatches=4 if kind == "2bw" else 1, drains=drains)
+
+
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+def test_as_many_versions_are_kept_as_the_formula_says(kind: str) -> None:
+    schedule, vertical = RULES[kind]
+    microbatches = 4 if kind == "2bw" else 1
+    with gapless.Pipeline(
+        make("linear"), devices=4, schedule=schedule, microbatches=microbatches, loss=F.mse_loss
+    ) as pipe:
+        most = [0] * 4
+        with pipe.stream(optimizer=momentum, vertical=vertical) as stream:
+            for _ in stream.run(batches(30)):
+                most = [max(a, len(device.versions)) for a, device in zip(most, stream._devices, strict=True)]
+            stream.drain()
+            kept = [len(device.versions) for device in stream._devices]
+    expected = {"stashing": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "2bw": [2, 2, 2, 2]}[kind]
+    assert kept == expected
+    assert all(a <= b for a, b in zip(most, expected, strict=True)), most
+
+
+def test_a_frozen_parameter_and_one_without_gradient_are_shared_by_all_versions() -> None:
+    model = make("linear")
+    for each in model[0].parameters():
+        each.requires_grad_(False)
+    check("stashing", model, 4, 8, momentum)
+
+
+class Fails(nn.Linear):
+    """At a certain forward or backward."""
+
+    def __init__(self, forward_at: int = -1, backward_at: int = -1) -> None:
+        super().__init__(6, 6)
+        self.forward_at, self.backward_at, self.calls = forward_at, backward_at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.forward_at + 1:
+            raise ValueError("as told")
+        y = super().forward(x)
+        if self.calls == self.backward_at + 1:
+            y.register_hook(partial(_raise, ValueError("as told")))
+        return y
+
+
+def _raise(error: Exception, _: Tensor) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("where", [0, 3, 7])
+def test_a_forward_that_fails_leaves_the_model_at_its_minibatch(where: int) -> None:
+    model = make("linear")
+    model[where] = Fails(forward_at=5)
+    plain = copy.deepcopy(model)
+    plain[where] = nn.Linear(6, 6)
+    plain.load_state_dict(model.state_dict())
+    data = batches(9)
+    with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        _, history = reference.trained(
+            plain, pipe._staged.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
+        )
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ValueError, match="as told") as failed:
+            list(stream.run(data))
+        assert "the model is at minibatch 5" in failed.value.__notes__[-1]
+        assert stream.minibatches == 5
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[5]]))
+        with stream:  # it goes on as if nothing had happened
+            assert len(list(stream.run(data[5:]))) == 4
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[9]]))
+
+
+def test_a_backward_that_fails_breaks_the_stream_and_says_where_each_stage_is() -> None:
+    model = make("linear")
+    model[3] = Fails(backward_at=4)
+    with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ValueError, match="as told") as failed:
+            list(stream.run(batches(9)))
+        assert "stage 1 at 4" in failed.value.__notes__[-1]
+        with pytest.raises(GaplessError, match="in the middle of an update"):
+            list(stream.run(batches(1)))
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
+    data = batches(6)
+    data[3][0][0, 0] = float("inf")
+    model = make("linear")
+    with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(GaplessError, match=r"of minibatch 3 at stage [01] is not finite"):
+            list(stream.run(data))
+        assert stream.minibatches == 3
+    assert all(torch.isfinite(each).all() for each in model.parameters())
+
+
+def test_evaluation_after_a_drain_uses_the_newest_weights_and_changes_nothing() -> None:
+    data, model = batches(10), make("blocks")
+    plain = copy.deepcopy(model)
+    with gapless.Pipeline(model, devices=3, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        _, history = reference.trained(
+            plain, pipe._staged.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
+        )
+        with pipe.stream(optimizer=momentum) as stream:
+            list(stream.run(data[:6]))
+            stream.drain()
+            found = pipe.evaluate(*data[0]).outputs
+            list(stream.run(data[6:]))
+        for each, value in zip(plain.parameters(), [each for stage in history for each in stage[6]], strict=True):
+            each.data = value
+        assert torch.equal(found, plain.eval()(data[0][0]))
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[10]]))
+
+
+def asked(model: nn.Sequential | None = None, schedule: str = "pipedream", **options: Any) -> gapless.Pipeline:
+    return gapless.Pipeline(
+        make("linear") if model is None else model,
+        devices=2,
+        schedule=schedule,
+        microbatches=options.pop("microbatches", 1),
+        loss=F.mse_loss,
+        **options,
+    )
+
+
+def test_what_a_stream_can_not_do_is_refused_with_the_way_out() -> None:
+    with asked() as pipe:
+        with pytest.raises(ConfigError, match="pass a function that makes one"):
+            pipe.stream(optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="make it from the parameters that it is given"):
+            pipe.stream(optimizer=lambda _: momentum(list(pipe.parameters())))
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric"):
+            pipe.stream(optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+        with pytest.raises(ConfigError, match="has no steps"):
+            pipe.step(*batches(1)[0])
+        with pytest.raises(ConfigError, match="clip is 0, but it must be a norm above 0"):
+            pipe.stream(optimizer=momentum, clip=0)
+    with asked(schedule="1f1b") as pipe, pytest.raises(ConfigError, match="the schedule is synchronous"):
+        pipe.stream(optimizer=momentum)
+    with pytest.raises(GaplessError, match="pipedream takes minibatches whole"):
+        asked(microbatches=4)
+    tied = make("linear")
+    tied[7].weight = tied[0].weight
+    with asked(tied) as pipe, pytest.raises(ConfigError, match=r"0\.weight is used by several stages"):
+        pipe.stream(optimizer=momentum)
+    with asked(batchnorm="deferred") as pipe, pytest.raises(ConfigError, match="use 'microbatch'"):
+        pipe.stream(optimizer=momentum)
+
+
+def test_a_minibatch_that_is_too_small_is_refused() -> None:
+    with asked(schedule="2bw", microbatches=4) as pipe, pipe.stream(optimizer=momentum) as stream:
+        with pytest.raises(ConfigError, match="drop the last minibatch of the loader"):
+            list(stream.run(batches(1, size=3)))
+        assert len(list(stream.run(batches(2)))) == 2
+
+
+def test_leaving_a_loop_early_drains_what_was_fed() -> None:
+    with asked() as pipe:
+        with pipe.stream(optimizer=momentum) as stream:
+            for result in stream.run(batches(20)):
+                if result.minibatch == 4:
+                    with pytest.raises(ConfigError, match="a stream is under way"):
+                        pipe.state_dict()
+                    break
+        assert 5 <= stream.minibatches <= 8
+        assert pipe.evaluate(*batches(1)[0]).loss is not None
