@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.run.flow.device import END, End, Fed, FlowDevice
-from gapless.run.lanes import Lane, Parcel
+from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
 
@@ -38,13 +38,17 @@ class Queues:
 class ThreadNeighbours:
     """As one device sees them."""
 
-    def __init__(self, queues: Queues, device: int, lane: Lane) -> None:
+    def __init__(self, queues: Queues, device: int, lane: Lane, *, one_memory: bool) -> None:
+        """`one_memory`: what is made is where it is needed, as in `Program`."""
         self._queues, self._device, self._lane = queues, device, lane
         self._devices = len(queues.forwards)
+        self._one_memory = one_memory
 
     def next_part(self) -> Fed | End:
         part = self._queues.parts[self._device].get()
         if isinstance(part, End):
+            return part
+        if self._one_memory:
             return part
         inputs = self._borrowed(part.inputs, part) if self._device == 0 else None
         target = self._borrowed(part.target, part) if self._device == self._devices - 1 else None
@@ -60,15 +64,16 @@ class ThreadNeighbours:
         return self._unpacked(self._queues.backwards[self._device].get())
 
     def _unpacked(self, parcel: Any) -> Any:
-        return parcel if parcel is END else self._lane.unpack(parcel)
+        return parcel if self._one_memory or parcel is END else self._lane.unpack(parcel)
+
+    def _packed(self, tree: Any) -> Any:
+        return tree if self._one_memory or tree is END else self._lane.pack(tree)
 
     def hand_on(self, activation: Any) -> None:
-        packed = activation if activation is END else self._lane.pack(activation)
-        self._queues.forwards[self._device + 1].put(packed)
+        self._queues.forwards[self._device + 1].put(self._packed(activation))
 
     def hand_back(self, gradient: Any) -> None:
-        packed = gradient if gradient is END else self._lane.pack(gradient)
-        self._queues.backwards[self._device - 1].put(packed)
+        self._queues.backwards[self._device - 1].put(self._packed(gradient))
 
     def say(self, minibatch: int, loss: Tensor) -> None:
         self._queues.said.put((minibatch, loss))
@@ -86,7 +91,8 @@ class ThreadFlow:
 
     def neighbours(self, device: int) -> ThreadNeighbours:
         """Of that device."""
-        return ThreadNeighbours(self._queues, device, self._lanes[device])
+        one_memory = all(isinstance(lane, CpuLane) for lane in self._lanes)
+        return ThreadNeighbours(self._queues, device, self._lanes[device], one_memory=one_memory)
 
     def start(self, devices: Sequence[FlowDevice]) -> None:
         """They run until `END` was fed and nothing is under way, or one fails."""
