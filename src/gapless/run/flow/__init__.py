@@ -7,4 +7,14 @@ updater     what a stage does at an update: checks, clips, steps its own optimiz
 device      one device: forwards, backwards and updates, in the order of the schedule, until there is nothing more
 threads     devices as threads of one process, and the queues between them
 stream      what a user iterates over: feeds minibatches, hands out results, stops in order
+
+Replicas of a whole model that do not wait for each other:
+
+order              who read and who applied, one after the other, as a value
+replica            a copy of the model, and the gradients that are computed on it
+asp                replicas that apply gradients to shared weights without waiting
+local_steps        replicas that step alone, and average their weights now and then
+crew               the threads of replicas: minibatches in, results out, the first failure stops all
+replica_arguments  what a user asks of replicas, checked
+async_replicas     what a user iterates over
 """
