@@ -80,7 +80,7 @@ def check(
     with gapless.Pipeline(
         model, devices=devices, schedule=schedule, microbatches=microbatches, loss=F.mse_loss, seed=SEED, **options
     ) as pipe:
-        sizes = pipe._staged.partition
+        sizes = pipe.partition
         losses, history = reference.trained(
             plain, sizes, kind, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
             microbatches=microbatches, seed=SEED, ahead=ahead, annealed_over=annealed_over,
@@ -232,9 +232,7 @@ def test_a_forward_that_fails_leaves_the_model_at_its_minibatch(where: int) -> N
     plain.load_state_dict(model.state_dict())
     data = batches(9)
     with gapless.Pipeline(model, devices=4, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
-        _, history = reference.trained(
-            plain, pipe._staged.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
-        )
+        _, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
         stream = pipe.stream(optimizer=momentum)
         with pytest.raises(ValueError, match="as told") as failed:
             list(stream.run(data))
@@ -274,9 +272,7 @@ def test_evaluation_after_a_drain_uses_the_newest_weights_and_changes_nothing() 
     data, model = batches(10), make("blocks")
     plain = copy.deepcopy(model)
     with gapless.Pipeline(model, devices=3, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
-        _, history = reference.trained(
-            plain, pipe._staged.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
-        )
+        _, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(data[:6]))
             stream.drain()
@@ -340,3 +336,27 @@ def test_leaving_a_loop_early_drains_what_was_fed() -> None:
                     break
         assert 5 <= stream.minibatches <= 8
         assert pipe.evaluate(*batches(1)[0]).loss is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_streams_of_one_gpu_have_the_weights_of_the_formula(kind: str, ahead: bool) -> None:
+    torch.use_deterministic_algorithms(True)
+    schedule, vertical = RULES[kind]
+    microbatches = 4 if kind == "2bw" else 1
+    data = [(x.cuda(), y.cuda()) for x, y in batches(12)]
+    model, plain = make("dropout"), make("dropout").cuda()
+    with gapless.Pipeline(
+        model, devices=["cuda:0"] * 3, schedule=schedule, microbatches=microbatches, loss=F.mse_loss, seed=SEED
+    ) as pipe:
+        losses, history = reference.trained(
+            plain, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches,
+            seed=SEED, ahead=ahead,
+        )  # fmt: skip
+        with pipe.stream(optimizer=momentum, vertical=vertical, correction="spectrain" if ahead else None) as stream:
+            found = [result.loss for result in stream.run(data)]
+        assert all(map(torch.equal, found, losses))
+        expected = [each for stage in history for each in stage[12]]
+        assert all(map(torch.equal, weights(pipe), expected))

@@ -4,10 +4,11 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gapless.run.flow.device import END, End, Fed, FlowDevice
-from gapless.run.lanes import CpuLane, Lane, Parcel
+from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
 
@@ -76,6 +77,8 @@ class ThreadNeighbours:
         self._queues.backwards[self._device - 1].put(self._packed(gradient))
 
     def say(self, minibatch: int, loss: Tensor) -> None:
+        if loss.is_cuda:  # the caller's stream knows nothing of this one; the update that comes next waits as well
+            torch.cuda.current_stream(loss.device).synchronize()
         self._queues.said.put((minibatch, loss))
 
 
@@ -98,6 +101,8 @@ class ThreadFlow:
         """They run until `END` was fed and nothing is under way, or one fails."""
         self._queues.clear()
         self._devices, state = devices, CallerState()
+        for lane in self._cuda_lanes():
+            lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
 
         def task(device: FlowDevice, lane: Lane) -> Any:
             def run() -> None:
@@ -114,5 +119,10 @@ class ThreadFlow:
         self._team.begin(tasks, lambda: self.feed(END))
 
     def finish(self) -> None:
-        """Waits for the end of all devices."""
+        """Waits for the end of all devices; what the caller queues next comes after what they have queued."""
         self._team.finish()
+        for lane in self._cuda_lanes():
+            torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
+
+    def _cuda_lanes(self) -> list[CudaLane]:
+        return [lane for lane in self._lanes if isinstance(lane, CudaLane)]
