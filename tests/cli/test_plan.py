@@ -99,6 +99,17 @@ def test_files_are_written(gapless: Command, profile: str, tmp_path: Path) -> No
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_trace_has_microseconds_of_the_planned_seconds(gapless: Command, profile: str, tmp_path: Path) -> None:
+    """A step of 12 ms was one of 12 us there."""
+    trace = tmp_path / "trace.json"
+    code, out, _ = gapless(f"plan {profile} --devices 3 --schedules 1f1b --json --perfetto {trace}")
+    assert code == 0
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    longest = max(event["ts"] + event["dur"] for event in events if event["pid"] == 1)
+    step = json.loads(out)["plans"][0]["step_seconds"]
+    assert 0.5 * step * 1e6 < longest < 1.01 * step * 1e6  # without the optimizer
+
+
 def test_a_name_can_t_break_the_page(gapless: Command, tmp_path: Path) -> None:
     file, page = tmp_path / "profile.json", tmp_path / "page.html"
     file.write_text(json.dumps({**PROFILE, "profile": "</pre><script>alert(1)</script>"}))

@@ -204,8 +204,12 @@ def passed(
     return made, costs.recomputed_late(schedule.placement) if late else costs
 
 
-def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline], limit: Number | None = None) -> None:
-    """The files asked for; where they went is said on standard error, so that standard output stays the result."""
+def write_pictures(
+    arguments: argparse.Namespace, timelines: Sequence[Timeline], limit: Number | None = None, unit: str = "ms"
+) -> None:
+    """The files asked for; where they went is said on standard error, so that standard output stays the result. `unit`
+    is that of the times, for programs that show seconds.
+    """
     from gapless.view import page, perfetto, svg
 
     if arguments.html:
@@ -213,7 +217,7 @@ def write_pictures(arguments: argparse.Namespace, timelines: Sequence[Timeline],
     if arguments.svg:
         svg.write(arguments.svg, timelines)
     if arguments.perfetto:
-        perfetto.write(arguments.perfetto, timelines)
+        perfetto.write(arguments.perfetto, timelines, unit)
     for path in filter(None, (arguments.html, arguments.svg, arguments.perfetto)):
         say(f"wrote {path}", sys.stderr)
 

@@ -172,7 +172,7 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
         Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     arguments.html = None
-    options.write_pictures(arguments, [plan.timeline for plan in kinds], limit)
+    options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
     if arguments.write:
         found.best.write(arguments.write)
         terminal.say(f"wrote {arguments.write}", sys.stderr)
