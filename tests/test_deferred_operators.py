@@ -4,6 +4,7 @@ and `model.operators` that decide who asks know every such handler.
 
 import inspect
 import re
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,14 @@ DEFERRED = {function for function, handler in TABLE.items() if handler.__module_
 def called(module: type) -> set[str]:
     """The functions of torch.nn.functional that a class calls, or those it inherits from."""
     parents = [parent for parent in module.__mro__ if parent.__module__.startswith("torch.nn.modules.")]
-    return {name for parent in parents for name in re.findall(r"\bF\.(\w+)\(", inspect.getsource(parent))}
+    return {name for parent in parents for name in re.findall(r"\bF\.(\w+)\(", _source(parent))}
+
+
+@cache
+def _source(module: type) -> str:
+    """Its methods, one by one: to find a class in a file, Python reads the file as a whole."""
+    methods = [part for part in vars(module).values() if inspect.isfunction(part)]
+    return "".join(inspect.getsource(method) for method in methods)
 
 
 def test_layers_of_torch_that_call_a_deferred_function_run_inside_the_mode() -> None:
