@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Of thousands of files most are never imported: Python compiles those that are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 CHROMIUM := $(shell command -v chromium 2>/dev/null)
 IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo check test test-all slow shards browser network clean
+.PHONY: setup demo style check test test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -20,8 +21,7 @@ $(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) 'setuptools>=77' wheel
-	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" numpy
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --editable . numpy
 	touch $@
 
 # What the checks and tests need on top.
@@ -36,10 +36,13 @@ demo: $(RUNS)
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
 	$(BIN)/python examples/train_gpt.py --seconds 45 --page demo/training.html
 
-check: $(STAMP)
+style: $(STAMP)
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
+
+# What is quick to know. `make test` has these tests among all others.
+check: style
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_surface.py
 
 browser:
@@ -53,7 +56,7 @@ ifeq ($(IPROUTE),)
 	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q iproute2
 endif
 
-test: check browser network
+test: style browser network
 	$(PYTEST) -m "not slow and not alone" $(BESIDE)
 	$(PYTEST) -m "not slow and alone"
 
