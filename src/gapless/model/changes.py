@@ -1,7 +1,7 @@
 """What a traced graph changes in place, and where it therefore must not be cut.
 
-A tensor that is a view shares its memory with others, so changes are followed through memory: the graph is run once on
-tensors without data, and values that lie in the same memory are one.
+A tensor that is a view shares its memory with others, so changes are followed through memory: the tensors without data
+that the export ran the model on say which values lie in the same.
 """
 
 from collections.abc import Iterable
@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Interpreter, Node
+from torch.fx import Node
 
 from .operators import PYTHON
 from .trace import Trace
+
+_ATEN = torch.ops.aten
+# Whether these copy is up to the strides that the kernel before has chosen, and kernels differ: they count as views.
+_VIEW_OR_COPY = {_ATEN.contiguous.default, _ATEN.reshape.default, _ATEN.flatten.using_ints}
 
 
 def tensors_of(value: Any) -> Iterable[Tensor]:
@@ -76,37 +78,23 @@ def _vmapped(trace: Trace) -> list[tuple[int, int]]:
     return stretches
 
 
-class _Memory(Interpreter):
-    """Runs a graph on tensors without data and notes in which memory every value lies."""
-
-    def __init__(self, trace: Trace, fake: FakeTensorMode) -> None:
-        super().__init__(trace.module)
-        self._fake = fake
-        self._attrs: dict[str, Any] = {}
-        self.places: dict[Node, set[int]] = {}
-        self._alive: list[Any] = []  # so that no address comes twice
-
-    def run_node(self, n: Node) -> Any:
-        if n.op == "call_module":
-            return None
-        value = super().run_node(n)
-        self._alive.append(value)
-        self.places[n] = {tensor.untyped_storage()._cdata for tensor in tensors_of(value)}
-        return value
-
-    def fetch_attr(self, target: str) -> Any:
-        value = super().fetch_attr(target)
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            if target not in self._attrs:
-                self._attrs[target] = self._fake.from_tensor(value.detach())
-            return self._attrs[target]
-        return value
-
-
 def _memory(trace: Trace) -> dict[Node, set[int]]:
-    modes = [val.fake_mode for node in trace.inputs if isinstance(val := node.meta.get("val"), FakeTensor)]
-    fake = modes[0] if modes else FakeTensorMode()
-    runner = _Memory(trace, fake)
-    with fake, torch.no_grad(), enable_python_dispatcher():  # torch's own kernels may ask for sizes that are symbols
-        runner.run(*[node.meta.get("val") for node in trace.inputs], enable_io_processing=False)
-    return runner.places
+    """In which memory every value lies. The tensors without data that the export has left at its nodes share memory as
+    the values do; what has none left there is no tensor: a part of the graph, a switch.
+    """
+    same: dict[int, int] = {}
+
+    def place(storage: int) -> int:
+        while storage in same:
+            storage = same[storage]
+        return storage
+
+    storages = {
+        node: {tensor.untyped_storage()._cdata for tensor in tensors_of(node.meta.get("val"))}
+        for node in trace.graph.nodes
+    }
+    for node in trace.nodes:
+        if node.target in _VIEW_OR_COPY:
+            first, *others = sorted({place(each) for value in (node, node.args[0]) for each in storages[value]})
+            same.update(dict.fromkeys(others, first))
+    return {node: {place(each) for each in each_of} for node, each_of in storages.items()}
