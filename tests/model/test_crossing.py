@@ -57,3 +57,19 @@ def test_every_parameter_has_the_stage_that_uses_it(crossing: Crossing) -> None:
     homes = homes_of(crossing, even_cuts(crossing, 6)[2:4])
     assert [homes[f"wide.{number}.weight"] for number in range(6)] == [{0}, {0}, {0}, {1}, {2}, {2}]
     assert homes["narrow.2.bias"] == {0}
+
+
+class Turned(nn.Module):
+    """Whether `contiguous` copies what attention gives is up to the kernel, and another may run than is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = torch.nn.functional.scaled_dot_product_attention(x, x + 1.0, x)
+        turned = attended.transpose(1, 2).contiguous()
+        return turned.mul_(2.0).transpose(1, 2) + attended
+
+
+def test_there_is_no_cut_between_a_value_and_a_change_of_what_may_be_its_view() -> None:
+    crossing = Crossing(Trace(Turned(), *flat_of(torch.randn(4, 2, 6, 8))))
+    names = [node.name for node in crossing.trace.nodes]
+    between = range(names.index("scaled_dot_product_attention"), names.index("mul_"))
+    assert not any(crossing.allowed[place] for place in between)
