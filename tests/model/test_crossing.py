@@ -63,7 +63,7 @@ class Turned(nn.Module):
     """Whether `contiguous` copies what attention gives is up to the kernel, and another may run than is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        attended = torch.nn.functional.scaled_dot_product_attention(x, x + 1.0, x)
+        attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
         turned = attended.transpose(1, 2).contiguous()
         return turned.mul_(2.0).transpose(1, 2) + attended
 

@@ -226,7 +226,7 @@ def _cost(node: Node) -> float:
     elif name in ("linear", "mm", "matmul", "bmm.default", "addmm", "baddbmm.default"):
         each = _number(ins[1 if "addmm" in name or "baddbmm" in name else 0].shape[-1])
     elif name == "_attention":
-        each = 2 * _number(ins[1].shape[-2])
+        each = 2 * _number(ins[1 if len(ins) > 1 else 0].shape[-2])  # a tensor may attend to itself
     elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         each = sum(_numel(weight) for weight in ins[2:]) // max(1, _number(outs[0].shape[-1]))
     elif _is_view(node):
