@@ -7,6 +7,7 @@ for x, y in loader:
     optimizer.step(); optimizer.zero_grad()
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
 from gapless.model.capture import Captured, own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
@@ -24,7 +24,7 @@ from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.staged_model import StagedModel, in_eval_mode
-from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, make_stream
+from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
 from gapless.plan.plan import Plan
 from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
@@ -121,7 +121,7 @@ class Pipeline:
         self.seed = seed
         self.steps = 0  # done so far; random numbers depend on it
         self._nothing = nn.Parameter(torch.empty(0))
-        self._stream: Stream | None = None
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         with self._closed_if_it_fails(), self._world.making():
             arguments.check_options(schedule, loss, loss_weight)
             model, compiler = uncompiled(model)
@@ -217,16 +217,17 @@ class Pipeline:
 
         `optimizer` makes an optimizer from a stage's parameters, `scheduler` a learning-rate scheduler from that, which
         is stepped after each update; `clip` is the greatest norm of a stage's gradients. `vertical` is vertical sync.
-        See docs/asynchronous.md for `correction`, `lr` and `lr_by_delay`.
         """
         self._follow()
         asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight)
-        self._stream = make_stream(self._world, self._staged, self._options, asked)
-        return self._stream
+        made = make_stream(self._world, self._staged, self._options, asked)
+        self._streams.add(made)
+        return made
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
         batch = self._cut(inputs, target)
+        check_drained(self._streams)
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
             self._staged.follow()
@@ -344,7 +345,6 @@ class Pipeline:
 
     def _follow(self) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
-        if self._stream is not None and self._stream.is_running:
-            raise ConfigError("a stream is under way, and its stages are at different minibatches: drain() it first")
+        check_drained(self._streams)
         if not self._world.busy:
             self._staged.follow()

@@ -42,6 +42,7 @@ class Schedules:
                 asked,
                 devices=self.num_devices,
                 microbatches=microbatches,
+                minibatches=1,
                 stages_per_device=self.stages_per_device,
                 costs=self.costs,
                 memory_limit=self.memory_limit,

@@ -239,7 +239,6 @@ class StagedModel:
                 # Replica r has microbatches r M to r M + M - 1, with the random numbers of these.
                 first_microbatch=self._world.replica * options.microbatches,
                 stored=stored,
-                only=len(self._world.here) == 1,
             )
         shared = shared_buffers(model.module, self._parts())
         for made in stages.values():

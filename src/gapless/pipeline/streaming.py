@@ -1,11 +1,11 @@
 """From a pipeline to a stream: one optimizer per stage, versions of the weights, and devices that flow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,6 +25,7 @@ from gapless.run.one_process import OneProcess
 from gapless.run.world import World
 from gapless.stage.minibatch import Minibatch
 from gapless.stage.share import Share
+from gapless.stage.tie import Place
 from gapless.stage.versions import Versions
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -71,6 +72,7 @@ def make_stream(world: World, staged: StagedModel, options: Options, asked: Aske
     for number, stage in staged.stages.items():
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
         versions = Versions(parts, stage.own)
+        stage.refuse_strays(_refuse_stray)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
         rule = Rule(kind, number, stages, options.microbatches)  # type: ignore[arg-type]
@@ -132,10 +134,25 @@ def _check(staged: StagedModel, options: Options) -> None:
         raise ConfigError("batchnorm='deferred' waits for the end of a step, and a stream has none: use 'microbatch'")
 
 
+def check_drained(streams: Iterable[Stream]) -> None:
+    """Whoever looks at the model means all of it at one minibatch."""
+    if any(stream.is_running for stream in streams):
+        raise ConfigError("a stream is under way, and its stages are at different minibatches: drain() it first")
+
+
+def _refuse_stray(place: Place, _: Tensor) -> None:
+    raise ConfigError(
+        f"a layer or the loss of stage {place[0]} uses weights of another stage, which are at another minibatch: use "
+        "them in a layer of that stage, or, for a penalty on weights, give the optimizer weight_decay"
+    )
+
+
 def _optimizer(make: MakeOptimizer, parameters: list[nn.Parameter], stage: int) -> Optimizer:
     made = make(parameters)
     if not isinstance(made, Optimizer):
         raise ConfigError(f"optimizer= must make a torch.optim.Optimizer, but it made a {type(made).__name__}")
+    if isinstance(made, torch.optim.LBFGS):
+        raise ConfigError("LBFGS runs the model several times for an update, which a stream can't: use another")
     given = {id(each) for group in made.param_groups for each in group["params"]}
     if given != {id(each) for each in parameters}:
         raise ConfigError(

@@ -24,6 +24,7 @@ class Team:
         self._intra_op_threads = intra_op_threads
         self._closed = False
         self._holders: set[object] = set()
+        self.flows = False  # what is under way ends only when it is told to
         self.left: Callable[[], None] | None = None  # clears up after a run that was not cleared up after
         self._begin()
 
@@ -118,7 +119,7 @@ class Team:
 
     def close(self) -> None:
         self._closed = True
-        if not self._holders:
+        if not self._holders or self.flows:
             self.settle()
         for inbox in self._inboxes:
             inbox.put(None)

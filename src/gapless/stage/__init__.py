@@ -18,8 +18,7 @@ A stage and its microbatches
 
 How layers are called
     calls          the calls of a stage: layers, loss, backwards
-    way            inside the mode, outside of it, or neither; `quiet`: layers that turn out to need no mode;
-                   `compiled`: layers of which nothing can be seen
+    way            inside the mode, outside of it, or neither; `compiled`: layers of which nothing can be seen
     mode           the one function mode; `table`: what it answers; `signature`: the arguments of such a call
     linear         handlers that let weight gradients wait (a new one: see `table`); `convolution`: more of them
     random_calls   torch's random functions; `batchnorm`: running statistics

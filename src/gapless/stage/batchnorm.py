@@ -171,7 +171,6 @@ class Answering(Protocol):
     """What the handlers need of a mode."""
 
     statistics: Statistics
-    heard: bool
 
     def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it is."""
@@ -183,7 +182,6 @@ class PlainMode(TorchFunctionMode):
     def __init__(self, statistics: Statistics) -> None:
         super().__init__()
         self.statistics = statistics
-        self.heard = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
@@ -198,7 +196,6 @@ class PlainMode(TorchFunctionMode):
 
 def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.batch_norm`, which torch's modules call, and the operator below it, which a traced graph calls."""
-    mode.heard = True
     given = bound(_FUNCTIONAL if func is F.batch_norm else _OPERATOR, args, kwargs)
     statistics, running_mean, running_var = mode.statistics, given["running_mean"], given["running_var"]
     if given["training"] and statistics.option == "error":

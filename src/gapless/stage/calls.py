@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.errors import ConfigError
@@ -25,7 +24,6 @@ from .draws import Draws, alone, default_generators
 from .linear import linear
 from .mode import Mode, Restart
 from .plain import apply_first
-from .quiet import Key, Quiet
 from .stored import Stored
 from .table import TABLE
 from .unseen import watched
@@ -59,7 +57,6 @@ class Calls:
         batchnorm: BatchNorm = "microbatch",
         first_microbatch: int = 0,
         stored: Stored | None = None,
-        only: bool = False,
     ) -> None:
         self.stored = Stored() if stored is None else stored
         self._layers: list[tuple[Any, Way]] = [(layer, way_of(layer, split)) for layer in layers]
@@ -80,10 +77,7 @@ class Calls:
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
         self._casting: set[int] = set()  # layers with an autocast of their own
-        self._watched: set[Key] = set()  # layers of which it is known what they draw
-        counts = any(isinstance(part, _NormBase) for module in modules for part in module.modules())
-        self._quiet = Quiet(allowed=only and not counts)  # whoever counts must be seen whenever it begins to
-        self._unseen = False  # in this forward the mode need not see quiet layers
+        self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
@@ -141,22 +135,17 @@ class Calls:
         """What the calls lasted in which layers were compiled."""
         return self._cold_seconds + sum(each.seconds for each in self._compiled.values())
 
-    def begin(self, records: Records | None, step: int, microbatch: int, *, once: bool) -> AbstractContextManager[Any]:
+    def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
-        one. `once`: it is not run again for the backward.
+        one.
         """
         draws = self.draws
         if step != draws.step:
             self.forget()
         draws.step, draws.microbatch = step, self._first_microbatch + microbatch
         draws.restart()
-        mode = self.mode
-        mode.begin(records if self._split else None, self._device().type)
-        self._unseen = once and not (mode.defers_now or mode.alone or mode.cast_anew)
-        if mode.alone or (self._unseen and self._quiet):
-            generators = default_generators([self._device()])
-            return alone(generators) if mode.alone else self._quiet.around(generators)
-        return _NOTHING
+        self.mode.begin(records if self._split else None, self._device().type)
+        return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING
 
     def layer(self, index: int, value: Any) -> Any:
         """Calls layer `index` of the stage."""
@@ -183,27 +172,20 @@ class Calls:
             result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
             self._cold = self._cold or cold
             return result
-        key = (index, getattr(layer, "training", True))
-        casts = index in self._casting
-        if self._unseen and key in self._quiet and not casts:
-            return call(*args)
-        self.mode.heard = False
         with (
-            alone_with_casts() if casts else _NOTHING,
+            alone_with_casts() if index in self._casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
-            self._first_watched(key) if way is _INSIDE else _NOTHING,
+            self._first_watched(index, layer) if way is _INSIDE else _NOTHING,
         ):
-            result = call(*args)
-        if way is _INSIDE and not self.mode.heard:
-            self._quiet.add(key)
-        return result
+            return call(*args)
 
-    def _first_watched(self, key: Key) -> AbstractContextManager[None]:
+    def _first_watched(self, index: int, layer: Any) -> AbstractContextManager[None]:
         """Around a call of which nothing is known: the first one tells whether it draws unseen."""
+        key = (index, getattr(layer, "training", True))
         return _NOTHING if self.mode.alone or key in self._watched else self._watch(key)
 
     @contextlib.contextmanager
-    def _watch(self, key: Key) -> Iterator[None]:
+    def _watch(self, key: tuple[int, bool]) -> Iterator[None]:
         with watched(self._device()) as touched:
             yield
         self._watched.add(key)

@@ -85,6 +85,10 @@ class Cell:
         """Whether it is one of its layers or of its loss."""
         return parameter in self._own
 
+    def refuse_strays(self, refuse: Stray) -> None:
+        """Whom to tell of parameters that it should not know, from the next forward on."""
+        self._stray, self._next_look = refuse, [0, 0]
+
     def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """More parameters, each in the place of one that it may have."""
         self._own.update(copy for copy, of in copies.items() if of in self._own)
@@ -273,7 +277,7 @@ class Cell:
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
         with (
-            calls.begin(work.records if defer else None, work.step, work.place, once=not self.remakes),
+            calls.begin(work.records if defer else None, work.step, work.place),
             Added() as added,
             watch or nullcontext(),
         ):

@@ -15,14 +15,9 @@ _everybodys = Lock()
 class _Mine(threading.local):
     lock = _everybodys
     held = 0
-    entries = 0
 
 
-class _All:
-    entries = 0
-
-
-_mine, _all = _Mine(), _All()
+_mine = _Mine()
 
 
 @contextlib.contextmanager
@@ -30,17 +25,10 @@ def exclusively() -> Iterator[None]:
     """While it holds, no other thread is here."""
     with _mine.lock:
         _mine.held += 1
-        _mine.entries += 1
-        _all.entries += 1
         try:
             yield
         finally:
             _mine.held -= 1
-
-
-def entries_of_others() -> int:
-    """How often other threads have been here so far."""
-    return _all.entries - _mine.entries
 
 
 class Heirs:

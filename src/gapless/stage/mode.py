@@ -40,7 +40,6 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.draws = draws
         self.statistics = statistics
-        self.heard = False  # something was drawn or counted, for whoever has set it back
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._records: Records | None = None
@@ -118,7 +117,6 @@ class Mode(TorchFunctionMode):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any random call: with the stage's generators in place of torch's, or with one that the layer brings."""
-        self.heard = True
         own = kwargs.get("generator")
         if own is not None:
             with self.draws.of_its_own(own):

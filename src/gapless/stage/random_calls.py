@@ -22,7 +22,6 @@ def dropout(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return input
     if mode.alone or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":
         return mode.draw(func, args, kwargs)
-    mode.heard = True
     mode.refuse_checkpoint()
     # The very operations of at::dropout on a CPU, with a generator of our own.
     noise = torch.empty_like(input).bernoulli_(1.0 - p, generator=mode.draws.generator(input.device)).div_(1.0 - p)

@@ -44,7 +44,7 @@ class Stage:
     the last stage: `loss(outputs, target)` must be a scalar. With `spread` (the first stage) a tuple of inputs is the
     positional arguments of the first layer and a dict its keyword arguments; elsewhere, as in `nn.Sequential`, what a
     layer returns is the one argument of the next. With `batchnorm="deferred"`, `finish` ends a minibatch. `stored` is
-    shared by the stages of a model. `only`: no other thread of this process runs stages.
+    shared by the stages of a model.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Stage:
         batchnorm: BatchNorm = "microbatch",
         first_microbatch: int = 0,
         stored: Stored | None = None,
-        only: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.remat = remat
@@ -77,7 +76,6 @@ class Stage:
             batchnorm=batchnorm,
             first_microbatch=first_microbatch,
             stored=stored,
-            only=only,
         )
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         *self._first_cells, self._last_cell = self._cells
@@ -117,6 +115,11 @@ class Stage:
     def share_buffers(self, buffers: Mapping[Owned, str]) -> None:
         """Tells the stage which buffers other stages have too, with their names: none of these may change."""
         self._shared_buffers = buffers
+
+    def refuse_strays(self, refuse: Stray) -> None:
+        """Parameters of other stages may not be used, and whoever does is told so."""
+        for cell in self._cells:
+            cell.refuse_strays(refuse)
 
     def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Tells the stage of more parameters, each of which takes the place of one that it has."""

@@ -32,14 +32,13 @@ class Versions:
                     found.setdefault(parameter, []).append((module, name))
         self.parameters, self._places, self._own = list(found), list(found.values()), own
         for parameter in self.parameters:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise ConfigError(
-                    "a parameter has a hook, which would not see the gradients of its versions: remove the hook, or "
-                    "use a schedule that is synchronous"
-                )
+            _check(parameter)
+            if parameter.grad is not None:
+                raise ConfigError("a parameter has a gradient from before the stream: drop it with zero_grad()")
         self._free: list[list[nn.Parameter]] = [[] for _ in self.parameters]  # leaves without data, to be used again
         self.newest = 0
         self._installed = -1  # the user's own
+        self._left = [self._mark(parameter) for parameter in self.parameters]
         self._shares = [True] * len(self.parameters)  # whether the newest leaf has the memory of the parameter
         self._known: dict[int, Leaves] = {0: [self._leaf(place, each.data) for place, each in enumerate(found)]}
 
@@ -69,6 +68,21 @@ class Versions:
         """The layers have the user's parameters, which are the newest version."""
         self._install(self.parameters)
         self._installed = -1
+        self._left = [self._mark(parameter) for parameter in self.parameters]
+
+    def check(self) -> None:
+        """Raises if the parameters are not as they were put back: versions that are kept would be of another model."""
+        for parameter, left in zip(self.parameters, self._left, strict=True):
+            _check(parameter)
+            if self._mark(parameter) != left:
+                raise ConfigError(
+                    "weights were changed or loaded since the stream was drained, or another stream has trained them, "
+                    "but it still has older versions of them: make a new stream, which begins with the weights as they "
+                    "are"
+                )
+
+    def _mark(self, parameter: nn.Parameter) -> tuple[Any, ...]:
+        return parameter._version, parameter.data_ptr(), parameter.requires_grad
 
     def _install(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter, places in zip(parameters, self._places, strict=True):
@@ -101,12 +115,20 @@ class Versions:
             if moved:
                 with torch.no_grad():
                     parameter.data = parameter.data.clone()
-        step()
+        try:
+            step()
+        except BaseException:  # as it was: the same values, in the memory that they were in
+            for parameter, leaf, moved in zip(self.parameters, before, moves, strict=True):
+                parameter.grad = None
+                if moved:
+                    parameter.data = leaf.data
+            raise
         predicted, after = predict(), list(before)
         for place, parameter in enumerate(self.parameters):
             parameter.grad = None
             ahead = predicted.get(parameter)
-            if ahead is not None or moves[place] or not self._shares[place]:
+            elsewhere = self._shares[place] and parameter.data_ptr() != before[place].data_ptr()
+            if ahead is not None or moves[place] or elsewhere or not self._shares[place]:
                 after[place] = self._leaf(place, parameter.data if ahead is None else ahead)
             self._shares[place] = ahead is None
         self.newest += 1
@@ -125,3 +147,17 @@ class Versions:
             if all(others[place] is not leaf for others in self._known.values()):
                 leaf.data = leaf.data.new_empty(0)
                 self._free[place].append(leaf)
+
+
+def _check(parameter: nn.Parameter) -> None:
+    """Refuses what a version of a parameter would not have."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            "a parameter has a hook, which would not see the gradients of its versions: remove the hook, or use a "
+            "schedule that is synchronous"
+        )
+    if type(parameter) is not nn.Parameter or parameter.__dict__:
+        raise ConfigError(
+            f"a parameter is a {type(parameter).__name__} or has attributes of its own, which its versions would not "
+            "have: use a plain nn.Parameter, or a schedule that is synchronous"
+        )

@@ -265,6 +265,8 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
         with pytest.raises(GaplessError, match=r"of minibatch 3 at stage [01] is not finite"):
             list(stream.run(data))
         assert stream.minibatches == 3
+        with stream:  # it goes on with others
+            assert len(list(stream.run(batches(2)))) == 2
     assert all(torch.isfinite(each).all() for each in model.parameters())
 
 
@@ -336,6 +338,123 @@ def test_leaving_a_loop_early_drains_what_was_fed() -> None:
                     break
         assert 5 <= stream.minibatches <= 8
         assert pipe.evaluate(*batches(1)[0]).loss is not None
+
+
+@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+def test_autocast_may_keep_no_casts_of_weights_that_are_updated(kind: str) -> None:
+    """It trained on with the first weights for ever."""
+    schedule, vertical = RULES[kind]
+    microbatches = 4 if kind == "2bw" else 1
+    data, model = batches(8), make("blocks")
+    low = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+    with asked(model, schedule, microbatches=microbatches) as pipe:
+        with low():
+            losses, history = reference.trained(
+                model, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches
+            )
+        with pipe.stream(optimizer=momentum, vertical=vertical) as stream:
+            with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="cache_enabled=False"):
+                list(stream.run(data))
+            with low():
+                found = [result.loss for result in stream.run(data)]
+        assert all(map(torch.equal, found, losses))
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[8]]))
+
+
+@pytest.mark.parametrize("taken", [1, 6])
+def test_closing_a_pipeline_ends_a_stream_that_was_not_drained(taken: int) -> None:
+    """It waited for ever."""
+    with asked() as pipe:
+        results = pipe.stream(optimizer=momentum).run(batches(6))
+        for _ in range(taken):
+            next(results)
+
+
+def test_weights_of_other_stages_may_not_be_used() -> None:
+    """They are at another minibatch, and which one was a matter of time."""
+    model = make("linear")
+
+    def penalised(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(outputs, target) + sum(each.square().sum() for each in model.parameters())
+
+    with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=penalised) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ConfigError, match="uses weights of another stage"):
+            list(stream.run(batches(3)))
+        assert stream.minibatches == 0
+
+
+def test_without_gradients_nothing_is_streamed() -> None:
+    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+        for off in (torch.no_grad, torch.inference_mode):
+            with off(), pytest.raises(ConfigError, match="run it outside no_grad"):
+                list(stream.run(batches(1)))
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "loaded", "frozen", "another stream"])
+def test_weights_that_changed_between_two_runs_are_refused(change: str) -> None:
+    model, data = make("linear"), batches(4)
+    with asked(model) as pipe:
+        first, second = pipe.stream(optimizer=momentum), pipe.stream(optimizer=momentum)
+        with first:
+            list(first.run(data))
+        weight = model[5].weight
+        assert isinstance(weight, nn.Parameter)
+        if change == "in place":
+            with torch.no_grad():
+                weight.mul_(2)
+        elif change == "data":
+            weight.data = torch.zeros(6, 6)
+        elif change == "loaded":
+            pipe.load_state_dict(make("linear", 8).state_dict())
+        elif change == "frozen":
+            weight.requires_grad_(False)
+        else:
+            with pytest.raises(ConfigError, match="make a new stream"):
+                list(second.run(data))
+            return
+        with pytest.raises(ConfigError, match="make a new stream"):
+            list(first.run(data))
+
+
+class Assigning(torch.optim.SGD):
+    """Writes new data instead of changing them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data = each.data - group["lr"] * each.grad
+
+
+def test_an_optimizer_that_assigns_new_data_trains() -> None:
+    for devices in (1, 3):
+        check("stashing", make("linear"), devices, 6, lambda params: Assigning(params, lr=0.1))
+
+
+def test_2bw_evaluates() -> None:
+    model, (x, y) = make("blocks"), batches(1)[0]
+    with asked(model, "2bw", microbatches=4) as pipe:
+        found = pipe.evaluate(x, y).outputs
+    assert torch.equal(found, torch.cat([model.eval()(part) for part in x.tensor_split(4)]))
+
+
+def test_what_versions_would_not_have_is_refused() -> None:
+    marked, carrying, before = make("linear"), make("linear"), make("linear")
+    marked[2].weight = Marked(torch.zeros(6, 6))
+    carrying[2].weight.scale = 2.0  # type: ignore[union-attr]
+    for model in (marked, carrying):
+        with asked(model) as pipe, pytest.raises(ConfigError, match="or has attributes of its own"):
+            pipe.stream(optimizer=momentum)
+    before[2].weight.grad = torch.zeros(6, 6)
+    with asked(before) as pipe, pytest.raises(ConfigError, match="drop it with zero_grad"):
+        pipe.stream(optimizer=momentum)
+    with asked() as pipe, pytest.raises(ConfigError, match="LBFGS"):
+        pipe.stream(optimizer=torch.optim.LBFGS)
+
+
+class Marked(nn.Parameter):
+    pass
 
 
 @pytest.mark.gpu

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 from gapless.run.flow.device import END, End, Fed, FlowDevice
 from gapless.run.flow.threads import Said
+from gapless.stage.autocast import autocast_is_on
+from gapless.stage.settings import settings
 
 
 class Passed(NamedTuple):
@@ -61,6 +64,7 @@ class Stream:
         self._fed = self._passed = devices[0].updated
         self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
         self._running = ExitStack()
+        self._settings: tuple[Any, ...] = ()
         self.is_running = False
 
     @property
@@ -73,6 +77,7 @@ class Stream:
         """A result for each minibatch of the loader, in order."""
         batches, more = iter(loader), True
         self._check()
+        self._check_caller()
         try:
             while more or self._passed < self._fed:
                 while more and self._fed - self._passed < self._in_flight:
@@ -86,8 +91,22 @@ class Stream:
             self.drain()
             raise
 
+    def _check_caller(self) -> None:
+        """Under what the caller has set, minibatches run; what is under way under other settings is finished first."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise ConfigError("a stream computes gradients, but they are switched off here: run it outside no_grad")
+        if autocast_is_on() and torch.is_autocast_cache_enabled():
+            raise ConfigError(
+                "autocast keeps casts of weights that a stream updates: use torch.autocast(..., cache_enabled=False)"
+            )
+        if self.is_running and settings() != self._settings:
+            self.drain()
+
     def _start(self) -> None:
         if not self.is_running:
+            for device in self._devices:
+                device.versions.check()
+            self._settings = settings()
             self._running.enter_context(self._held())
             self.is_running = True
             self._flow.start(self._devices)

@@ -116,11 +116,13 @@ class ThreadFlow:
             return run
 
         tasks = [task(device, lane) for device, lane in zip(devices, self._lanes, strict=True)]
+        self._team.flows = True
         self._team.begin(tasks, lambda: self.feed(END))
 
     def finish(self) -> None:
         """Waits for the end of all devices; what the caller queues next comes after what they have queued."""
         self._team.finish()
+        self._team.flows = False
         for lane in self._cuda_lanes():
             torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
 

@@ -40,6 +40,10 @@ class Updater:
         if self.optimizer is None:
             return
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        if any(each.grad.is_sparse for each in parameters if each.grad is not None):
+            raise GaplessError(
+                f"a gradient at stage {self.stage} is sparse, which a stream can't take: use sparse=False"
+            )
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         if not torch.isfinite(norm):
             raise GaplessError(
