@@ -162,7 +162,7 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("emulated --schedules 2f2b", "there is no schedule named '2f2b'"),
         ("emulated --devices 0", "'0' is not a whole number from 1 to 1,000,000"),
         ("emulated --milliseconds nan", "'nan' is not a number from 0.001 to 60,000"),
-        ("emulated --schedules pipedream --no-peer -K 2", "updates weights during a step"),
+        ("emulated --schedules pipedream --no-peer -K 2", "pipedream takes minibatches whole"),
         ("scale --largest 2", "--smallest 16 is above --largest 2"),
         ("nothing", "invalid choice: 'nothing'"),
         ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),
