@@ -94,9 +94,11 @@ class StagedModel:
     def described(self) -> Iterator[str]:
         """What it is, and a line for each stage."""
         schedule, count = self._schedule, self._options.microbatches
-        bubble = 100 * float(simulate(schedule, self._options.schedules.costs).bubble)
+        bubble = f"predicted bubble {100 * float(simulate(schedule, self._options.schedules.costs).bubble):.1f}%"
+        if self._options.schedules.streams:  # what is simulated is one minibatch of many
+            bubble = "no bubble in a long stream"
         sizes = f"{len(self._world.devices)} devices, {schedule.num_stages} stages, {count} microbatches"
-        yield f"Pipeline: {schedule.name or 'schedule'}, {sizes}, predicted bubble {bubble:.1f}%"
+        yield f"Pipeline: {schedule.name or 'schedule'}, {sizes}, {bubble}"
         first = 0
         for stage, count in enumerate(self.partition):
             device = self._homes[stage]

@@ -432,6 +432,11 @@ def test_an_optimizer_that_assigns_new_data_trains() -> None:
         check("stashing", make("linear"), devices, 6, lambda params: Assigning(params, lr=0.1))
 
 
+def test_a_pipeline_that_streams_is_described_without_the_bubble_of_one_minibatch() -> None:
+    with asked() as pipe:
+        assert "no bubble in a long stream" in str(pipe)
+
+
 def test_2bw_evaluates() -> None:
     model, (x, y) = make("blocks"), batches(1)[0]
     with asked(model, "2bw", microbatches=4) as pipe:

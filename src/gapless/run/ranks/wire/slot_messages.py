@@ -138,6 +138,7 @@ class SlotReader(Reader):
         self._board: Board | None = None
         self._regions: dict[int, tuple[int, int]] = {}  # address, and bytes of a slot
         self._count = 0
+        self._released = False
 
     def read_bytes(self, data: bytes) -> Any:
         """The tree of a message, on the GPU once the current stream gets there."""
@@ -145,6 +146,8 @@ class SlotReader(Reader):
         layout = self.layout(number, data[HEADER_SIZE : HEADER_SIZE + length])
         if not name:
             return self._from_host_memory(layout, data[padded(HEADER_SIZE + length) :])
+        if self._released:  # what this message tells of may never come
+            raise RuntimeError("Connection closed: this process has broken off")
         self._driver.enter()
         source, stream, board = self._slot(name), self._driver.current_stream(), self._board
         assert board is not None
@@ -195,6 +198,7 @@ class SlotReader(Reader):
         """From any thread: no stream of this process waits for the other end any more. It would go on with what is in
         the slots, so they are filled with NaN.
         """
+        self._released = True
         board = self._board
         if board is None or board.number(ARRIVED) >= self._count:
             return
