@@ -291,7 +291,7 @@ class Pipeline:
         """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
         `whole` what is held there.
         """
-        self._follow()
+        self._follow(whole=True)
         return self._world.state(self._staged.module, whole)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -343,8 +343,8 @@ class Pipeline:
     def __repr__(self) -> str:
         return "\n".join([*self._staged.described(), *self._world.described()])
 
-    def _follow(self) -> None:
+    def _follow(self, *, whole: bool = False) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
-        check_drained(self._streams)
+        check_drained(self._streams, whole=whole)
         if not self._world.busy:
             self._staged.follow()

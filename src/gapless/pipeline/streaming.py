@@ -68,10 +68,11 @@ def make_stream(world: World, staged: StagedModel, options: Options, asked: Aske
         raise ConfigError("a stream under mesh= is not there yet: use devices=")
     flow, stages = ThreadFlow(world.lanes, world.team), len(staged.partition)
     kind = "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
+    names = _names(staged)
     devices = []
     for number, stage in staged.stages.items():
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
-        versions = Versions(parts, stage.own)
+        versions = Versions(parts, stage.own, names)
         stage.refuse_strays(_refuse_stray)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
@@ -134,10 +135,22 @@ def _check(staged: StagedModel, options: Options) -> None:
         raise ConfigError("batchnorm='deferred' waits for the end of a step, and a stream has none: use 'microbatch'")
 
 
-def check_drained(streams: Iterable[Stream]) -> None:
-    """Whoever looks at the model means all of it at one minibatch."""
+def _names(staged: StagedModel) -> dict[nn.Parameter, str]:
+    """Of the model's parameters, and of those of a loss that is a module."""
+    found = {each: name for name, each in staged.module.named_parameters()}
+    for stage in staged.stages.values():
+        if isinstance(stage.loss, nn.Module):
+            found = {**{each: f"loss: {name}" for name, each in stage.loss.named_parameters()}, **found}
+    return found
+
+
+def check_drained(streams: Iterable[Stream], *, whole: bool = False) -> None:
+    """Whoever looks at the model means all of it at one minibatch; with `whole` also after a failure."""
     if any(stream.is_running for stream in streams):
         raise ConfigError("a stream is under way, and its stages are at different minibatches: drain() it first")
+    for stream in streams:
+        if whole and stream.is_broken:
+            stream.check_whole()
 
 
 def _refuse_stray(place: Place, _: Tensor) -> None:

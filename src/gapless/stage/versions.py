@@ -21,9 +21,16 @@ Leaves = list[nn.Parameter]
 
 
 class Versions:
-    """Of the parameters of some layers; `own` is told of every new leaf and of the parameter that it stands for."""
+    """Of the parameters of some layers, which have `names`; `own` is told of every new leaf and of the parameter that
+    it stands for.
+    """
 
-    def __init__(self, layers: Sequence[Any], own: Callable[[dict[nn.Parameter, nn.Parameter]], None]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        own: Callable[[dict[nn.Parameter, nn.Parameter]], None],
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
         modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
         found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in dict.fromkeys(modules):
@@ -31,6 +38,7 @@ class Versions:
                 if parameter is not None:
                     found.setdefault(parameter, []).append((module, name))
         self.parameters, self._places, self._own = list(found), list(found.values()), own
+        self.names = [names[each] for each in found]
         for parameter in self.parameters:
             _check(parameter)
             if parameter.grad is not None:
@@ -80,6 +88,50 @@ class Versions:
                     "but it still has older versions of them: make a new stream, which begins with the weights as they "
                     "are"
                 )
+
+    @property
+    def untouched(self) -> bool:
+        """The parameters are as they were put back."""
+        return self._left == [self._mark(parameter) for parameter in self.parameters]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all versions together, what they share counted once."""
+        tensors = [*self.parameters, *(leaf for leaves in self._known.values() for leaf in leaves)]
+        return sum({each.data_ptr(): each.numel() * each.element_size() for each in tensors}.values())
+
+    def kept(self) -> dict[int, dict[int, Tensor]]:
+        """What is not the parameters' own: of each version, by the place of the parameter, what differs from the
+        version after it. Of the newest that is what was predicted.
+        """
+        found: dict[int, dict[int, Tensor]] = {}
+        newest = self._known[self.newest]
+        after = [leaf if self._shares[place] else self.parameters[place] for place, leaf in enumerate(newest)]
+        for version in sorted(self._known, reverse=True):
+            leaves = self._known[version]
+            found[version] = {place: leaf.detach() for place, leaf in enumerate(leaves) if leaf is not after[place]}
+            after = leaves
+        return found
+
+    def restore(self, newest: int, kept: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """The parameters are version `newest` from now on, and older ones are as `kept` has said."""
+        for version in self:
+            self._let_go(version)
+        self.newest = newest
+        self._shares = [place not in kept.get(newest, {}) for place in range(len(self.parameters))]
+        after: Leaves = []
+        for version in sorted({newest, *kept}, reverse=True):
+            data = kept.get(version, {})
+            after = [
+                self._leaf(place, torch.empty_like(parameter).copy_(data[place]).detach())
+                if place in data
+                else after[place]
+                if after
+                else self._leaf(place, parameter.data)
+                for place, parameter in enumerate(self.parameters)
+            ]
+            self._known[version] = after
+        self.put_back()
 
     def _mark(self, parameter: nn.Parameter) -> tuple[Any, ...]:
         return parameter._version, parameter.data_ptr(), parameter.requires_grad

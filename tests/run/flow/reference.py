@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import gapless
 
 
-def version(kind: str, minibatch: int, stage: int, stages: int) -> int:
+def version(kind: str, minibatch: int, stage: int, stages: int, anew: int = 0) -> int:
+    """`anew`: where the flow was begun anew, without the versions from before."""
     behind = {"stashing": stages - 1 - stage, "vertical": stages - 1, "2bw": 1}[kind]
-    return max(0, minibatch - behind)
+    return max(anew if minibatch >= anew else 0, minibatch - behind)
 
 
 def _ahead(parameter: nn.Parameter, stepper: Any, behind: int, factor: float) -> Tensor:
@@ -47,6 +48,7 @@ def trained(
     clip: float | None = None,
     ahead: bool = False,
     annealed_over: int | None = None,
+    anew: int = 0,
 ) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
     """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]."""
     model, bounds = copy.deepcopy(model), [sum(partition[:stage]) for stage in range(len(partition) + 1)]
@@ -59,7 +61,7 @@ def trained(
     losses = []
     for minibatch, (x, y) in enumerate(batches):
         for stage, group in enumerate(own):  # the weights that this minibatch uses
-            for each, value in zip(group, used[stage][version(kind, minibatch, stage, len(own))], strict=True):
+            for each, value in zip(group, used[stage][version(kind, minibatch, stage, len(own), anew)], strict=True):
                 each.data, each.grad = value.clone(), None
         total = torch.zeros(())
         parts = []

@@ -7,7 +7,7 @@ nothing more comes. A forward that fails ends the flow there: what is before it 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +62,8 @@ class FlowDevice:
         updater: Updater,
     ) -> None:
         self.rule, self.stage, self.versions = rule, stage, versions
-        self._neighbours, self._updater = neighbours, updater
+        self.updater = updater
+        self._neighbours = neighbours
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
         self._losses: list[Tensor] = []
@@ -94,6 +95,11 @@ class FlowDevice:
                 self._pass_end()
         if not self._first:
             self._neighbours.hand_back(END)
+        self._drop_the_rest()
+
+    def begin_at(self, start: int) -> None:
+        """The versions were restored, of which none is older than `start`: the next minibatch is the newest's."""
+        self.rule = replace(self.rule, start=start)
         self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
@@ -177,7 +183,7 @@ class FlowDevice:
         used = {rule.version(each) for each in range(minibatch + 1, -(-self._begun // rule.microbatches))}
         next_one = rule.version(self._begun // rule.microbatches)  # and no later one will ask for less
         keep = versions.newest in used or versions.newest >= next_one
-        self._updater.now(minibatch)
-        versions.update(grads, self._updater.step, keep=keep, predict=self._updater.predict)
+        self.updater.now(minibatch)
+        versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)
         versions.forget(min(used | {next_one}))
         self.stage.finish()

@@ -5,6 +5,8 @@ Minibatches m = 0, 1, ..., stages r = 0..K-1; update m makes version m + 1.
     stashing        max(0, m - (K-1-r))    every stage the newest there is when its schedule lets it begin
     vertical sync   max(0, m - (K-1))      every stage what the minibatch met at the first
     2bw             max(0, m - 1)          always one behind
+
+A stream that starts anew at minibatch n, without the versions from before, has max(n, ...) in place of max(0, ...).
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ class Rule:
     stage: int
     stages: int
     microbatches: int = 1
+    start: int = 0  # the oldest version there is
 
     @property
     def ahead(self) -> int:
@@ -32,7 +35,7 @@ class Rule:
 
     def version(self, minibatch: int) -> int:
         """What minibatch `minibatch` uses."""
-        return max(0, minibatch - self.delay)
+        return max(self.start, minibatch - self.delay)
 
     @property
     def most_versions(self) -> int:

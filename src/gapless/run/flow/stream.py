@@ -10,7 +10,7 @@ what is under way. Going on after that has the bits of a flow that was never dra
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, GaplessError
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.stream_state import State, load, state_of
 from gapless.run.flow.threads import Said
 from gapless.stage.autocast import autocast_is_on
 from gapless.stage.settings import settings
@@ -70,13 +71,13 @@ class Stream:
     @property
     def minibatches(self) -> int:
         """How many have gone into the weights of every stage."""
-        self._check()
+        self.check_whole()
         return min(device.updated for device in self._devices)
 
     def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
         """A result for each minibatch of the loader, in order."""
         batches, more = iter(loader), True
-        self._check()
+        self.check_whole()
         self._check_caller()
         try:
             while more or self._passed < self._fed:
@@ -150,6 +151,38 @@ class Stream:
             error.add_note(f"gapless: {self._counts()}")
             raise error
 
+    def state_dict(self, *, versions: bool = True) -> State:
+        """All but the model's own state, in dicts and lists of tensors, numbers and words; the stream is drained first.
+        It has the versions of the weights that are still needed, unless `versions` is False. As in torch, tensors are
+        not copied.
+        """
+        self.drain()
+        self.check_whole()
+        return state_of(self._devices, versions=versions)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, versions: bool = True) -> None:
+        """Goes on from a state. The model's own state is loaded before. Without `versions`, or if the state has none,
+        the stream starts anew from the newest weights: of minibatches to come none uses older ones.
+        """
+        self.drain()
+        load(self._devices, state, versions=versions)
+        self._ready.clear()
+        self._fed = self._passed = self._devices[0].updated
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Of each stage, those of all versions of its weights together."""
+        return [device.versions.num_bytes for device in self._devices]
+
+    @property
+    def is_broken(self) -> bool:
+        """The model is as a failure has left it: its stages have made different updates."""
+        return self._is_uneven and all(device.versions.untouched for device in self._devices)
+
+    @property
+    def _is_uneven(self) -> bool:
+        return not self.is_running and len({device.updated for device in self._devices}) > 1
+
     def _said(self) -> Iterator[Passed]:
         while not self._flow.said.empty():
             minibatch, loss = self._flow.said.get()
@@ -163,8 +196,9 @@ class Stream:
         told = ", ".join(f"stage {device.rule.stage} at {device.updated}" for device in self._devices)
         return f"the stages have made different updates: {told}"
 
-    def _check(self) -> None:
-        if not self.is_running and len({device.updated for device in self._devices}) > 1:
+    def check_whole(self) -> None:
+        """Raises if the stages have made different updates."""
+        if self._is_uneven:
             raise GaplessError(
                 f"the stream failed in the middle of an update, and {self._counts()}: go on from a state that was "
                 "saved before"
