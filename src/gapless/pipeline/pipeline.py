@@ -212,17 +212,14 @@ class Pipeline:
         lr_by_delay: int | None = None,
         in_flight: int | None = None,
     ) -> Stream:
-        """Training without a flush, for the schedules pipedream and 2bw: minibatches follow each other, and each stage
-        updates its weights as soon as its gradients are there.
+        """Training without a flush, for pipedream and 2bw: each stage updates its weights when its gradients are there.
 
         `optimizer` makes an optimizer from a stage's parameters, `scheduler` a learning-rate scheduler from that, which
         is stepped after each update; `clip` is the greatest norm of a stage's gradients. `vertical` is vertical sync.
         """
         self._follow()
         asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight)
-        made = make_stream(self._world, self._staged, self._options, asked)
-        self._streams.add(made)
-        return made
+        return make_stream(self._world, self._staged, self._options, asked, self._streams)
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients."""
@@ -297,7 +294,10 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Under a mesh every rank takes what it needs, from a whole state or its own."""
         self._follow()
-        return self._world.load(self._staged.module, state, strict)
+        loaded = self._world.load(self._staged.module, state, strict)
+        for stream in self._streams:
+            stream.reloaded()
+        return loaded
 
     def train(self, mode: bool = True) -> "Pipeline":
         """As of the model; `evaluate` changes modes for itself."""

@@ -1,8 +1,8 @@
 """From a pipeline to a stream: one optimizer per stage, versions of the weights, and devices that flow."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,12 @@ from gapless.run.one_process import OneProcess
 from gapless.run.world import World
 from gapless.stage.minibatch import Minibatch
 from gapless.stage.share import Share
+from gapless.stage.stage import Stage
 from gapless.stage.tie import Place
 from gapless.stage.versions import Versions
+
+if TYPE_CHECKING:
+    from gapless.run.flow.rank_flow import RankFlow
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
@@ -46,7 +50,9 @@ class Asked(NamedTuple):
     in_flight: int | None
 
 
-def make_stream(world: World, staged: StagedModel, options: Options, asked: Asked) -> Stream:
+def make_stream(
+    world: World, staged: StagedModel, options: Options, asked: Asked, others: MutableSet[Stream]
+) -> Stream:
     """Checks what a stream can't do, and makes one that has trained on nothing yet."""
     optimizer, scheduler, vertical, clip, correction, lr, annealed_over, in_flight = asked
     recipe = options.schedules.streams
@@ -64,13 +70,11 @@ def make_stream(world: World, staged: StagedModel, options: Options, asked: Aske
         raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
     if in_flight is not None and in_flight < 1:
         raise ConfigError(f"in_flight is {in_flight}, but at least 1 minibatch must be under way")
-    if not isinstance(world, OneProcess):
-        raise ConfigError("a stream under mesh= is not there yet: use devices=")
-    flow, stages = ThreadFlow(world.lanes, world.team), len(staged.partition)
-    kind = "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
-    names = _names(staged)
-    devices = []
-    for number, stage in staged.stages.items():
+    flow, names = _flow(world), _names(staged)
+    stages, kind = len(staged.partition), "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
+    devices: list[FlowDevice] = []
+
+    def make(number: int, stage: Stage) -> None:
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
         versions = Versions(parts, stage.own, names)
         stage.refuse_strays(_refuse_stray)
@@ -83,9 +87,20 @@ def make_stream(world: World, staged: StagedModel, options: Options, asked: Aske
             check_predictable(made)
         devices.append(FlowDevice(rule, stage, versions, flow.neighbours(number), updater))
 
+    with world.call("making a stream"):
+        fault = None
+        try:
+            for number, stage in staged.stages.items():
+                make(number, stage)
+        except Exception as error:  # which is of one stage, and others may have none
+            fault = error
+        facts = {name: value for name, value in asked._asdict().items() if name not in ("optimizer", "scheduler")}
+        flow.meet(facts, fault)
+
     def cut(batch: Any) -> Sequence[Fed]:
         inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-        minibatch = Minibatch.cut(inputs, target, options.microbatches, options.batch_dims, options.target_dims)
+        dims = options.batch_dims, options.target_dims
+        minibatch = Minibatch.cut(inputs, target, options.microbatches, *dims, needed=staged.has_first)
         if len(minibatch.parts) != options.microbatches:
             raise ConfigError(
                 f"a minibatch of {len(minibatch.parts)} samples can't be cut into {options.microbatches} microbatches, "
@@ -100,7 +115,25 @@ def make_stream(world: World, staged: StagedModel, options: Options, asked: Aske
         return [Fed(*each, event) for each in zip(minibatch.parts, minibatch.targets, weights, strict=True)]
 
     least = -(-stages // options.microbatches)  # NOAM, in minibatches
-    return Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + 1)
+    stream = Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + 1)
+    others.add(stream)
+    return stream
+
+
+def _flow(world: World) -> "ThreadFlow | RankFlow":
+    if isinstance(world, OneProcess):
+        return ThreadFlow(world.lanes, world.team)
+    from gapless.run.flow.rank_flow import RankFlow
+    from gapless.run.ranks.many_processes import ManyProcesses  # here alone: torch.distributed need not be there
+
+    if not isinstance(world, ManyProcesses):
+        raise ConfigError(f"a stream can't run in a {type(world).__name__}: use devices= or mesh=")
+    if world.num_replicas > 1:
+        raise ConfigError(
+            f"the mesh has {world.num_replicas} replicas (dp), and replicated stages of a stream are not there yet: "
+            "use a mesh with the dimension pp alone"
+        )
+    return RankFlow(world.footing)
 
 
 def _maker(optimizer: Any, correction: Correction | None, lr: float | None) -> MakeOptimizer:

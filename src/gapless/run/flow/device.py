@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError
+from gapless.errors import GaplessError, note_place
 from gapless.run.flow.rule import Rule
 from gapless.run.flow.updater import Updater
 from gapless.stage.stage import Stage
@@ -29,7 +29,9 @@ END = End()
 
 @dataclass(frozen=True)
 class Fed:
-    """A microbatch as it comes to the first stage and, with its target, to the last one."""
+    """A microbatch as it comes to the first stage and, with its target, to the last one. To others it says that there
+    is one.
+    """
 
     inputs: Any
     target: Any
@@ -41,13 +43,15 @@ class Neighbours(Protocol):
     """What a device takes and hands on; `END` instead of it when nothing more comes."""
 
     def next_part(self) -> Fed | End:
-        """The next microbatch: all of it on the first and the last device, of which others need the end alone."""
+        """The next microbatch."""
 
     def next_activation(self) -> Any: ...
     def next_gradient(self) -> Any: ...
     def hand_on(self, activation: Any) -> None: ...
     def hand_back(self, gradient: Any) -> None: ...
     def say(self, minibatch: int, loss: Tensor) -> None: ...
+    def settle(self) -> None:
+        """Nothing more is handed on or back: takes what still comes, to its end."""
 
 
 class FlowDevice:
@@ -67,7 +71,14 @@ class FlowDevice:
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
         self._losses: list[Tensor] = []
+        self._at = ("before its first forward", -1)
+        self.idle = False  # it waits for the caller
         self.failure: tuple[float, BaseException] | None = None  # and when it came
+
+    def place(self) -> str:
+        """What it does, or did last, in words."""
+        doing, minibatch = self._at
+        return f"at stage {self.rule.stage}, {doing}" + (f" of minibatch {minibatch}" if minibatch >= 0 else "")
 
     @property
     def updated(self) -> int:
@@ -79,7 +90,7 @@ class FlowDevice:
 
     def run(self) -> None:
         """Until nothing more comes; then nothing is under way, and another run goes on from there."""
-        open_, ahead = True, self.rule.ahead
+        open_, ahead, neighbours = True, self.rule.ahead, self._neighbours
         try:
             while True:
                 if open_:
@@ -90,12 +101,21 @@ class FlowDevice:
                 elif not open_:
                     break
         except BaseException as error:  # other devices have made updates that this one never will
-            self.failure = time.monotonic(), error
+            self._failed(error)
+        try:
             if open_:
-                self._pass_end()
-        if not self._first:
-            self._neighbours.hand_back(END)
+                neighbours.hand_on(END)
+            if not self._first:
+                neighbours.hand_back(END)
+            neighbours.settle()
+        except BaseException as error:
+            self._failed(error)
         self._drop_the_rest()
+
+    def _failed(self, error: BaseException) -> None:
+        if self.failure is None:
+            note_place(error, self.place())
+            self.failure = time.monotonic(), error
 
     def begin_at(self, start: int) -> None:
         """The versions were restored, of which none is older than `start`: the next minibatch is the newest's."""
@@ -114,19 +134,21 @@ class FlowDevice:
         """Whether there was one."""
         neighbours, number = self._neighbours, self._begun
         minibatch, place = divmod(number, self.rule.microbatches)
-        part = neighbours.next_part() if self._first or self._last else None
-        given = part.inputs if isinstance(part, Fed) and self._first else END if part is END else None
-        if not self._first:
-            given = neighbours.next_activation()
-        if given is END or part is END:
-            self._pass_end()
+        self.idle = True
+        part = neighbours.next_part()
+        self.idle = False
+        given: Any = END
+        if not isinstance(part, End):
+            given = part.inputs if self._first else neighbours.next_activation()
+        if isinstance(part, End) or given is END:
+            neighbours.hand_on(END)
             return False
+        self._at = ("in the forward", minibatch)
         self.versions.use(self.rule.version(minibatch))
         try:
             if not self._last:
                 self.stage.forward(number, given, step=minibatch, place=place, defer=False, then=neighbours.hand_on)
             else:
-                assert isinstance(part, Fed)
                 _, loss = self.stage.forward(
                     number,
                     given,
@@ -139,15 +161,11 @@ class FlowDevice:
                 )
                 self._note(minibatch, place, loss, part.weight)
         except Exception as error:
-            self.failure = time.monotonic(), error
-            self._pass_end()
+            self._failed(error)
+            neighbours.hand_on(END)
             return False
         self._begun += 1
         return True
-
-    def _pass_end(self) -> None:
-        if not self._last:
-            self._neighbours.hand_on(END)
 
     def _note(self, minibatch: int, place: int, loss: Tensor, weight: float) -> None:
         self._losses.append(loss * weight)
@@ -162,6 +180,7 @@ class FlowDevice:
         grads = None if self._last else neighbours.next_gradient()
         if grads is END:
             return False
+        self._at = ("in the backward", minibatch)
         if self.stage.remat != "none":
             self.versions.use(self.rule.version(minibatch))
         self.stage.backward(number, grads, None if self._first else neighbours.hand_back)
@@ -172,6 +191,7 @@ class FlowDevice:
 
     def _update(self, minibatch: int) -> None:
         versions, rule = self.versions, self.rule
+        self._at = ("in the update", minibatch)
         assert versions.newest == minibatch
         grads = versions.grads(rule.version(minibatch))
         for parameter in versions.parameters:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.stopped import LEAVES, Stopped, counts, is_whole
 from gapless.run.flow.stream_state import State, load, state_of
 from gapless.run.flow.threads import Said
 from gapless.stage.autocast import autocast_is_on
@@ -37,14 +38,25 @@ class Flow(Protocol):
 
     said: Said
 
+    def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
+        """All processes are about to do the same. Raises the error, and on the others that there is one."""
+
     def feed(self, part: Fed | End) -> None:
         """The next microbatch, or that there is none."""
 
     def start(self, devices: Sequence[FlowDevice]) -> None:
         """All devices begin."""
 
-    def finish(self) -> None:
-        """Waits for their end."""
+    def hear(self) -> tuple[int, Tensor | None]:
+        """Waits for what is said next."""
+
+    def finish(self, fed: int, why: str) -> Sequence[Stopped]:
+        """Waits for the end of all stages, and says where they are. This process was fed so many minibatches; `why`
+        tells others why it stops, if it was not asked to.
+        """
+
+    def broken_off(self) -> Sequence[Stopped]:
+        """Where all stages are, as far as it is known, where `finish` has failed."""
 
 
 class Stream:
@@ -66,11 +78,12 @@ class Stream:
         self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
         self._running = ExitStack()
         self._settings: tuple[Any, ...] = ()
+        self._stopped: Sequence[Stopped] = ()
         self.is_running = False
 
     @property
     def minibatches(self) -> int:
-        """How many have gone into the weights of every stage."""
+        """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage."""
         self.check_whole()
         return min(device.updated for device in self._devices)
 
@@ -88,8 +101,8 @@ class Stream:
                         self._feed(batch)
                 if self._passed < self._fed:
                     yield self._next()
-        except (KeyboardInterrupt, SystemExit):
-            self.drain()
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._leave(error)
             raise
 
     def _check_caller(self) -> None:
@@ -105,12 +118,22 @@ class Stream:
 
     def _start(self) -> None:
         if not self.is_running:
-            for device in self._devices:
-                device.versions.check()
-            self._settings = settings()
-            self._running.enter_context(self._held())
+            with ExitStack() as entered:
+                entered.enter_context(self._held())
+                self._flow.meet({}, self._fault())
+                self._settings = settings()
+                self._running = entered.pop_all()
             self.is_running = True
             self._flow.start(self._devices)
+
+    def _fault(self) -> ConfigError | None:
+        """Of the weights as they were left."""
+        try:
+            for device in self._devices:
+                device.versions.check()
+        except ConfigError as error:
+            return error
+        return None
 
     def _feed(self, batch: Any) -> None:
         parts = self._cut(batch)
@@ -121,9 +144,9 @@ class Stream:
 
     def _next(self) -> Passed:
         if not self._ready:
-            minibatch, loss = self._flow.said.get()
+            minibatch, loss = self._flow.hear()
             if loss is None:
-                self.drain()
+                self._drain()
                 raise AssertionError("a device has ended without a word")
             self._ready.append(Passed(minibatch, loss))
         self._passed += 1
@@ -131,25 +154,68 @@ class Stream:
 
     def drain(self) -> None:
         """Finishes what is under way: all stages have made the same updates then. What has failed is raised here."""
+        self._drain()
+
+    def _drain(self, why: str = "") -> None:
         if self.is_running:
+            fed = self._fed
             self._flow.feed(END)
             try:
-                self._flow.finish()
+                with self._running:
+                    self._stopped = self._flow.finish(fed, why)
+            except BaseException as error:
+                self._stopped = self._flow.broken_off()
+                error.add_note(f"gapless: {counts(self._stopped)}")
+                raise
             finally:
                 self.is_running = False
-                self._running.close()
                 for device in self._devices:
                     device.versions.put_back()
+                self._fed = self._devices[0].updated
                 self._ready.extend(self._said())
+            self._check_stopped(why)
+
+    def _check_stopped(self, why: str) -> None:
+        """Raises what has failed here, or else why the flow has stopped earlier than it was asked to."""
         failures = [device.failure for device in self._devices if device.failure is not None]
+        whys = [each.why for each in self._stopped if each.why]
+        feds = [each.fed for each in self._stopped]
+        if not failures and not whys and len(set(feds)) == 1:
+            return
+        self._ready.clear()
+        self._passed = self._fed
+        for device in self._devices:
+            device.failure = None
         if failures:
-            self._ready.clear()
-            self._fed = self._passed = self._devices[0].updated
-            for device in self._devices:
-                device.failure = None
             _, error = min(failures, key=lambda failure: failure[0])
-            error.add_note(f"gapless: {self._counts()}")
+            error.add_note(f"gapless: {counts(self._stopped)}")
             raise error
+        if not why and any(each.endswith(LEAVES) for each in whys):  # and all do
+            left = SystemExit(0)
+            left.add_note(f"gapless: {counts(self._stopped)}")
+            raise left
+        if whys and not why:
+            raise TransportError(f"the stream has stopped, since {whys[0]}: {counts(self._stopped)}")
+        if not whys:
+            least, most = min(self._stopped, key=_fed), max(self._stopped, key=_fed)
+            raise ConfigError(
+                f"rank {least.rank} has ended the stream after {least.fed} minibatches and rank {most.rank} after "
+                f"{most.fed}, and {counts(self._stopped)}: give all ranks as many, and drain after the same one on all"
+            )
+
+    def _leave(self, error: BaseException) -> None:
+        """What is under way is finished, and the error of the caller's own says where the model is then."""
+        why = f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            why = LEAVES if isinstance(error, SystemExit) and not error.code else "was interrupted"
+        if not self.is_running:
+            return
+        try:
+            self._drain(why)
+        except Exception as another:
+            if another is not error:
+                error.add_note(f"gapless: when the stream was drained: {another}")
+        error.add_note(f"gapless: {counts(self._stopped)}")
 
     def state_dict(self, *, versions: bool = True) -> State:
         """All but the model's own state, in dicts and lists of tensors, numbers and words; the stream is drained first.
@@ -165,7 +231,14 @@ class Stream:
         the stream starts anew from the newest weights: of minibatches to come none uses older ones.
         """
         self.drain()
-        load(self._devices, state, versions=versions)
+        fault: Exception | None = None
+        try:
+            load(self._devices, state, versions=versions)
+        except ConfigError as error:
+            fault = error
+        with self._held():
+            self._flow.meet({"minibatches": state["minibatches"]}, fault)
+        self._stopped = ()
         self._ready.clear()
         self._fed = self._passed = self._devices[0].updated
 
@@ -181,7 +254,11 @@ class Stream:
 
     @property
     def _is_uneven(self) -> bool:
-        return not self.is_running and len({device.updated for device in self._devices}) > 1
+        return not self.is_running and bool(self._stopped) and not is_whole(self._stopped)
+
+    def reloaded(self) -> None:
+        """The model was: what a failure has left of it is gone."""
+        self._stopped = ()
 
     def _said(self) -> Iterator[Passed]:
         while not self._flow.said.empty():
@@ -189,30 +266,23 @@ class Stream:
             if loss is not None:
                 yield Passed(minibatch, loss)
 
-    def _counts(self) -> str:
-        counts = [device.updated for device in self._devices]
-        if len(set(counts)) == 1:
-            return f"the model is at minibatch {counts[0]}, and so are all stages"
-        told = ", ".join(f"stage {device.rule.stage} at {device.updated}" for device in self._devices)
-        return f"the stages have made different updates: {told}"
-
     def check_whole(self) -> None:
-        """Raises if the stages have made different updates."""
+        """Raises if the stages have made different updates, and names them."""
         if self._is_uneven:
             raise GaplessError(
-                f"the stream failed in the middle of an update, and {self._counts()}: go on from a state that was "
-                "saved before"
+                f"the stream failed in the middle of an update, and {counts(self._stopped)}: go on from a state that "
+                "was saved before"
             )
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if kind is None:
+        if error is None:
             self.drain()
-            return
-        try:
-            self.drain()
-        except Exception as another:
-            if error is not None and another is not error:
-                error.add_note(f"gapless: when the stream was drained: {another}")
+        else:
+            self._leave(error)
+
+
+def _fed(stage: Stopped) -> int:
+    return stage.fed

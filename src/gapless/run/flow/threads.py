@@ -1,13 +1,14 @@
 """The devices of a flow as threads of one process, and what is between them: queues that have no end."""
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.stopped import Stopped
 from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
@@ -16,22 +17,22 @@ Said = queue.SimpleQueue[tuple[int, Tensor | None]]  # minibatch and loss, in or
 
 
 class Queues:
-    """Between all devices: forwards, backwards, and what the first and the last get from the caller."""
+    """Between all devices: forwards, backwards, and what each gets from the caller."""
 
     def __init__(self, devices: int) -> None:
         self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(devices)]
         self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(devices)]
-        self.parts = {device: queue.SimpleQueue[Fed | End]() for device in (0, devices - 1)}
+        self.parts: list[queue.SimpleQueue[Fed | End]] = [queue.SimpleQueue() for _ in range(devices)]
         self.said: Said = queue.SimpleQueue()
 
     def feed(self, part: Fed | End) -> None:
-        """To the devices that need it."""
-        for each in self.parts.values():
+        """To all devices."""
+        for each in self.parts:
             each.put(part)
 
     def clear(self) -> None:
         """Nothing is under way, so whatever is here is of no use."""
-        for each in (*self.forwards, *self.backwards, *self.parts.values()):
+        for each in (*self.forwards, *self.backwards, *self.parts):
             while not each.empty():
                 each.get()
 
@@ -71,6 +72,9 @@ class ThreadNeighbours:
         return tree if self._one_memory or tree is END else self._lane.pack(tree)
 
     def hand_on(self, activation: Any) -> None:
+        if self._device == self._devices - 1:
+            self._queues.said.put((-1, None))  # nothing more will be said
+            return
         self._queues.forwards[self._device + 1].put(self._packed(activation))
 
     def hand_back(self, gradient: Any) -> None:
@@ -80,6 +84,9 @@ class ThreadNeighbours:
         if loss.is_cuda:  # the caller's stream knows nothing of this one; the update that comes next waits as well
             torch.cuda.current_stream(loss.device).synchronize()
         self._queues.said.put((minibatch, loss))
+
+    def settle(self) -> None:
+        """What still comes is dropped before the next start."""
 
 
 class ThreadFlow:
@@ -110,7 +117,7 @@ class ThreadFlow:
                     with lane.entered(), state.entered():
                         device.run()
                 finally:
-                    if device.failure is not None or device.is_last:
+                    if device.failure is not None:
                         self.said.put((-1, None))
 
             return run
@@ -119,12 +126,26 @@ class ThreadFlow:
         self._team.flows = True
         self._team.begin(tasks, lambda: self.feed(END))
 
-    def finish(self) -> None:
+    def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
+        """There is nobody else."""
+        if error is not None:
+            raise error
+
+    def hear(self) -> tuple[int, Tensor | None]:
+        """What is said next."""
+        return self.said.get()
+
+    def finish(self, fed: int, why: str) -> Sequence[Stopped]:
         """Waits for the end of all devices; what the caller queues next comes after what they have queued."""
         self._team.finish()
         self._team.flows = False
         for lane in self._cuda_lanes():
             torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
+        return self.broken_off()
+
+    def broken_off(self) -> Sequence[Stopped]:
+        """How far each stage has come."""
+        return [Stopped(0, device.updated) for device in self._devices]
 
     def _cuda_lanes(self) -> list[CudaLane]:
         return [lane for lane in self._lanes if isinstance(lane, CudaLane)]

@@ -19,6 +19,7 @@ from gapless.run.program import Batch, Program
 from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.clock import SharedClock
 from gapless.run.ranks.exchange import Exchange
+from gapless.run.ranks.footing import Footing
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
@@ -90,6 +91,7 @@ class ManyProcesses:
         self._exchange = Exchange(self._groups.dp, self._sums, seat.replica, self._courier if on_cpu else None)
         self._losses = Losses(seat, self._links, self._groups.dp)
         self._clock: SharedClock | None = None
+        self.footing = Footing(seat, self._links, self._groups, self._lane, self._team, self._watch)
 
     def _connect(self, transport: TransportName) -> Connections:
         seat, gpu = self.seat, self.seat.torch_device if self.seat.torch_device.type != "cpu" else None

@@ -3,6 +3,7 @@
 watch        the rank's view of all others: tells, hears and explains what went wrong, around every call
 whereabouts  what this rank is doing, in words for its own errors and for those of others
 ring         the connection to the rank before and to the one after, for signs of life and news
+tally        how far each stage of a stream has come, when it breaks off
 processes    whether the process of a neighbour on the same host is alive
 leaving      SIGTERM: the step under way is finished, and all ranks leave together
 children     what a forked child must let go of, since it is no rank

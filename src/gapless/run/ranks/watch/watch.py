@@ -28,6 +28,7 @@ from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.leaving import Terminating
 from gapless.run.ranks.watch.processes import Life, this_process
 from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
+from gapless.run.ranks.watch.tally import Tally
 from gapless.run.ranks.watch.whereabouts import MAKING, Whereabouts
 
 LOG = logging.getLogger("gapless")
@@ -76,6 +77,7 @@ class Watch:
         self._closing = threading.Event()
         self._terminating = Terminating.installed()
         self._neighbours: list[Neighbour] = []
+        self.tally = Tally(self._neighbours)
         self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
         tell_in_child(self)
         try:
@@ -154,7 +156,7 @@ class Watch:
 
         Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
         """
-        if self._was_asked() and self._leave_before is None and self.me == self._ranks[0]:
+        if self.was_asked() and self._leave_before is None and self.me == self._ranks[0]:
             self._leave_before = self.calls + (len(self._ranks) > 1)
             if self._neighbours:
                 self._next.say({"leave": self._leave_before, "for": self._asked_by})
@@ -165,7 +167,8 @@ class Watch:
         """No rank will begin another step."""
         return self._leave_before is not None and self.calls >= self._leave_before
 
-    def _was_asked(self) -> bool:
+    def was_asked(self) -> bool:
+        """Some rank has received SIGTERM: sooner or later every rank says so."""
         if self._asked_by is None and self._terminating is not None and self._terminating.asked:
             self._ask(self.me)
         return self._asked_by is not None
@@ -224,6 +227,8 @@ class Watch:
             self._active = max(self._active, time.monotonic() - words["idle"])
         elif "news" in words:
             self.tell(News(**words["news"]))
+        elif "counts" in words:
+            self.tally.hear(words["counts"])
         elif "asked" in words:
             self._ask(words["asked"])
         elif "leave" in words:
@@ -276,7 +281,7 @@ class Watch:
             if progress is None or progress != self._progress:
                 self._active = now
             self._progress = progress
-            self._was_asked()
+            self.was_asked()
             self._say_where()
             self._look(now)
 

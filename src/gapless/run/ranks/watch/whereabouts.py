@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Protocol
 
 from gapless.run.program import Program
 from gapless.run.ranks.wire.connections import Connections
@@ -10,6 +11,17 @@ from gapless.schedule.action import Action
 from gapless.schedule.routes import messages
 
 MAKING = "making its pipeline"
+
+
+class Flowing(Protocol):
+    """A device that goes on from minibatch to minibatch, without a program."""
+
+    @property
+    def idle(self) -> bool:
+        """It waits for its caller."""
+
+    def place(self) -> str:
+        """Where it is, in words."""
 
 
 class Whereabouts:
@@ -21,6 +33,7 @@ class Whereabouts:
         self.connections: Connections | None = None
         self._program: Program | None = None
         self._running = False
+        self._flow: Flowing | None = None
         self.microbatches = 0  # of the last run
         self.seconds = 0.0
         self.waited = 0.0  # for other ranks
@@ -41,6 +54,17 @@ class Whereabouts:
             self.seconds = time.monotonic() - began
             self.waited = waiting.seconds - waited + getattr(program.batch.weights, "waited", 0.0)
 
+    @contextlib.contextmanager
+    def flowing(self, device: Flowing) -> Iterator[None]:
+        """Minibatches follow each other through this device."""
+        assert self.connections is not None
+        self.connections.waiting.since = None
+        self._flow = device
+        try:
+            yield
+        finally:
+            self._flow = None
+
     def words(self) -> str:
         """As a sentence: rank 2 (device 2) waited for ..."""
         made = self.connections
@@ -59,6 +83,8 @@ class Whereabouts:
 
     def last(self) -> str:
         """The last action, in short."""
+        if (flow := self._flow) is not None:
+            return f"in a stream, {flow.place()}"
         action = self._action()
         if action is None:
             return self.call or "before its first step"
@@ -72,6 +98,8 @@ class Whereabouts:
         since = None if self.connections is None else self.connections.waiting.since
         if self.connections is None or (self._running and since is None):
             return None
+        if (flow := self._flow) is not None:
+            return None if since is None and not flow.idle else (since, flow.place(), self.call)
         return since, self._running, self._action(), self.call
 
     def _action(self) -> Action | None:

@@ -21,9 +21,11 @@ from gapless.schedule.routes import Channel
 
 DIRECT = ("activation", "gradient")
 """What may go from GPU to GPU; the rest is small, or rare, and goes by way of the host."""
+PASSED = "passed"
+"""What another thread than the device's waits for, so that it comes by itself."""
 SMALL = 64 << 10
 _PATIENCE = 0.5  # seconds
-_TAGS = {"activation": 2, "gradient": 4, "loss": 6}
+_TAGS = {PASSED: 0, "activation": 2, "gradient": 4, "loss": 6}
 _TAGS_OF_SHARED = {"tied": 8, "total": 10}
 
 

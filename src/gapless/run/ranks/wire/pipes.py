@@ -16,7 +16,7 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
+from gapless.run.ranks.wire.channel import PASSED, Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
 from gapless.run.ranks.wire.inbox import FRAME, Inbox, Outbox, Piece, find_near
 from gapless.run.ranks.wire.shared_memory import Attached, Segments, SharingReader, SharingWriter
 
@@ -144,7 +144,7 @@ class ThroughPipes(Carrier):
         return [] if inbox is None else [cls(courier, waiting, device, inbox, near)]
 
     def reaches(self, device: int, kind: str) -> bool:
-        return device in self.near
+        return device in self.near and kind != PASSED  # an inbox has one reader
 
     def outgoing(self, target: int, kind: str) -> Outgoing:
         return PipeOutgoing(self._courier, self._inbox, self.near[target], self._device, kind)
