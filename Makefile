@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EMPTY := $(VENV)/.empty
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
-# Of thousands of files most are never imported: Python compiles those that are.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Of thousands of files most are never imported: Python compiles those that are, and keeps that for the next process,
+# whatever the shell says, or torch would be compiled hundreds of times.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 CHROMIUM := $(shell command -v chromium 2>/dev/null)
 IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
@@ -15,19 +18,23 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 setup: $(STAMP)
 
-# Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
-$(RUNS): pyproject.toml constraints.txt
+# With the pip of today: that of Python 3.11 needs twice as long to choose among all there is.
+$(EMPTY):
 	@$(PYTHON) -c 'import sys; sys.exit("gapless needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(PIP) 'setuptools>=77' wheel
-	$(PIP) --no-build-isolation --editable . numpy
+	$(PIP) --upgrade pip 'setuptools>=77'
 	touch $@
 
-# What the checks and tests need on top.
-$(STAMP): $(RUNS)
-	$(PIP) --no-build-isolation --editable '.[dev]'
+# Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
+$(RUNS): pyproject.toml constraints.txt | $(EMPTY)
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable . numpy
 	touch $@
+
+# And what the checks and tests need on top, all at once.
+$(STAMP): pyproject.toml constraints.txt | $(EMPTY)
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $(RUNS) $@
 
 demo: $(RUNS)
 	@mkdir -p demo
@@ -56,13 +63,16 @@ ifeq ($(IPROUTE),)
 	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q iproute2
 endif
 
-test: style browser network
+# mypy takes one core. Another compiles the tests and what they import meanwhile, once for all processes.
+test: $(STAMP) browser network
+	@$(BIN)/python -m pytest --collect-only >/dev/null 2>&1 & $(MAKE) --no-print-directory style && wait
 	$(PYTEST) -m "not slow and not alone" $(BESIDE)
-	$(PYTEST) -m "not slow and alone"
+	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 # Tests run side by side but for those that measure time, one process more than there are cores, since some wait.
 PYTEST := $(BIN)/python -m pytest --durations 10
 CORES := $(shell getconf _NPROCESSORS_ONLN)
+ALONE := $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist worksteal
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
