@@ -35,8 +35,8 @@ def mesh_over(backend: str, replicas: int = 1) -> DeviceMesh:
     return init_device_mesh("cuda", (count,), mesh_dim_names=("pp",))
 
 
-def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none") -> None:
-    """Three steps of an MLP and of a GPT with dropout, equal to the plain loop on the same GPU."""
+def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none", graphs: str = "") -> None:
+    """Some steps of an MLP and of a GPT with dropout, equal to the plain loop on the same GPU."""
     mesh = mesh_over(backend)
     torch.manual_seed(0)
     tokens = torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(2))
@@ -47,9 +47,17 @@ def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none")
         reference = copy.deepcopy(model).cuda()
         inputs, target = inputs.cuda(), target.cuda()
         with gapless.Pipeline(
-            model, mesh=mesh, schedule=schedule, microbatches=4, loss=loss, seed=SEED, remat=remat, transport=backend
+            model,
+            mesh=mesh,
+            schedule=schedule,
+            microbatches=4,
+            loss=loss,
+            seed=SEED,
+            remat=remat,
+            transport=backend,
+            graphs=bool(graphs),
         ) as pipe:
-            for number in range(3):
+            for number in range(6 if graphs else 3):
                 ours = pipe.step(inputs, target)
                 plain = gapless.plain_step(reference, inputs, target, loss=loss, microbatches=4, seed=SEED, step=number)
                 assert_same(ours.loss, plain.loss, f"{schedule}, step {number}, loss")
@@ -58,6 +66,7 @@ def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none")
                     assert parameter.is_cuda
                     assert_same(parameter.grad, grads[name].grad, f"{schedule}, step {number}, {name}")
             assert pipe.evaluate(inputs, target).loss is not None
+            assert not graphs or "no graphs" not in repr(pipe), repr(pipe)
 
 
 class Block(nn.Module):
@@ -110,7 +119,7 @@ def plain_training(model: nn.Sequential, steps: int, replicas: int) -> tuple[lis
     return losses, grads
 
 
-def many_steps(backend: TransportName, schedules: str, steps: str, replicas: str = "1") -> None:
+def many_steps(backend: TransportName, schedules: str, steps: str, replicas: str = "1", graphs: str = "") -> None:
     """Every step of training has the bits of the plain loop, for each of these schedules, evaluations in between."""
     mesh, copies = mesh_over(backend, int(replicas)), int(replicas)
     replica = mesh.get_local_rank("dp") if copies > 1 else 0
@@ -130,6 +139,7 @@ def many_steps(backend: TransportName, schedules: str, steps: str, replicas: str
             loss=F.mse_loss,
             seed=SEED,
             transport=backend,
+            graphs=bool(graphs),
         ) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
             for step in range(int(steps)):
@@ -145,6 +155,7 @@ def many_steps(backend: TransportName, schedules: str, steps: str, replicas: str
                 assert torch.equal(ours, plain), f"{where}: {int((ours != plain).sum())} gradients differ"
                 optimizer.step()
                 optimizer.zero_grad()
+            assert not graphs or "no graphs" not in repr(pipe), repr(pipe)
             weights = dict(trained.named_parameters())
             for name, parameter in pipe.named_parameters():
                 assert_same(parameter.detach(), weights[name].detach(), f"{schedule}, {name} in the end")

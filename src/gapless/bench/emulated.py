@@ -90,6 +90,7 @@ def pipeline(
     costs: Costs | None = None,
     timeline: bool = False,
     transport: TransportName = "auto",
+    graphs: bool = False,
 ) -> Pipeline:
     """One layer of the contest per stage."""
     costs = costs or contest.costs
@@ -107,6 +108,7 @@ def pipeline(
         costs=costs if contest.kind == "emulated" else None,
         timeline=timeline,
         transport=transport,
+        graphs=graphs,
     )
 
 

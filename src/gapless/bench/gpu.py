@@ -5,6 +5,7 @@ One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is t
     whole       on one part of the GPU, by a plain loop
     parts       a part of the model on each part of the GPU, at once, with nobody to wait for: the limit
     gapless     as a pipeline, by schedule and by what carries its tensors
+    graphed     parts and pipeline once more, with CUDA graphs
     torch       as a pipeline of torch.distributed.pipelining, over NCCL
 
     bound        limit / (1 - bubble), the bubble simulated with the times that the actions took
@@ -51,6 +52,7 @@ def run(
     transports: Annotated[tuple[str, ...], "what carries tensors: memory, nccl, gloo"] = ("memory", "nccl", "gloo"),
     rounds: Rounds = 10,
     peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
+    graphs: Annotated[bool, "leave out CUDA graphs"] = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """All take turns; a row for each says its bound and its median step."""
@@ -66,12 +68,21 @@ def run(
         transports = tuple(each for each in transports if each != "nccl")
         peer, skipped = False, {"nccl": reason, "torch": reason}
     names = [f"{schedule} over {transport}" for transport in transports for schedule in schedules]
-    timed = [f"{schedule} over {transports[0]} timed" for schedule in schedules]
+    modes = ("", " graphed") if graphs else ("",)
+    names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
+    timed = [f"{schedule} over {transports[0]}{mode} timed" for mode in modes for schedule in schedules]
     with contextlib.ExitStack() as stack:
         environment = stack.enter_context(_cut_into(ranks, skipped))
         sides: dict[str, Peer] = {}
-        asked: dict[str, Sequence[str]] = {"parts": ("whole", "parts"), "gapless": [*names, *timed]}
+        asked: dict[str, Sequence[str]] = {
+            "parts": ("whole", *(f"parts{mode}" for mode in modes)),
+            "gapless": names,
+        }
         asked |= {"torch": _PEERS} if peer else {}
+        progress("timing the actions")
+        with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
+            for name in timed:
+                clocked.step(name, 2)
         for side, its in asked.items():
             progress(f"starting {side}")
             sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
@@ -81,15 +92,16 @@ def run(
         if peer:
             contestants |= {f"torch {name}": partial(sides["torch"].step, name) for name in sides["torch"].schedules}
             refused = sides["torch"].refused
-        for name in timed:
-            ours.step(name, 2)
         seconds = take_turns(contestants, rounds, progress)
-        bubbles = {name.partition(" over ")[0]: ours.bubbles[name] for name in timed}
-    limit = median(seconds["parts"])
+    limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
+    bounds = {
+        (schedule, mode): limits[mode] / (1 - clocked.bubbles[f"{schedule} over {transports[0]}{mode} timed"])
+        for schedule in schedules
+        for mode in modes
+    }
     return {
-        "rows": [_row(name, values, limit, bubbles) for name, values in seconds.items()],
-        "limit": limit,
-        "bubbles": bubbles,
+        "rows": [_row(name, values, bounds) for name, values in seconds.items()],
+        "limit": limits[""],
         "skipped": skipped,
         "refused": refused,
         "parts_of": _parts_of(ranks),
@@ -97,12 +109,18 @@ def run(
     }
 
 
-def _row(name: str, seconds: list[float], limit: float, bubbles: Mapping[str, float]) -> dict[str, Any]:
-    by, _, what = name.partition(" ")
+def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    by, _, what = name.removesuffix(" graphed").partition(" ")
+    mode = " graphed" if name.endswith(" graphed") else ""
     schedule, _, transport = what.partition(" over ")
-    found: dict[str, Any] = {"by": by, "schedule": schedule, "transport": transport, "seconds": median(seconds)}
-    if schedule in bubbles:
-        found["bound"] = limit / (1 - bubbles[schedule])
+    found: dict[str, Any] = {
+        "by": f"{by}{mode}",
+        "schedule": schedule,
+        "transport": transport,
+        "seconds": median(seconds),
+    }
+    if (schedule, mode) in bounds:
+        found["bound"] = bounds[schedule, mode]
         found["efficiency"] = found["bound"] / found["seconds"]
     return found | {"rounds": seconds}
 

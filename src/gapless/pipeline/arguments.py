@@ -21,6 +21,7 @@ from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
 from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
+from gapless.stage.graphed import Graphs
 
 
 def named(value: Any) -> str:
@@ -202,6 +203,15 @@ def world_of(
     if isinstance(devices, int | str | torch.device | Sequence):
         return OneProcess(torch_devices(devices), intra_op_threads)
     return devices
+
+
+def graphs_of(graphs: Graphs, devices: Sequence[torch.device]) -> Graphs:
+    """As asked, where there is a GPU."""
+    if graphs not in (False, True, "auto"):
+        raise ConfigError(f"graphs is {graphs!r}, but it must be False, True or 'auto'")
+    if graphs is True and all(device.type != "cuda" for device in devices):
+        raise ConfigError("graphs=True is for GPUs, and every device is a CPU: leave it out, or give graphs='auto'")
+    return graphs
 
 
 def at_least_one(word: str, value: int | None) -> int:

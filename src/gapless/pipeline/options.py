@@ -14,6 +14,7 @@ from gapless.schedule.action import Schedule
 from gapless.stage import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import Compiler
+from gapless.stage.graphed import Graphs
 from gapless.stage.tie import Tied
 
 Loss = Callable[[Any, Any], Tensor]
@@ -36,6 +37,7 @@ class Options:
     batch_dims: Any
     target_dims: Any
     timeline: bool
+    graphs: Graphs
 
     def facts(self, schedule: Schedule, partition: tuple[int, ...], module: nn.Module) -> dict[str, Any]:
         """What all ranks must have been asked for alike."""
@@ -56,6 +58,7 @@ class Options:
             "objective": self.schedules.objective,
             "compile": repr(self.compiler),
             "timeline": self.timeline,
+            "graphs": self.graphs,
             "batch_dims": repr(self.batch_dims),
             "target_dims": repr(self.target_dims),
             "row of device": {str(k): line for k, line in enumerate(schedule.csv().splitlines())},

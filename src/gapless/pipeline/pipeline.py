@@ -38,6 +38,7 @@ from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.counted import Weighed
 from gapless.stage.devices import Devices
+from gapless.stage.graphed import Graphs
 from gapless.stage.minibatch import Minibatch, apart
 from gapless.stage.share import Share
 from gapless.stage.stage import Remat
@@ -80,9 +81,9 @@ class Pipeline:
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
     timeline           measure every step
-    timeout            under a mesh, seconds without a sign of life from a rank, or without any rank computing anything,
-                       after which all give up
+    timeout            under a mesh: give up after so many seconds without a sign of life, or of work, from any rank
     transport          under a mesh: "auto", "memory" (of one host), "nccl" or "gloo"
+    graphs             on GPUs, actions as CUDA graphs: False, True, or "auto", where they are equal and faster
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Pipeline:
         timeline: bool = False,
         timeout: float = 600.0,
         transport: TransportName = "auto",
+        graphs: Graphs = False,
     ) -> None:
         self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, transport)
         self.devices = self._world.devices
@@ -147,6 +149,7 @@ class Pipeline:
                 batch_dims,
                 target_dims,
                 timeline,
+                arguments.graphs_of(graphs, self.devices),
             )
             self.microbatches = self._options.microbatches
             self.schedule = self._options.schedules.made(self.microbatches)
@@ -164,8 +167,6 @@ class Pipeline:
         except BaseException:
             self._close()
             raise
-
-    # -- training ---------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -317,8 +318,6 @@ class Pipeline:
     def compile_seconds(self) -> float:
         """How long the calls lasted in which compiled layers were compiled: the cold start."""
         return sum(stage.compile_seconds for stage in self._staged.stages.values())
-
-    # -- life -------------------------------------------------------------------------------------------------------
 
     @property
     def stopping(self) -> bool:

@@ -29,6 +29,7 @@ from gapless.schedule.lower import forward_only
 from gapless.schedule.simulate import simulate
 from gapless.stage.compiled import compiled
 from gapless.stage.counted import Weighed, weighed
+from gapless.stage.graphed import GraphedStage
 from gapless.stage.minibatch import Minibatch
 from gapless.stage.stage import Stage
 from gapless.stage.stored import Stored
@@ -107,6 +108,7 @@ class StagedModel:
             if (work := self.stages.get(stage)) is not None:
                 remat = f", remat {work.remat}" if work.remat != "none" else ""
                 remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
+                remat += f", {work.runs}" if isinstance(work, GraphedStage) else ""
             name = f"layers {first} to {first + count - 1}"
             if isinstance(self.model, Captured):
                 names = self.model.edition.names
@@ -229,7 +231,9 @@ class StagedModel:
                 if isinstance(layer, nn.Module):
                     check_data(layer)
                     layer.to(device)
-            stages[stage] = Stage(
+            on_gpu = options.graphs and device.type == "cuda"
+            make = partial(GraphedStage, tried=options.graphs == "auto") if on_gpu else Stage
+            stages[stage] = make(
                 compiled(layers, options.compiler),
                 first_layer=sum(self.partition[:stage]),
                 seed=options.seed,

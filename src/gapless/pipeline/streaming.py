@@ -164,6 +164,8 @@ def _check(staged: StagedModel, options: Options) -> None:
             f"{name} is used by several stages, which update their weights at different times: untie it, or choose a "
             "partition that keeps its layers in one stage, or a schedule that is synchronous"
         )
+    if options.graphs is True:
+        raise ConfigError("CUDA graphs know one version of the weights, and a stream keeps several: leave out graphs=")
     if options.batchnorm == "deferred":
         raise ConfigError("batchnorm='deferred' waits for the end of a step, and a stream has none: use 'microbatch'")
 

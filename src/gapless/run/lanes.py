@@ -10,6 +10,7 @@ the caller's batch leaves memory of the host, which the caller may overwrite as 
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class CudaLane:
         self._sources: dict[torch.device, torch.cuda.Stream] = {}  # of other GPUs, for copies from there
         self.origin = torch.cuda.Event(enable_timing=True)
         self.began = 0.0
+        self._thread = 0  # the last that was here
         # Autograd has a thread for each GPU, in which nothing has run yet: cuBLAS would complain to the user.
         torch.zeros((), device=device, requires_grad=True).mul(1.0).backward()
 
@@ -137,6 +139,9 @@ class CudaLane:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if threading.get_ident() != self._thread:  # nothing has run in it yet, of which cuBLAS would complain too
+                self._thread = threading.get_ident()
+                torch.zeros((), device=self.device)
             yield
 
     def now(self) -> torch.cuda.Event:

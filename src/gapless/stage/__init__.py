@@ -14,6 +14,8 @@ A stage and its microbatches
     buffers        those that a forward changes, and a second run must not
     auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
     versions       weights as they were at several updates, for training without a flush
+    graphed        a stage whose actions are CUDA graphs; `replay`: one of them; `places`: what they read and write
+    likeness       microbatches that share graphs; `unchanged`: what these rely on; `trial`: whether they are worth it
     tie            a parameter that several stages use; `turns`: gradients that wait for their microbatch's turn
 
 How layers are called

@@ -64,7 +64,7 @@ class Calls:
         self._loss_way = Way.OUTSIDE if loss is None else way_of(loss, split)
         self._spread = spread
         self._split = split
-        self._first_layer, self._first_microbatch = first_layer, first_microbatch
+        self._first_layer, self.first_microbatch = first_layer, first_microbatch
         self.draws = Draws(seed)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
@@ -142,7 +142,7 @@ class Calls:
         draws = self.draws
         if step != draws.step:
             self.forget()
-        draws.step, draws.microbatch = step, self._first_microbatch + microbatch
+        draws.step, draws.microbatch = step, self.first_microbatch + microbatch
         draws.restart()
         self.mode.begin(records if self._split else None, self._device().type)
         return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING

@@ -8,7 +8,8 @@ private one, under a lock. The caller's own generators are left as they were.
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor
 
 from .exclusive import exclusively
 from .seeds import seed_of
+
+
+class UncapturableError(Exception):
+    """What can't be part of a CUDA graph, and why."""
 
 
 class Draws:
@@ -36,6 +41,17 @@ class Draws:
         self._run = 0
         self._place: tuple[int, ...] = ()  # that of the last such draw
         self._number = 0  # of the next one there
+        self.on_gpu: set[int] = set()  # layers that were seen to draw there
+        self._captured: Mapping[int, torch.Generator] | None = None  # of the layers, while a CUDA graph is captured
+
+    @contextlib.contextmanager
+    def captured(self, generators: Mapping[int, torch.Generator]) -> Iterator[None]:
+        """Around the capture of a CUDA graph: each layer draws from the one that is registered for it."""
+        self._captured = generators
+        try:
+            yield
+        finally:
+            self._captured = None
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -51,6 +67,8 @@ class Draws:
         """Around a draw from a generator that the layer brings: it draws the same when the layer runs again, and for
         remat it then goes on from where it was.
         """
+        if self._captured is not None:
+            raise UncapturableError("a layer draws from a generator of its own")
         before = self._next(generator)
         now = generator.get_state() if self._replaying else None
         if before is not None:
@@ -81,6 +99,10 @@ class Draws:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator of this layer on this device, seeded at its first draw."""
+        if self._captured is not None:
+            if device.type != "cuda" or self.layer not in self._captured:
+                raise UncapturableError(f"a layer draws on the {device.type}, or only now and then")
+            return self._captured[self.layer]
         place = (self.step, self.microbatch, self.layer)
         generator = self._generators.get(device)
         if generator is None:
@@ -88,7 +110,14 @@ class Draws:
         if self._drawn.get(device) != place:
             generator.manual_seed(self.seed_here())
             self._drawn[device] = place
+            if device.type == "cuda":
+                self.on_gpu.add(self.layer)
         return generator
+
+    def swapped_in(self, device: torch.device) -> AbstractContextManager[None]:
+        """While it holds, torch's default generator of that device goes on where this layer's stands."""
+        generator = self.generator(device)
+        return swapped(generator) if self._captured is None else _exchanged(generator)
 
     def restart(self) -> None:
         """Forgets what was drawn: the same place draws the same numbers again."""
@@ -108,6 +137,18 @@ def swapped(generator: torch.Generator) -> Iterator[None]:
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)
+
+
+@contextlib.contextmanager
+def _exchanged(generator: torch.Generator) -> Iterator[None]:
+    """The same while a CUDA graph is captured: it notes whose numbers are drawn, and not which."""
+    default = default_generator(generator.device)
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

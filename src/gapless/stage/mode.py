@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .autocast import casts_are_kept, runs_low
 from .batchnorm import Statistics
 from .deferred import Records
-from .draws import Draws, device_of, draws_by_tag, inside_checkpoint, swapped
+from .draws import Draws, device_of, draws_by_tag, inside_checkpoint
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -124,7 +124,7 @@ class Mode(TorchFunctionMode):
         if self.alone:
             return self.plain(func, args, kwargs)
         self.refuse_checkpoint()
-        with swapped(self.draws.generator(device_of(args, kwargs))):
+        with self.draws.swapped_in(device_of(args, kwargs)):
             return self.plain(func, args, kwargs)
 
     def _note(self, args: Sequence[Any], result: Any) -> None:

@@ -53,6 +53,14 @@ def test_four_ranks_have_the_bits_of_the_plain_loop(backend: str, schedule: str,
     launch(steps_on_the_gpu, 4, backend, schedule, remat)
 
 
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "stage"), ("zb-h1", "layer")])
+def test_four_ranks_with_graphs_have_the_bits_of_the_plain_loop(
+    backend: str, schedule: str, remat: str, launch: Launch
+) -> None:
+    check_ranks(backend, 4)
+    launch(steps_on_the_gpu, 4, backend, schedule, remat, "graphs")
+
+
 def test_one_rank_alone_runs_the_same_path(backend: str, launch: Launch) -> None:
     launch(steps_on_the_gpu, 1, backend, "1f1b")
 
@@ -86,11 +94,12 @@ def test_replicas_over_nccl_have_the_sum_of_their_gradients(launch: Launch) -> N
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("schedules", chunks(SYNCHRONOUS, 7))
-def test_two_hundred_steps_of_every_schedule_over_nccl_have_the_bits_of_the_plain_loop(
-    ranks: int, schedules: str, launch: Launch
+@pytest.mark.parametrize(("over", "graphs"), [("nccl", ""), ("memory", ""), ("memory", "graphs")])
+def test_two_hundred_steps_of_every_schedule_have_the_bits_of_the_plain_loop(
+    ranks: int, schedules: str, over: str, graphs: str, launch: Launch
 ) -> None:
-    check_ranks("nccl", ranks)
-    print(launch(many_steps, ranks, "nccl", schedules, "200", timeout=800))
+    check_ranks(over, ranks)
+    print(launch(many_steps, ranks, over, schedules, "200", "1", graphs, timeout=800))
 
 
 @pytest.mark.slow

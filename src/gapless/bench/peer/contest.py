@@ -50,6 +50,10 @@ class Contest:
         if self.kind == "gpt":
             torch.cuda.empty_cache()
 
+    def first_steps(self, name: str) -> int:
+        """How many steps a contestant makes before it is measured: CUDA graphs are captured after some."""
+        return 5 if " graphed" in name else 1
+
     def stage(self, stages_per_device: int, separate: bool = False) -> nn.Module:
         """`separate` is for a contestant that splits a backward by walking its graph: see Emulated."""
         if self.kind == "linear":

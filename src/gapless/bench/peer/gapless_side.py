@@ -13,13 +13,15 @@ from gapless.run.world import TransportName
 
 def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
     """The order of the actions as they are run, and a call that runs one step on this rank. A name is that of a
-    schedule, and may say over which transport, and that the step is "timed": its timeline is recorded.
+    schedule, and may say over which transport, that its actions are "graphed" as CUDA graphs, and that the step is
+    "timed": its timeline is recorded.
     """
     name, timed, _ = name.partition(" timed")
+    name, graphed, _ = name.partition(" graphed")
     torch.manual_seed(0)  # every rank makes the same weights
     schedule, _, transport = name.partition(" over ")
     mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
     over = cast(TransportName, transport or "auto")
-    pipe = pipeline(contest, schedule, mesh=mesh, transport=over, timeline=bool(timed))
+    pipe = pipeline(contest, schedule, mesh=mesh, transport=over, timeline=bool(timed), graphs=bool(graphed))
     inputs, target = batch(contest)
     return pipe.schedule.text(), lambda: pipe.step(inputs, target)

@@ -78,7 +78,8 @@ def _answer(rank: int, side: Side, contest: Contest, names: Sequence[str], lead:
             refused[name] = str(error)
             continue
         contest.tidy()
-        steps[name]()  # the first step asks the stages for their shapes
+        for _ in range(contest.first_steps(name)):  # the first asks the stages for their shapes
+            steps[name]()
         contest.settle()
         contest.tidy()
     lead.send((orders, refused))

@@ -1,0 +1,325 @@
+"""A stage whose actions are CUDA graphs: each is launched with one call, so that the host is never in the way.
+
+    steps 0 to 2    eagerly: what must be learnt of the layers is learnt
+    step 3          each action is captured when it first comes, and replayed
+    from then on    replayed, for microbatches made alike; anything else runs eagerly
+
+Microbatches under way at the same time have places of their own: a microbatch gets the lowest number that is free, from
+its forward to the end of its backward. Its forward, and its I, write into the pool of that number. A B and a W leave
+nothing that outlives them, so they share one pool, and so does a forward that will be recomputed; its places are those
+from its R on.
+
+AccumulateGrad is no part of a graph: `.grad` is None while a backward is captured, so that what arrives there is left
+in the pool, and is added to the `.grad` of the user's after each replay.
+
+What can't be captured runs eagerly, and is named once. A microbatch whose backward can't be replayed runs its forward
+again.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import microbatch as mb
+from .autocast import autocast_is_on
+from .likeness import ForwardCall, Likeness, Likenesses
+from .places import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, fixed_grads, grads_aside
+from .replay import Pool, captured
+from .seeds import seed_of
+from .stage import Stage, Then
+from .trial import Trial
+from .unchanged import why_not
+
+Graphs = Literal["auto"] | bool
+_SHARED = -1  # as the number of a pool
+
+
+class _Flight:
+    """A microbatch under way whose forward was replayed."""
+
+    def __init__(self, like: Likeness, asked: ForwardCall) -> None:
+        self.like, self.asked = like, asked
+        self.number = -1
+        self.slot: GraphedMicrobatch | None = None  # None: to be recomputed
+        self.trial: Trial | None = None
+
+
+class GraphedStage(Stage):
+    """`tried`: graphs are taken where a microbatch shows that they are equal and faster."""
+
+    def __init__(self, *args: Any, tried: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tried = tried
+        parts = [*self.layers, *([] if self.loss is None else [self.loss])]
+        self._likenesses = Likenesses(parts, lambda: self._why_not(parts), lambda: self._number)
+        self._loss_dtype: torch.dtype | None = None
+        self._flights: dict[int, _Flight] = {}
+        self._free: set[int] = set()
+        self._pools: dict[int, Pool] = {}  # of each number, and one that all share
+
+    @property
+    def runs(self) -> str:
+        """How its actions run, for people."""
+        if self._likenesses.reason is not None:
+            return f"no graphs: {self._likenesses.reason}"
+        return "graphs" if self._likenesses.captured else "graphs after a few steps"
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        *,
+        step: int,
+        place: int | None = None,
+        target: Any = None,
+        weight: float | Tensor = 1.0,
+        want_outputs: bool = True,
+        defer: bool = True,
+        keep: bool = False,
+        then: Then | None = None,
+    ) -> Any:
+        asked = ForwardCall(
+            inputs, target, weight, want_outputs, defer, keep, step, microbatch if place is None else place
+        )
+        if self._likenesses.begin(step):
+            self._pools, self._free = {}, set()
+        like = self._likenesses.of(asked)
+        if like is None:
+            handed = self._eagerly(microbatch, asked, then)
+            if self.loss is not None:
+                self._loss_dtype = handed[1].dtype
+            return handed
+        light = self.remat == "stage" and not keep
+        flight = self._flights[microbatch] = _Flight(like, asked)
+        handed = (self._light if light else self._full)(microbatch, flight)
+        if handed is None:
+            del self._flights[microbatch]
+            return self._eagerly(microbatch, asked, then)
+        handed = handed.copied()
+        if then is not None:
+            then(handed)
+        return handed
+
+    def _eagerly(self, microbatch: int, asked: ForwardCall, then: Then | None = None) -> Any:
+        inputs, target, weight, want_outputs, defer, keep, step, place = asked
+        return super().forward(
+            microbatch,
+            inputs,
+            step=step,
+            place=place,
+            target=target,
+            weight=weight,
+            want_outputs=want_outputs,
+            defer=defer,
+            keep=keep,
+            then=then,
+        )
+
+    def _light(self, microbatch: int, flight: _Flight) -> LeftTree | None:
+        """A forward that keeps nothing."""
+        made = flight.like.light
+        if made is None:
+            made = flight.like.light = self._capture_forward(microbatch, flight.asked, _SHARED)
+            if made is None:
+                return None
+            self._forget(microbatch)
+        else:
+            made.take(*flight.asked[:3])
+        made.forward.run(self._seed(flight))
+        return made.handed
+
+    def _full(self, microbatch: int, flight: _Flight) -> LeftTree | None:
+        """A forward whose backward can follow."""
+        number = min(self._free, default=sum(each.slot is not None for each in self._flights.values()))
+        asked, slot = flight.asked, flight.like.slots.get(number)
+        if slot is None:
+            slot = self._capture_forward(microbatch, asked._replace(keep=True), number)
+            if slot is None:
+                return None
+            flight.like.slots[number] = slot
+        else:
+            slot.take(*asked[:3])
+        self._free.discard(number)
+        flight.number, flight.slot = number, slot
+        self._run(flight, slot)
+        flight.asked = asked._replace(inputs=None, target=None)
+        return slot.handed
+
+    def _run(self, flight: _Flight, slot: GraphedMicrobatch) -> None:
+        seed, like = self._seed(flight), flight.like
+        if self.tried and like.trial is None:
+            like.trial = flight.trial = trial = Trial()
+            shadow = -1 - flight.asked.place
+            eager = trial.timed(lambda: self._eagerly(shadow, flight.asked._replace(keep=True)), graphed=False)
+            trial.timed(lambda: slot.forward.run(seed), graphed=True)
+            trial.compare(eager, slot.handed.copied())
+        else:
+            slot.forward.run(seed)
+
+    def _capture_forward(self, microbatch: int, asked: ForwardCall, number: int) -> GraphedMicrobatch | None:
+        slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
+        fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
+        draws = self._calls.draws
+        try:
+            slot.forward, handed = captured(
+                lambda: self._eagerly(microbatch, fixed), self._pool(number), draws, draws.on_gpu
+            )
+            slot.handed = LeftTree(handed)
+        except Exception as error:
+            self._failed(error, number)
+            if microbatch in self._work:
+                self._forget(microbatch)
+            return None
+        return slot
+
+    def recompute(self, microbatch: int) -> None:
+        flight = self._flights.get(microbatch)
+        if flight is None:
+            super().recompute(microbatch)
+        elif flight.slot is None and self._full(microbatch, flight) is None:
+            del self._flights[microbatch]
+            self._eagerly(microbatch, flight.asked._replace(keep=True))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self, microbatch: int, output_grads: Grads | None, then: Then | None = None) -> Grads:
+        found = self._half("B", microbatch, output_grads, then)
+        return super().backward(microbatch, output_grads, then) if found is None else found
+
+    def backward_input(self, microbatch: int, output_grads: Grads | None, then: Then | None = None) -> Grads:
+        found = self._half("I", microbatch, output_grads, then)
+        return super().backward_input(microbatch, output_grads, then) if found is None else found
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self._half("W", microbatch, None, None) is None:
+            super().backward_weight(microbatch)
+
+    def _half(self, name: str, microbatch: int, given: Grads | None, then: Then | None) -> Grads | None:
+        """Replays it; None: it is to run eagerly, and can."""
+        if microbatch not in self._flights:
+            return None
+        self.recompute(microbatch)
+        flight = self._flights.get(microbatch)
+        if flight is None:
+            return None
+        assert flight.slot is not None
+        grads = given or []
+        half = flight.slot.halves.get(name)
+        if half is None and microbatch in self._work and self._likenesses.reason is None:
+            half = self._capture_half(name, microbatch, flight.slot, grads)
+        elif half is not None and not half.takes(grads):
+            half = None
+        if half is None:
+            self._run_again(name, microbatch, flight, grads)
+            return None
+        seed, replay = self._seed(flight), half.replay
+        if flight.trial is not None:
+            self._try(name, flight.trial, -1 - flight.asked.place, grads, half, lambda: replay.run(seed))
+        else:
+            replay.run(seed)
+        found = half.found()
+        if then is not None:
+            then(found)
+        half.add()
+        if name != "I":
+            self._land(microbatch)
+            if flight.trial is not None and (why := flight.trial.verdict()) is not None:
+                self._likenesses.give_up(why, quietly=flight.trial.equal)
+        return found
+
+    def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
+        fixed, draws = fixed_grads(grads), self._calls.draws
+        number = self._flights[microbatch].number if name == "I" else _SHARED
+        drawing = draws.on_gpu if self.remat == "layer" and name != "W" else ()
+        try:
+            with grads_aside(self.parameters()) as added:
+                replay, found = captured(
+                    lambda: self._backward(name, microbatch, fixed), self._pool(number), draws, drawing
+                )
+            half = slot.halves[name] = GraphedHalf(replay, fixed, found, added)
+        except Exception as error:
+            self._failed(error, number)
+            return None
+        return half
+
+    def _backward(self, name: str, microbatch: int, grads: Grads) -> Grads:
+        found: Grads = [] if name == "W" else super().backward_input(microbatch, grads)
+        if name != "I":
+            super().backward_weight(microbatch)
+        return found
+
+    def _run_again(self, name: str, microbatch: int, flight: _Flight, grads: Grads) -> None:
+        """The forward, eagerly, and for a W the half before it, which has added its part already."""
+        assert flight.slot is not None
+        if microbatch in self._work:
+            self._forget(microbatch)
+        self._land(microbatch)
+        slot, asked = flight.slot, flight.asked
+        inputs, target = _kept(slot.inputs.tree), _kept(slot.target.tree)  # another microbatch may come there
+        self._eagerly(microbatch, asked._replace(inputs=inputs, target=target, keep=True))
+        if name == "W":
+            with grads_aside(self.parameters()):
+                super().backward_input(microbatch, slot.halves["I"].again())
+
+    def _try(
+        self, name: str, trial: Trial, shadow: int, grads: Grads, half: GraphedHalf, replay: Callable[[], None]
+    ) -> None:
+        with grads_aside(self.parameters()) as added:
+            eager = trial.timed(lambda: self._backward(name, shadow, grads), graphed=False)
+        trial.timed(replay, graphed=True)
+        trial.compare([eager, [each for _, each in added]], [half.found(), [each for _, each in half.added]])
+
+    # -- what a graph takes for granted -------------------------------------------------------------------------------
+
+    def _why_not(self, parts: list[Any]) -> str | None:
+        if self._shared:
+            return "another stage uses a weight of its own too"
+        if self.num_compiled:
+            return "its layers are compiled"
+        if autocast_is_on():
+            return "autocast casts its weights, which graphs would keep: give it weights in bfloat16"
+        if self._calls.mode.alone:
+            return "a layer draws in a way that can't be seen"
+        if any(cell.changing for cell in self._cells):
+            return "a layer changes a buffer"
+        return why_not(parts, self.parameters())
+
+    def _seed(self, flight: _Flight) -> Callable[[int], int]:
+        asked, calls = flight.asked, self._calls
+        return lambda layer: seed_of(calls.draws.seed, asked.step, calls.first_microbatch + asked.place, layer)
+
+    def _pool(self, number: int) -> Pool:
+        if number not in self._pools:
+            self._pools[number] = torch.cuda.graph_pool_handle()
+        return self._pools[number]
+
+    def _failed(self, error: Exception, number: int) -> None:
+        """A pool may have ended with the graph that was to be its first."""
+        self._pools.pop(number, None)
+        self._likenesses.failed(error)
+
+    def _land(self, microbatch: int) -> None:
+        flight = self._flights.pop(microbatch)
+        self._free.add(flight.number)
+        if (shadow := -1 - flight.asked.place) in self._work:
+            self._forget(shadow)
+
+    def drop(self) -> None:
+        for microbatch, flight in list(self._flights.items()):
+            if microbatch in self._work and flight.slot is not None:  # captured in part
+                flight.like.slots.pop(flight.number, None)
+                self._pools.pop(flight.number, None)  # it may end with its graphs
+            if flight.slot is None:
+                del self._flights[microbatch]
+            else:
+                self._land(microbatch)
+        super().drop()
+
+
+def _kept(tree: Any) -> Any:
+    tensors, shape = mb.flatten(tree)
+    return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)

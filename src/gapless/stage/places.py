@@ -1,0 +1,171 @@
+"""Tensors at the fixed places that CUDA graphs read and write: what goes in, what comes out, what goes to `.grad`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import microbatch as mb
+from .draws import UncapturableError
+from .replay import Replay, borrowed
+
+Grads = list[Tensor | None]
+
+
+class FixedTree:
+    """A tree of tensors that graphs read: its values change, its places do not."""
+
+    def __init__(self, tree: Any) -> None:
+        given, shape = mb.flatten(tree)
+        tensors = [_empty(each).requires_grad_(each.requires_grad) for each in given]
+        self.tree = mb.unflatten(tensors, shape)
+        self._places = [each.detach() for each in tensors]
+        self.take(tree)
+
+    def take(self, tree: Any) -> None:
+        """The values of another one that is made alike."""
+        _copy(self._places, mb.flatten(tree)[0])
+
+
+class LeftTree:
+    """A tree of tensors that a graph leaves: copied at once, since the next graph may write there."""
+
+    def __init__(self, tree: Any) -> None:
+        tensors, self._shape = mb.flatten(tree)
+        self._wanted = [each.requires_grad for each in tensors]
+        self._places = [_place(each) for each in tensors]
+
+    def copied(self) -> Any:
+        made = _copies(self._places)
+        for each, wanted in zip(made, self._wanted, strict=True):
+            if wanted:
+                each.requires_grad_()
+        return mb.unflatten(made, self._shape)
+
+
+class GraphedHalf:
+    """A backward, or one of its halves, of which a graph was made."""
+
+    def __init__(
+        self, replay: Replay, grads: Grads, found: Sequence[Tensor | None], added: Sequence[tuple[Parameter, Tensor]]
+    ) -> None:
+        self.replay = replay
+        self._grads = grads
+        self._given = [_made_alike(each) for each in grads]
+        self._found = [None if each is None else _place(each) for each in found]
+        self.added = [(parameter, _place(each)) for parameter, each in added]
+
+    def takes(self, grads: Grads) -> bool:
+        """Whether these are made like those that it was captured with; if so they are there now."""
+        if self._given != [_made_alike(each) for each in grads]:
+            return False
+        pairs = [(mine, each) for mine, each in zip(self._grads, grads, strict=True) if mine is not None]
+        _copy([mine for mine, _ in pairs], [each for _, each in pairs if each is not None])
+        return True
+
+    def again(self) -> Grads:
+        """The gradients that it took last."""
+        return list(self._grads)
+
+    def found(self) -> Grads:
+        """The gradients of the inputs that the last replay has left."""
+        made = iter(_copies([each for each in self._found if each is not None]))
+        return [None if each is None else next(made) for each in self._found]
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Adds what the last replay has left to the parameters' `.grad`, whether these were set to None or not."""
+        fresh = [(parameter, each) for parameter, each in self.added if parameter.grad is None]
+        more = [(parameter.grad, each) for parameter, each in self.added if parameter.grad is not None]
+        if more:
+            torch._foreach_add_([grad for grad, _ in more], [each for _, each in more])
+        if fresh:
+            made = [torch.empty_like(parameter) for parameter, _ in fresh]
+            _copy(made, [each for _, each in fresh])
+            for (parameter, _), grad in zip(fresh, made, strict=True):
+                parameter.grad = grad
+
+
+class GraphedMicrobatch:
+    """What was captured for one of the microbatches that may be under way at once."""
+
+    def __init__(self, inputs: Any, target: Any, weight: float | Tensor, dtype: torch.dtype | None) -> None:
+        """`dtype` is that of the loss. A number that multiplies it is a scalar in the precision in which torch would
+        multiply, so that its gradient has the same bits.
+        """
+        self.inputs, self.target = FixedTree(inputs), FixedTree(target)
+        self.weight: Any = 1.0
+        self._number: float | None = None
+        if dtype is not None:
+            precise = torch.float64 if dtype == torch.float64 else torch.float32
+            device = torch.cuda.current_device()
+            self.weight = torch.empty((), dtype=precise, device=device) if isinstance(weight, float) else _empty(weight)
+            self._weigh(weight)
+        self.forward: Replay
+        self.handed: LeftTree
+        self.halves: dict[str, GraphedHalf] = {}
+
+    def take(self, inputs: Any, target: Any, weight: float | Tensor) -> None:
+        """The next microbatch."""
+        self.inputs.take(inputs)
+        self.target.take(target)
+        if isinstance(self.weight, Tensor):
+            self._weigh(weight)
+
+    def _weigh(self, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self.weight.copy_(weight)
+        elif weight != self._number:
+            self.weight.fill_(weight)
+            self._number = weight
+
+
+@contextmanager
+def grads_aside(parameters: Sequence[Parameter]) -> Iterator[list[tuple[Parameter, Tensor]]]:
+    """While it holds, no parameter has a gradient; what was added meanwhile is what it yields, filled when it ends."""
+    before = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    added: list[tuple[Parameter, Tensor]] = []
+    try:
+        yield added
+        added += [(each, each.grad) for each in parameters if each.grad is not None]
+    finally:
+        for each, grad in zip(parameters, before, strict=True):
+            each.grad = grad
+
+
+def fixed_grads(grads: Grads) -> Grads:
+    """Copies at places of their own."""
+    places = [None if each is None else _empty(each) for each in grads]
+    _copy([each for each in places if each is not None], [each for each in grads if each is not None])
+    return places
+
+
+def _place(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda" or tensor.layout != torch.strided:
+        raise UncapturableError(f"a tensor is on the {tensor.device.type} or has the layout {tensor.layout}")
+    return borrowed(tensor.detach())
+
+
+def _made_alike(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+@torch.no_grad()
+def _copy(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    if places:
+        torch._foreach_copy_(list(places), list(tensors))
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    made = [_empty(each) for each in tensors]
+    _copy(made, tensors)
+    return made
