@@ -92,15 +92,24 @@ class Captured:
         modes = (settings(), *self.edition.modes())
         return [self._prepared(part, modes) for part in parts]
 
+    def knows(self, parts: Sequence[Any]) -> bool:
+        """Whether nothing is to be traced for these."""
+        modes = (settings(), *self.edition.modes())
+        return all(self._known(modes, *flat_of(part))[1] is not None for part in parts)
+
+    def _known(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> tuple[list[int], int | None]:
+        """The traces for microbatches of this kind, and the one that answers this one."""
+        known = self.edition.known.setdefault((modes, spec, tuple(_key(leaf) for leaf in flat)), [])
+        traces = self.edition.traces
+        return known, next((number for number in known if traces[number][1].answers(flat)), None)
+
     def _prepared(self, part: Any, modes: tuple[Any, ...]) -> tuple[Any, ...]:
         flat, spec = flat_of(part)
-        key = (modes, spec, tuple(_key(leaf) for leaf in flat))
-        known = self.edition.known.setdefault(key, [])
-        for number in known:
-            if self.edition.traces[number][1].answers(flat):
-                return (number, *flat)
-        known.append(self._find(modes, flat, spec))
-        return (known[-1], *flat)
+        known, number = self._known(modes, flat, spec)
+        if number is None:
+            number = self._find(modes, flat, spec)
+            known.append(number)
+        return (number, *flat)
 
     def weighed(self, prepared: Sequence[tuple[Any, ...]], batch: Minibatch, loss_weight: mb.LossWeight) -> Weighed:
         """What prepared microbatches count for the model's own loss; `batch` has them as they were."""

@@ -129,6 +129,12 @@ class Piece:
             if isinstance(value, nn.Parameter):
                 yield f"{number}.{name}", value
 
+    def homes(self) -> Iterator[tuple[nn.Module, str]]:
+        """Where the parameters that it uses are."""
+        for owner, name in self._homes:
+            if isinstance(owner, nn.Module) and name in owner._parameters:
+                yield owner, name
+
     def buffers(self) -> Iterator[tuple[nn.Module, str]]:
         """Where the buffers that it uses are."""
         for owner, name in self._homes:
@@ -241,17 +247,26 @@ class GraphLayer(nn.Module):
 
     def forward(self, crossing: tuple[Any, ...]) -> Any:
         trace, *values = crossing
-        while self._seen < len(self.pieces):
-            if self._exclude is not None:
-                seen = self.pieces[self._seen]
-                self._exclude(seen.unseen() if self.compiler is None else [each for _, each in seen.parameters()])
-            self._seen += 1
+        self.learn()
         piece = self.pieces[trace]
         if torch.is_grad_enabled():
             out = piece(values, self._place, self._answer, self._split and self.compiler is None, self.compiler)
         else:
             out = piece(values, _nowhere, as_it_is, False, self.compiler)
         return out if piece.spec is not None else (trace, *out)
+
+    def learn(self) -> None:
+        """Tells the stage of parameters in new pieces whose gradients can't wait."""
+        while self._seen < len(self.pieces):
+            if self._exclude is not None:
+                seen = self.pieces[self._seen]
+                self._exclude(seen.unseen() if self.compiler is None else [each for _, each in seen.parameters()])
+            self._seen += 1
+
+    def homes(self) -> Iterator[tuple[nn.Module, str]]:
+        """Where the parameters that it uses are."""
+        for piece in self.pieces:
+            yield from piece.homes()
 
     def settle(self, device: torch.device) -> None:
         """Brings parameters and buffers to the device; `.to` would give the model buffers of its own."""

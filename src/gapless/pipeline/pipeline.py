@@ -212,14 +212,14 @@ class Pipeline:
         lr: float | None = None,
         lr_by_delay: int | None = None,
         in_flight: int | None = None,
+        split: bool = False,
     ) -> Stream:
         """Training without a flush, for pipedream and 2bw: each stage updates its weights when its gradients are there.
-
-        `optimizer` makes an optimizer from a stage's parameters, `scheduler` a learning-rate scheduler from that, which
-        is stepped after each update; `clip` is the greatest norm of a stage's gradients. `vertical` is vertical sync.
+        `optimizer` makes one from a stage's parameters, `scheduler` a learning-rate scheduler from that, stepped after
+        each update; `clip` is a stage's greatest norm, `vertical` vertical sync. `split`: weight gradients come last.
         """
         self._follow()
-        asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight)
+        asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
         return make_stream(self._world, self._staged, self._options, asked, self._streams)
 
     def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:

@@ -60,6 +60,7 @@ class StagedModel:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
         self._uses: Uses = {}  # which stages use a parameter
+        self._split = False  # every backward, whatever the schedule says
         self._called: Makeup | None = None  # what the stages were made of; None: of what was tried in vain
         self._edition: Any = None  # of a traced model, for which the stages were made
         self.partition: tuple[int, ...] = ()
@@ -141,6 +142,16 @@ class StagedModel:
             else:
                 self._adopt(self._parts())
         return prepared
+
+    def knows(self, parts: Sequence[Any]) -> bool:
+        """Whether `prepared` would trace nothing."""
+        return isinstance(self.model, Layers) or self.model.knows(parts)
+
+    def split(self) -> None:
+        """All stages may run the two halves of their backwards apart from now on."""
+        if not self._split:
+            self._split = True
+            self._make_stages()
 
     def weighed(self, batch: Minibatch, prepared: Sequence[Any]) -> Weighed:
         """What each microbatch counts."""
@@ -238,7 +249,7 @@ class StagedModel:
                 first_layer=sum(self.partition[:stage]),
                 seed=options.seed,
                 remat=remat[stage],
-                split=stage in halves,
+                split=self._split or stage in halves,
                 loss=options.loss if stage == len(parts) - 1 else None,
                 spread=stage == 0 and isinstance(model, Layers),
                 batchnorm=options.batchnorm,

@@ -1,6 +1,6 @@
 """From a pipeline to a stream: one optimizer per stage, versions of the weights, and devices that flow."""
 
-from collections.abc import Callable, Iterable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -23,7 +23,7 @@ from gapless.run.flow.threads import ThreadFlow
 from gapless.run.flow.updater import Updater
 from gapless.run.one_process import OneProcess
 from gapless.run.world import World
-from gapless.stage.minibatch import Minibatch
+from gapless.stage.minibatch import Minibatch, apart
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Place
@@ -48,13 +48,14 @@ class Asked(NamedTuple):
     lr: float | None
     lr_by_delay: int | None
     in_flight: int | None
+    split: bool
 
 
 def make_stream(
     world: World, staged: StagedModel, options: Options, asked: Asked, others: MutableSet[Stream]
 ) -> Stream:
     """Checks what a stream can't do, and makes one that has trained on nothing yet."""
-    optimizer, scheduler, vertical, clip, correction, lr, annealed_over, in_flight = asked
+    optimizer, scheduler, vertical, clip, correction, lr, annealed_over, in_flight, split = asked
     recipe = options.schedules.streams
     if not recipe:
         raise ConfigError(
@@ -76,8 +77,7 @@ def make_stream(
 
     def make(number: int, stage: Stage) -> None:
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
-        versions = Versions(parts, stage.own, names)
-        stage.refuse_strays(_refuse_stray)
+        versions = Versions(parts, partial(_own, stage), names)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
         rule = Rule(kind, number, stages, options.microbatches)  # type: ignore[arg-type]
@@ -90,6 +90,8 @@ def make_stream(
     with world.call("making a stream"):
         fault = None
         try:
+            if split:
+                staged.split()
             for number, stage in staged.stages.items():
                 make(number, stage)
         except Exception as error:  # which is of one stage, and others may have none
@@ -97,23 +99,7 @@ def make_stream(
         facts = {name: value for name, value in asked._asdict().items() if name not in ("optimizer", "scheduler")}
         flow.meet(facts, fault)
 
-    def cut(batch: Any) -> Sequence[Fed]:
-        inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-        dims = options.batch_dims, options.target_dims
-        minibatch = Minibatch.cut(inputs, target, options.microbatches, *dims, needed=staged.has_first)
-        if len(minibatch.parts) != options.microbatches:
-            raise ConfigError(
-                f"a minibatch of {len(minibatch.parts)} samples can't be cut into {options.microbatches} microbatches, "
-                "and in a stream each must have as many: drop the last minibatch of the loader (drop_last=True)"
-            )
-        counted = staged.weighed(minibatch, minibatch.parts)
-        counted.check_kept()
-        weights = Share().shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
-        event = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            event = torch.cuda.current_stream().record_event()
-        return [Fed(*each, event) for each in zip(minibatch.parts, minibatch.targets, weights, strict=True)]
-
+    cut = partial(_cut, staged, staged.stages, options)
     least = -(-stages // options.microbatches)  # NOAM, in minibatches
     stream = Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + 1)
     others.add(stream)
@@ -155,8 +141,11 @@ def _maker(optimizer: Any, correction: Correction | None, lr: float | None) -> M
 
 
 def _check(staged: StagedModel, options: Options) -> None:
-    if isinstance(staged.model, Captured):
-        raise ConfigError("a stream of a traced model is not there yet: give its layers as an nn.Sequential or layers=")
+    if isinstance(staged.model, Captured) and not staged.stages:
+        raise ConfigError(
+            "the model is traced with its first batch, and a stream needs its stages before that: make the pipeline "
+            "with example=inputs"
+        )
     shared = [each for each, stages in staged.uses.items() if len(set(stages)) > 1]
     if shared:
         name = next((name for name, each in staged.module.named_parameters() if each is shared[0]), "a parameter")
@@ -168,6 +157,48 @@ def _check(staged: StagedModel, options: Options) -> None:
         raise ConfigError("CUDA graphs know one version of the weights, and a stream keeps several: leave out graphs=")
     if options.batchnorm == "deferred":
         raise ConfigError("batchnorm='deferred' waits for the end of a step, and a stream has none: use 'microbatch'")
+
+
+def _cut(
+    staged: StagedModel, made_of: Mapping[int, Stage], options: Options, batch: Any, stream: Stream
+) -> Sequence[Fed]:
+    """What a loader gives, in microbatches, for a stream that was made of these stages."""
+    inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+    dims, needed = (options.batch_dims, options.target_dims), staged.has_first or isinstance(staged.model, Captured)
+    minibatch = Minibatch.cut(inputs, target, options.microbatches, *dims, needed=needed)
+    if len(minibatch.parts) != options.microbatches:
+        raise ConfigError(
+            f"a minibatch of {len(minibatch.parts)} samples can't be cut into {options.microbatches} microbatches, "
+            "and in a stream each must have as many: drop the last minibatch of the loader (drop_last=True)"
+        )
+    prepared = _prepared(staged, minibatch, stream)
+    if staged.stages is not made_of:
+        raise ConfigError("the model was edited since the stream was made: make a new stream")
+    counted = staged.weighed(minibatch, prepared)
+    counted.check_kept()
+    weights = Share().shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+    event = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        event = torch.cuda.current_stream().record_event()
+    return [Fed(*each, event) for each in zip(prepared, minibatch.targets, weights, strict=True)]
+
+
+def _prepared(staged: StagedModel, minibatch: Minibatch, stream: Stream) -> Sequence[Any]:
+    """Microbatches as the first stage takes them. A batch of a new kind is traced, and an edit of the model is noticed,
+    when nothing is under way.
+    """
+    parts = [apart(part) for part in minibatch.parts]
+    if not staged.knows(parts):
+        stream.drain()
+    if not stream.is_running:
+        staged.follow()
+    return staged.prepared(parts)
+
+
+def _own(stage: Stage, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """A stage gets versions of its parameters, and may use no others."""
+    stage.own(copies)
+    stage.refuse_strays(_refuse_stray)
 
 
 def _names(staged: StagedModel) -> dict[nn.Parameter, str]:

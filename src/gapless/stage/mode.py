@@ -42,6 +42,8 @@ class Mode(TorchFunctionMode):
         self.statistics = statistics
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
         self.excluded: set[int] = set()  # parameters never deferred, by id
+        self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
+        self._spread = 0  # how many were excluded when these were last told of each other
         self._records: Records | None = None
         # Parameters used in this forward, by id; those that wait with whether autocast's cast of them was used.
         self.deferred: dict[int, tuple[Parameter, bool]] = {}
@@ -64,6 +66,8 @@ class Mode(TorchFunctionMode):
     def begin(self, records: Records | None, kind: str) -> None:
         """A forward starts; it is to record into `records`, or it defers nothing."""
         self._records = records
+        if self._stands_for and len(self.excluded) != self._spread:
+            self._spread_exclusions()
         self.deferred = {}
         self._plain.clear()
         self._kind = kind
@@ -169,6 +173,17 @@ class Mode(TorchFunctionMode):
     def exclude(self, parameters: Iterable[Parameter]) -> None:
         """Leaves the gradients of these to autograd."""
         self.excluded.update(id(parameter) for parameter in parameters)
+
+    def stand_in(self, copies: Mapping[Parameter, Parameter]) -> None:
+        """Leaves that take the place of parameters, as versions of them: what is excluded is so in every version."""
+        self._stands_for.update((id(copy), id(of)) for copy, of in copies.items())
+        self._spread_exclusions()
+
+    def _spread_exclusions(self) -> None:
+        """What was learnt of a leaf holds for the others that stand for the same parameter."""
+        found = {of for copy, of in self._stands_for.items() if copy in self.excluded or of in self.excluded}
+        self.excluded.update(found, (copy for copy, of in self._stands_for.items() if of in found))
+        self._spread = len(self.excluded)
 
     def casts_anew(self, parameter: Tensor, *, unless_deferred: bool = False) -> bool:
         """Has autocast's cast of a parameter made anew by every forward; whether that is news. `unless_deferred`: not

@@ -25,6 +25,7 @@ from .batchnorm import BatchNorm
 from .buffers import Owned
 from .calls import Calls
 from .cell import Stray
+from .compiled import is_traced
 from .deferred import Records
 from .kept import Work
 from .plain import apply_first
@@ -123,9 +124,12 @@ class Stage:
 
     def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Tells the stage of more parameters, each of which takes the place of one that it has."""
+        for layer in self.layers:
+            if is_traced(layer):
+                layer.learn()  # type: ignore[attr-defined]
         for cell in self._cells:
             cell.own(copies)
-        self._calls.mode.exclude([copy for copy, of in copies.items() if id(of) in self._calls.mode.excluded])
+        self._calls.mode.stand_in(copies)
 
     def exclude(self, parameter: nn.Parameter) -> None:
         """Leaves the gradient of a parameter to autograd."""

@@ -10,12 +10,15 @@ the parameters a new one; where nobody does, it changes them where they are. Wha
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
+
+from .compiled import is_traced
 
 Leaves = list[nn.Parameter]
 
@@ -31,12 +34,8 @@ class Versions:
         own: Callable[[dict[nn.Parameter, nn.Parameter]], None],
         names: Mapping[nn.Parameter, str],
     ) -> None:
-        modules = [module for layer in layers if isinstance(layer, nn.Module) for module in layer.modules()]
-        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in dict.fromkeys(modules):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    found.setdefault(parameter, []).append((module, name))
+        found = _places(layers)
+        self._layers = [layer for layer in layers if isinstance(layer, nn.Module)]
         self.parameters, self._places, self._own = list(found), list(found.values()), own
         self.names = [names[each] for each in found]
         for parameter in self.parameters:
@@ -88,6 +87,15 @@ class Versions:
                     "but it still has older versions of them: make a new stream, which begins with the weights as they "
                     "are"
                 )
+        found = _places(self._layers)
+        if set(found) != set(self.parameters):
+            raise ConfigError(
+                "a batch of a new kind uses other parameters than those before it, of which a stage has no versions: "
+                "make a new stream"
+            )
+        self._places = [found[each] for each in self.parameters]
+        for leaves in (*self._known.values(), *zip_longest(*self._free)):
+            self._own({leaf: self.parameters[place] for place, leaf in enumerate(leaves) if leaf is not None})
 
     @property
     def untouched(self) -> bool:
@@ -199,6 +207,22 @@ class Versions:
             if all(others[place] is not leaf for others in self._known.values()):
                 leaf.data = leaf.data.new_empty(0)
                 self._free[place].append(leaf)
+
+
+def _places(layers: Sequence[Any]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The parameters of some layers, and where these look them up."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for layer in layers:
+        if is_traced(layer):
+            homes = layer.homes()
+        else:
+            modules = layer.modules() if isinstance(layer, nn.Module) else ()
+            homes = ((module, name) for module in modules for name in module._parameters)
+        for module, name in homes:
+            parameter = module._parameters[name]
+            if parameter is not None and (module, name) not in found.setdefault(parameter, []):
+                found[parameter].append((module, name))
+    return found
 
 
 def _check(parameter: nn.Parameter) -> None:

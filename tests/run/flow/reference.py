@@ -6,6 +6,7 @@ Minibatch m at stage r of K uses version v of that stage's weights; its gradient
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,36 @@ def _ahead(parameter: nn.Parameter, stepper: Any, behind: int, factor: float) ->
     )
 
 
+def _own(model: nn.Module, partition: Sequence[Any]) -> list[list[nn.Parameter]]:
+    if not isinstance(model, nn.Sequential):
+        return [[model.get_parameter(name) for name in names] for names in partition]
+    bounds = [sum(partition[:stage]) for stage in range(len(partition) + 1)]
+    return [[each for layer in list(model)[a:b] for each in layer.parameters()] for a, b in itertools.pairwise(bounds)]
+
+
+def _outputs(model: nn.Module, hidden: Tensor, seed_of: Callable[[int], int]) -> Tensor:
+    """Layers count for seeds, and in a model that is no sequence its dropouts."""
+    if isinstance(model, nn.Sequential):
+        for index, layer in enumerate(model):
+            torch.manual_seed(seed_of(index))
+            hidden = layer(hidden)
+        return hidden
+    count = itertools.count()
+    dropouts = [each for each in model.modules() if isinstance(each, nn.Dropout)]
+    hooks = [each.register_forward_pre_hook(lambda *_: _seed(seed_of(next(count)))) for each in dropouts]
+    outputs: Tensor = model(hidden)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
 def trained(
-    model: nn.Sequential,
-    partition: Sequence[int],
+    model: nn.Module,
+    partition: Sequence[int] | Sequence[Sequence[str]],
     kind: str,
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
@@ -50,10 +78,11 @@ def trained(
     annealed_over: int | None = None,
     anew: int = 0,
 ) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
-    """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]."""
-    model, bounds = copy.deepcopy(model), [sum(partition[:stage]) for stage in range(len(partition) + 1)]
-    stages = [list(model)[a:b] for a, b in itertools.pairwise(bounds)]
-    own = [[each for layer in layers for each in layer.parameters()] for layers in stages]
+    """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]. The
+    partition has the number of layers, or the names of the parameters, of each stage.
+    """
+    model = copy.deepcopy(model)
+    own = _own(model, partition)
     steppers = [optimizer([each for each in group if each.requires_grad]) if group else None for group in own]
     schedulers = [scheduler(each) if scheduler is not None and each is not None else None for each in steppers]
     history = [[[each.detach().clone() for each in group]] for group in own]
@@ -69,10 +98,7 @@ def trained(
             zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
         ):
             share = len(hidden) / len(x)
-            for index, layer in enumerate(model):
-                torch.manual_seed(gapless.seed_of(seed, minibatch, number, index))
-                hidden = layer(hidden)
-            value = loss(hidden, target)
+            value = loss(_outputs(model, hidden, partial(gapless.seed_of, seed, minibatch, number)), target)
             (value * share).backward()
             parts.append(value.detach() * share)
         losses.append(total if not parts else torch.stack(parts).sum())

@@ -73,6 +73,7 @@ def check(
     drains: set[int] = frozenset(),  # type: ignore[assignment]
     ahead: bool = False,
     annealed_over: int | None = None,
+    split: bool = False,
     **options: Any,
 ) -> None:
     schedule, vertical = RULES[kind]
@@ -93,6 +94,7 @@ def check(
             clip=clip,
             correction="spectrain" if ahead else None,
             lr_by_delay=annealed_over,
+            split=split,
         ) as stream:
             for result in stream.run(data):
                 assert result.minibatch == len(found)

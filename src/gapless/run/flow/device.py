@@ -147,7 +147,9 @@ class FlowDevice:
         self.versions.use(self.rule.version(minibatch))
         try:
             if not self._last:
-                self.stage.forward(number, given, step=minibatch, place=place, defer=False, then=neighbours.hand_on)
+                self.stage.forward(
+                    number, given, step=minibatch, place=place, defer=self.stage.split, then=neighbours.hand_on
+                )
             else:
                 _, loss = self.stage.forward(
                     number,
@@ -157,7 +159,7 @@ class FlowDevice:
                     target=part.target,
                     weight=part.weight,
                     want_outputs=False,
-                    defer=False,
+                    defer=self.stage.split,
                 )
                 self._note(minibatch, place, loss, part.weight)
         except Exception as error:

@@ -68,7 +68,7 @@ class Stream:
         self,
         flow: Flow,
         devices: Sequence[FlowDevice],
-        cut: Callable[[Any], Sequence[Fed]],
+        cut: Callable[[Any, "Stream"], Sequence[Fed]],
         held: Callable[[], AbstractContextManager[object]],
         in_flight: int,
     ) -> None:
@@ -136,7 +136,7 @@ class Stream:
         return None
 
     def _feed(self, batch: Any) -> None:
-        parts = self._cut(batch)
+        parts = self._cut(batch, self)
         self._start()
         for part in parts:
             self._flow.feed(part)
