@@ -63,6 +63,9 @@ ifeq ($(IPROUTE),)
 	$(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q iproute2
 endif
 
+# Torch remembers the shapes of calls that it traces, which pays for deep models; those of these tests are shallow.
+test: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
+
 # mypy takes one core. Another compiles the tests and what they import meanwhile, once for all processes.
 test: $(STAMP) browser network
 	@$(BIN)/python -m pytest --collect-only >/dev/null 2>&1 & $(MAKE) --no-print-directory style && wait

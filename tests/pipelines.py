@@ -150,7 +150,7 @@ def expected(case: Case, depth: int, microbatches: int, steps: int = STEPS) -> t
 def trained(
     case: Case, model: Model, step: Callable[[int, Any, Any], Any], microbatches: int, steps: int
 ) -> tuple[Step, ...]:
-    """Some steps with an optimizer, the second and third accumulating into the same gradients."""
+    """Some steps with an optimizer, the last two accumulating into the same gradients."""
     parameters = parameters_of(model)
     optimizer = case.optimizer(iter(parameters))
     done = []
@@ -158,7 +158,7 @@ def trained(
         result = step(number, inputs, target)
         grads = tuple(None if p.grad is None else p.grad.clone() for p in parameters)
         optimizer.step()
-        if number != 1:
+        if number != steps - 2:
             optimizer.zero_grad()
         weights = tuple(p.detach().clone() for p in parameters)
         done.append(Step(result.loss, tuple(result.losses), result.outputs, grads, weights))

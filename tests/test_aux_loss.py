@@ -60,9 +60,9 @@ class Net(nn.Module):
         return made
 
 
-def sequence(**options: Any) -> nn.Sequential:
+def sequence(depth: int = 4, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Experts(**options) for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*(Experts(**options) for _ in range(depth)), nn.Linear(WIDTH, WIDTH))
 
 
 def aux_of(model: nn.Module) -> Iterator[Tensor]:
@@ -119,8 +119,8 @@ def bfloat16() -> AbstractContextManager[Any]:
 
 
 def test_compiled_layers_may_add_them() -> None:
-    model = sequence()
-    assert_exact(model, copy.deepcopy(model), devices=2, compile={"backend": "aot_eager"})
+    model = sequence(depth=2)  # one for each stage
+    assert_exact(model, copy.deepcopy(model), devices=2, compile={"backend": "aot_eager"}, partition=[1, 2])
 
 
 def test_under_autocast_and_with_checkpoints_inside_a_layer_too() -> None:
@@ -146,6 +146,7 @@ class Summed(nn.Module):
         return self.net.head(y) + x, sum(aux)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("schedule", "remat", "compile"), [("1f1b", "none", False), ("zb-v", "stage", False), ("gpipe", "none", True)]
 )

@@ -11,7 +11,7 @@ import pytest
 import gapless
 from gapless.schedule.action import Schedule
 from gapless.schedule.recipes import RECIPES
-from tests.pipelines import CASES, Case, assert_steps_are_exact, schedule_named
+from tests.pipelines import CASES, STEPS, Case, assert_steps_are_exact, schedule_named
 
 SCHEDULES = (*(name for name, recipe in RECIPES.items() if recipe.synchronous), "text", "object")
 DEVICES = (1, 2, 3, 4, 8)
@@ -19,7 +19,7 @@ MICROBATCHES = (1, 3, 4, 8, 13)
 REMATS = ("none", "stage", "layer", "each stage its own")
 
 
-def check(name: str, devices: int, microbatches: int, remat: str, case: Case) -> None:
+def check(name: str, devices: int, microbatches: int, remat: str, case: Case, steps: int = STEPS) -> None:
     schedule = schedule_named(name, devices, microbatches)
     asked: str | list[str] = remat
     if remat == "each stage its own":
@@ -29,7 +29,9 @@ def check(name: str, devices: int, microbatches: int, remat: str, case: Case) ->
             else gapless.make_schedule(schedule, devices=devices, microbatches=microbatches)
         )
         asked = [REMATS[stage % 3] for stage in range(known.num_stages)]
-    assert_steps_are_exact(case, devices=devices, microbatches=microbatches, schedule=schedule, remat=asked)
+    assert_steps_are_exact(
+        case, devices=devices, microbatches=microbatches, steps=steps, schedule=schedule, remat=asked
+    )
 
 
 def sample() -> list[tuple[str, int, int, str, Case]]:
@@ -53,7 +55,8 @@ def described(value: object) -> str:
 def test_a_step_gives_the_bits_of_the_plain_loop(
     name: str, devices: int, microbatches: int, remat: str, case: Case
 ) -> None:
-    check(name, devices, microbatches, remat, case)
+    # Of many microbatches two steps, which accumulate; every schedule has three, with a zero_grad between, with few.
+    check(name, devices, microbatches, remat, case, steps=STEPS if microbatches < 8 else 2)
 
 
 def test_the_sample_meets_every_value_with_every_schedule() -> None:

@@ -105,6 +105,7 @@ def made(model: type[nn.Module], *args: Any) -> Any:
     return model(*args)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("devices", "schedule", "remat"), WAYS)
 def test_a_gpt_with_a_tied_head_has_the_bits_of_its_own_loop(devices: int, schedule: str, remat: str) -> None:
     model = made(Gpt)
@@ -113,6 +114,7 @@ def test_a_gpt_with_a_tied_head_has_the_bits_of_its_own_loop(devices: int, sched
     assert_exact(model, batches, loss=token_loss, devices=devices, schedule=schedule, remat=remat, evaluate=once)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "stage"), (3, "gpipe", "none")])
 def test_a_unet_has_the_bits_of_its_own_loop_and_its_running_statistics(
     devices: int, schedule: str, remat: str
@@ -122,6 +124,7 @@ def test_a_unet_has_the_bits_of_its_own_loop_and_its_running_statistics(
     assert_exact(made(Unet), batches, loss=F.mse_loss, devices=devices, schedule=schedule, remat=remat, evaluate=once)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("devices", "schedule"), [(2, "zb-v"), (4, "1f1b")])
 def test_an_encoder_and_decoder_has_the_bits_of_its_own_loop(devices: int, schedule: str) -> None:
     batches = [((ids(), ids(6, 4)), ids(6, 4)) for _ in range(2)]
@@ -134,6 +137,7 @@ def test_an_encoder_and_decoder_has_the_bits_of_its_own_loop(devices: int, sched
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("model", "devices", "schedule", "remat"),
     [(Gpt, 2, "1f1b", "none"), (Gpt, 3, "gpipe", "stage"), (Gpt, 2, "zb-v", "none"), (Translator, 2, "zb-v", "stage")],
@@ -220,6 +224,7 @@ class Lora(nn.Module):
         return self.frozen(x) + self.b(self.a(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "1f1b", "stage"), (4, "zb-h1", "none")])
 def test_adapters_alone_learn(devices: int, schedule: str, remat: str) -> None:
     model = made(Gpt).requires_grad_(False)
@@ -231,6 +236,7 @@ def test_adapters_alone_learn(devices: int, schedule: str, remat: str) -> None:
     assert {name.rsplit(".")[-2] for name, p in model.named_parameters() if p.requires_grad} == {"a", "b"}
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_nothing_is_computed_or_sent_for_a_frozen_first_half(schedule: str) -> None:
     model = made(Gpt, 0.0, 3)

@@ -18,6 +18,7 @@ from tests.run.forked import Launch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.llama.modeling_llama")  # once for all ranks
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 SIZES = {
     "hidden_size": 8,

@@ -45,6 +45,11 @@ def _layers() -> list[nn.Module]:
     return [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
+def _two() -> list[nn.Module]:
+    """As many as are to be cut, where the edit is none of a layer."""
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
 def _of(model: nn.Module) -> Any:
     return model.layers if isinstance(model, Net) else model
 
@@ -167,7 +172,7 @@ def _assert_followed(
             if edit is not None and dtype is not None:
                 x, y = x.to(dtype), y.to(dtype)
             for again in range(2):
-                where = f"edit {number}, step {again}"
+                where = f"edit {number} ({edit and edit.__name__}), step {again}"
                 expected = loop(plain, x, y)
                 ours = pipe.step(x, y, outputs=True)
                 assert same(ours.loss, expected), where
@@ -180,7 +185,9 @@ def _assert_followed(
                 expected = torch.cat([plain(part) for part in x.tensor_split(4)])
             for module, training in zip(plain.modules(), modes, strict=True):
                 module.training = training
-            assert torch.equal(pipe.evaluate(x).outputs, expected), f"edit {number}, evaluate"
+            assert torch.equal(pipe.evaluate(x).outputs, expected), (
+                f"edit {number} ({edit and edit.__name__}), evaluate"
+            )
         assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
@@ -192,9 +199,29 @@ def test_an_edited_sequence_is_followed(edit: str, schedule: str) -> None:
     _assert_followed(nn.Sequential(*_layers()), EDITS[edit], schedule=schedule)
 
 
+# One after the other: a model that was edited may be edited again, and an edit costs one trace less.
+IN_TURN = (
+    ("replace", "replace_by_norm", "append", "insert", "delete", "reverse"),
+    ("freeze", "tie", "use_twice", "new_parameter", "assign", "parametrize"),
+    ("new_buffer", "eps", "norm_in_eval", "no_statistics"),
+    ("hook", "pre_hook", "other_class", "own_forward"),
+)
+
+
+@pytest.mark.parametrize("edits", IN_TURN, ids="-".join)
+def test_an_edited_module_is_traced_again_for_every_edit(edits: tuple[str, ...]) -> None:
+    """A trace was kept for ever, whatever became of the model."""
+    torch.manual_seed(0)
+    _assert_followed(Net(*_layers()), *(EDITS[edit] for edit in edits), schedule="zb-h1")
+
+
+def test_every_edit_has_its_turn() -> None:
+    assert sorted(edit for edits in IN_TURN for edit in edits) == sorted(EDITS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_module_is_traced_again(edit: str) -> None:
-    """A trace was kept for ever, whatever became of the model."""
     torch.manual_seed(0)
     _assert_followed(Net(*_layers()), EDITS[edit], schedule="zb-h1")
 
@@ -264,7 +291,7 @@ def _constant(model: Any) -> None:
 
 def test_what_a_forward_reads_of_its_modules_is_read_again_when_it_changes() -> None:
     torch.manual_seed(0)
-    _assert_followed(Net(*_layers()), _scale, _setting, _item, _constant)
+    _assert_followed(Net(*_two()), _scale, _setting, _item, _constant)
 
 
 class Config:
@@ -331,7 +358,7 @@ def test_what_a_class_has_is_noticed_when_an_instance_gets_its_own_and_when_it_c
     def of_class(model: Any) -> None:
         monkeypatch.setattr(Inherited, "forward", lambda self, x: Net.forward(self, x) * 0.25)
 
-    _assert_followed(Inherited(*_layers()), factor, shifted, of_class)
+    _assert_followed(Inherited(*_two()), factor, shifted, of_class)
 
 
 def test_a_forward_put_into_torchs_own_class_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

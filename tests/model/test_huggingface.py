@@ -17,6 +17,7 @@ from gapless.model.reference import Reference
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 VOCAB = 24
 SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}

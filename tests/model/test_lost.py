@@ -121,6 +121,7 @@ def double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "stage")])
 @pytest.mark.parametrize(
     ("middle", "contexts"),

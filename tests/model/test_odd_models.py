@@ -183,6 +183,7 @@ CASES: list[tuple[Callable[[], nn.Module], Inputs]] = [
 NAMES = ["dicts", "several", "twice", "shared", "loop", "unused", "integers", "in-place", "config", "views", "counting"]
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("make", "inputs"), CASES, ids=NAMES)
 @pytest.mark.parametrize(("devices", "schedule"), [(2, "1f1b"), (2, "zb-v")])
 def test_an_odd_model_has_the_bits_of_its_own_loop(
@@ -194,6 +195,7 @@ def test_an_odd_model_has_the_bits_of_its_own_loop(
     assert_exact(model, batches, loss=first, devices=devices, schedule=schedule)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("make", [SharedFarApart, InPlace, ViewsHandedOn])
 def test_the_oddest_run_exactly_with_remat(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(1)

@@ -116,6 +116,7 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("root", ROOTS)
 def test_a_sequential_that_does_more_than_call_its_layers_is_called_as_it_is(root: str, schedule: str) -> None:

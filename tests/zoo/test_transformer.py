@@ -31,6 +31,7 @@ def plain() -> list[Step]:
     return plainly(SUBJECT)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]

@@ -30,6 +30,7 @@ def test_a_minibatch_counts_once_for_every_batch_norm(plain: list[Step]) -> None
     assert all(int(counter) == STEPS for counter in counters)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
