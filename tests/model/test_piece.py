@@ -70,6 +70,17 @@ def test_pieces_of_a_traced_model_are_compiled_and_have_the_bits_of_its_own_loop
 
 
 @pytest.mark.filterwarnings("ignore:compiled layers can")
+def test_a_stage_keeps_and_replays_the_buffers_of_its_own_piece_alone() -> None:
+    """The stage that counts a norm's batches put copies in place of its averages, while another stage moved them."""
+    options: Any = {"schedule": "zb-v", "remat": "stage", "compile": EAGER}
+    with gapless.Pipeline(made(), devices=2, microbatches=2, loss=F.mse_loss, **options) as pipe:
+        pipe.step(*batches()[0])
+        stages = [pipe._staged.stages[number] for number in range(4)]
+        changing = [{name for cell in stage._cells for _, name in cell.changing} for stage in stages]
+    assert changing == [{"num_batches_tracked"}, {"running_mean", "running_var"}, set(), set()]
+
+
+@pytest.mark.filterwarnings("ignore:compiled layers can")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_draws_between_compiled_parts_keep_their_seeds(schedule: str) -> None:
     ours = made(0.4)

@@ -11,7 +11,7 @@ draws) are written in the form its table knows.
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -282,7 +282,11 @@ class GraphLayer(nn.Module):
     def modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[nn.Module]:  # type: ignore[override]
         """Itself, and the modules whose buffers it uses: a stage looks for batch norms among them."""
         yield self
-        yield from dict.fromkeys(owner for piece in self.pieces for owner, _ in piece.buffers())
+        yield from dict.fromkeys(owner for owner, _ in self.owned_buffers())
+
+    def owned_buffers(self) -> Iterable[tuple[nn.Module, str]]:
+        """Where the buffers that it uses are, each once."""
+        return dict.fromkeys(each for piece in self.pieces for each in piece.buffers())
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -12,14 +12,14 @@ where nothing can be seen.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .compiled import is_compiled
+from .compiled import is_compiled, is_traced
 
 
 class Copy(NamedTuple):
@@ -107,14 +107,22 @@ class Buffers:
 
     def _all(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for layer, hidden in self._layers:
-            for module in layer.modules():
-                norm = isinstance(module, _BatchNorm)
-                for name, value in module._buffers.items():
-                    if value is None or (norm and not hidden):
-                        continue
-                    if norm:
-                        self.changing[module, name] = None  # a kernel changes them without telling
-                    yield module, name, value
+            for module, name in _owned(layer):
+                value, norm = module._buffers.get(name), isinstance(module, _BatchNorm)
+                if value is None or (norm and not hidden):
+                    continue
+                if norm:
+                    self.changing[module, name] = None  # a kernel changes them without telling
+                yield module, name, value
+
+
+def _owned(layer: nn.Module) -> Iterable[Owned]:
+    """Of a traced model a layer has those that it uses: others of the same module may be another stage's, which changes
+    them at the same time.
+    """
+    if is_traced(layer):
+        return layer.owned_buffers()  # type: ignore[operator, no-any-return]
+    return ((module, name) for module in layer.modules() for name in module._buffers)
 
 
 def _copy(module: nn.Module, name: str, value: Tensor) -> Copy:
