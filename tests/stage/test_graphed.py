@@ -78,6 +78,17 @@ def test_every_schedule(schedule: str, remat: Any) -> None:
     assert_trains_the_same(small_gpt(), tokens_loss, batches, **options)
 
 
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.filterwarnings("error:stage")
+def test_layers_that_need_no_watching(schedule: str, remat: Any) -> None:
+    torch.manual_seed(0)
+    layers = [each for _ in range(6) for each in (nn.Linear(16, 16), nn.Tanh())]
+    batches = [(torch.randn(11, 16, device="cuda"), torch.randn(11, 16, device="cuda")) for _ in range(STEPS)]
+    options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 5, "schedule": schedule, "remat": remat}
+    assert_trains_the_same(nn.Sequential(*layers).cuda(), F.mse_loss, batches, **options)
+
+
 @pytest.mark.filterwarnings("error:stage")
 def test_one_device_and_a_loss_in_bfloat16() -> None:
     model = small_gpt(dropout=0.2).to(torch.bfloat16)

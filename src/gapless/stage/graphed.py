@@ -119,6 +119,10 @@ class GraphedStage(Stage):
             then=then,
         )
 
+    def _kept(self, asked: ForwardCall) -> ForwardCall:
+        """A forward whose graph stays, as that of a recompute does; layers go on to be rebuilt one by one."""
+        return asked._replace(keep=self.remat == "stage")
+
     def _light(self, microbatch: int, flight: _Flight) -> LeftTree | None:
         """A forward that keeps nothing."""
         made = flight.like.light
@@ -137,7 +141,7 @@ class GraphedStage(Stage):
         number = min(self._free, default=sum(each.slot is not None for each in self._flights.values()))
         asked, slot = flight.asked, flight.like.slots.get(number)
         if slot is None:
-            slot = self._capture_forward(microbatch, asked._replace(keep=True), number)
+            slot = self._capture_forward(microbatch, self._kept(asked), number)
             if slot is None:
                 return None
             flight.like.slots[number] = slot
@@ -154,7 +158,7 @@ class GraphedStage(Stage):
         if self.tried and like.trial is None:
             like.trial = flight.trial = trial = Trial()
             shadow = -1 - flight.asked.place
-            eager = trial.timed(lambda: self._eagerly(shadow, flight.asked._replace(keep=True)), graphed=False)
+            eager = trial.timed(lambda: self._eagerly(shadow, self._kept(flight.asked)), graphed=False)
             trial.timed(lambda: slot.forward.run(seed), graphed=True)
             trial.compare(eager, slot.handed.copied())
         else:
@@ -182,7 +186,7 @@ class GraphedStage(Stage):
             super().recompute(microbatch)
         elif flight.slot is None and self._full(microbatch, flight) is None:
             del self._flights[microbatch]
-            self._eagerly(microbatch, flight.asked._replace(keep=True))
+            self._eagerly(microbatch, self._kept(flight.asked))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -259,8 +263,8 @@ class GraphedStage(Stage):
             self._forget(microbatch)
         self._land(microbatch)
         slot, asked = flight.slot, flight.asked
-        inputs, target = _kept(slot.inputs.tree), _kept(slot.target.tree)  # another microbatch may come there
-        self._eagerly(microbatch, asked._replace(inputs=inputs, target=target, keep=True))
+        inputs, target = _copied(slot.inputs.tree), _copied(slot.target.tree)  # another microbatch may come there
+        self._eagerly(microbatch, self._kept(asked)._replace(inputs=inputs, target=target))
         if name == "W":
             with grads_aside(self.parameters()):
                 super().backward_input(microbatch, slot.halves["I"].again())
@@ -320,6 +324,6 @@ class GraphedStage(Stage):
         super().drop()
 
 
-def _kept(tree: Any) -> Any:
+def _copied(tree: Any) -> Any:
     tensors, shape = mb.flatten(tree)
     return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)

@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_by_all_others(backend: str, server: Server, tmp_
     check_ranks(backend, 3)
     with server.crew(waits_for_a_killed_rank, 3, backend, folder=tmp_path) as crew:
         crew.wait_for("step\nstep\nstep")
-        time.sleep(random.Random(5).random() / 10)
+        time.sleep(random.random() / 10)
         crew.signal(1, signal.SIGKILL)
         crew.ended(seconds=30)
         for rank in (0, 2):
