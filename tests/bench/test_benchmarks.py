@@ -58,11 +58,13 @@ def test_emulated_compares_with_the_bound_and_with_torch(capsys: pytest.CaptureF
 
 def test_emulated_runs_without_the_peer_and_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["-K", "2", "-M", "2", "--milliseconds", "1", "--rounds", "1"]
-    assert main(["bench", "emulated", "--schedules", "gpipe,1f1b", *sizes, "--no-peer"]) == 0
+    assert main(["bench", "emulated", "--schedules", "gpipe,pipedream,2bw", *sizes, "--no-peer"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 emulated devices, 2 microbatches, 1 ms for each F, I and W of a device; medians of 1"
     assert lines[2].split() == ["schedule", "by", "stages", "step", "bound", "efficiency", "useful"]
-    assert [line.split()[:3] for line in lines[3:]] == [["gpipe", "gapless", "2"], ["1f1b", "gapless", "2"]]
+    assert [line.split()[:3] for line in lines[3:]] == [
+        [name, "gapless", "2"] for name in ("gpipe", "pipedream", "2bw")
+    ]
 
 
 def test_stopping_in_the_middle_of_a_round_leaves_nothing_behind() -> None:
@@ -162,7 +164,7 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("emulated --schedules 2f2b", "there is no schedule named '2f2b'"),
         ("emulated --devices 0", "'0' is not a whole number from 1 to 1,000,000"),
         ("emulated --milliseconds nan", "'nan' is not a number from 0.001 to 60,000"),
-        ("emulated --schedules pipedream --no-peer -K 2", "pipedream takes minibatches whole"),
+        ("emulated --schedules 2bw --no-peer -K 4 -M 2", "2bw needs at least as many microbatches as devices"),
         ("scale --largest 2", "--smallest 16 is above --largest 2"),
         ("nothing", "invalid choice: 'nothing'"),
         ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),

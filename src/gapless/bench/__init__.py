@@ -6,6 +6,7 @@ report       the text that benchmarks print: a title, a table or a duel, a verdi
 one_core     threads that wait more than they compute, on one core
 duel         two contestants, one ratio
 peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
+steady       streams in their steady state, for `emulated`
 emulated     schedules on emulated devices, against their bound and against torch
 overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch

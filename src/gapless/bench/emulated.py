@@ -8,6 +8,9 @@ makespan of its actions is then all overhead, ours or the peer's.
     useful       work of a device / time: what is left after bubble and overhead
 
 Our devices are threads of this process, or processes as the peer's are (`torchrun`).
+
+Schedules without an end, pipedream and 2bw, are measured in their steady state: what M microbatches take there, but for
+updates, is their step, and the work of a device is the bound.
 """
 
 import contextlib
@@ -24,6 +27,7 @@ from gapless.bench.peer.peer import Peer
 from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns, timed
+from gapless.bench.steady import has_steps, steadily, steady_figures
 from gapless.pipeline.pipeline import Pipeline
 from gapless.run.world import TransportName
 from gapless.schedule.action import Kind, Schedule
@@ -71,7 +75,7 @@ def run(
             for name in schedules:
                 pipe = stack.enter_context(pipeline(contest, name))
                 ran[f"gapless {name}"] = pipe.schedule
-                contestants[f"gapless {name}"] = step(contest, pipe)
+                contestants[f"gapless {name}"] = step(contest, pipe) if has_steps(name) else _steady(contest, pipe)
         if peer:
             on_ranks("torch", PEERS)
         seconds = take_turns(contestants, rounds, progress)
@@ -94,13 +98,14 @@ def pipeline(
 ) -> Pipeline:
     """One layer of the contest per stage."""
     costs = costs or contest.costs
-    made = make_schedule(schedule, devices=contest.devices, microbatches=contest.microbatches, costs=costs)
+    microbatches = 1 if schedule == "pipedream" else contest.microbatches
+    made = make_schedule(schedule, devices=contest.devices, microbatches=microbatches, costs=costs)
     stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
     return Pipeline(
         nn.Sequential(*stages),
         devices=["cpu"] * contest.devices if mesh is None else None,
         mesh=mesh,
-        microbatches=contest.microbatches,
+        microbatches=microbatches,
         loss=loss,
         schedule=schedule,
         stages_per_device=made.num_stages // contest.devices,
@@ -125,8 +130,17 @@ def step(contest: Contest, pipe: Pipeline, times: int = 1) -> Contestant:
     return timed(lambda: pipe.step(inputs, target), times)
 
 
+def _steady(contest: Contest, pipe: Pipeline) -> Contestant:
+    with on_one_core():  # the threads start with the stream
+        run = steadily(contest, pipe, *batch(contest))
+        run()
+    return lambda: run().seconds
+
+
 def _row(name: str, contest: Contest, schedule: Schedule, seconds: list[float]) -> dict[str, Any]:
     by, _, recipe = name.partition(" ")
+    if not has_steps(recipe):
+        return {"by": by, "schedule": recipe, "stages": schedule.num_stages, **steady_figures(contest, seconds)}
     predicted = simulate(schedule, contest.costs)
     bound, work, time = float(predicted.makespan), float(predicted.work), median(seconds)
     stated = make_schedule(recipe, devices=contest.devices, microbatches=contest.microbatches, costs=contest.costs)

@@ -3,9 +3,21 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 Contestant = Callable[[], float]  # runs once and says how many seconds that took
 Progress = Callable[[str], None]
+
+
+class Span(NamedTuple):
+    """When something was measured that is a part of what was run."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 def silent(_: str) -> None:

@@ -23,6 +23,7 @@ from gapless.run.flow.threads import ThreadFlow
 from gapless.run.flow.updater import Updater
 from gapless.run.one_process import OneProcess
 from gapless.run.world import World
+from gapless.stage import microbatch as mb
 from gapless.stage.minibatch import Minibatch, apart
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
@@ -164,13 +165,16 @@ def _cut(
 ) -> Sequence[Fed]:
     """What a loader gives, in microbatches, for a stream that was made of these stages."""
     inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
-    dims, needed = (options.batch_dims, options.target_dims), staged.has_first or isinstance(staged.model, Captured)
-    minibatch = Minibatch.cut(inputs, target, options.microbatches, *dims, needed=needed)
-    if len(minibatch.parts) != options.microbatches:
+    count, traced = options.microbatches, isinstance(staged.model, Captured)
+    if (size := mb.batch_size(inputs, options.batch_dims)) < count:
         raise ConfigError(
-            f"a minibatch of {len(minibatch.parts)} samples can't be cut into {options.microbatches} microbatches, "
-            "and in a stream each must have as many: drop the last minibatch of the loader (drop_last=True)"
+            f"a minibatch of {size} samples can't be cut into {count} microbatches, and in a stream each must have as "
+            "many: drop the last minibatch of the loader (drop_last=True)"
         )
+    if stream.is_running and not (staged.has_first or staged.has_last or traced):
+        return [Fed(None, None, 0.0)] * count  # that there is one is all that counts here
+    dims = options.batch_dims, options.target_dims
+    minibatch = Minibatch.cut(inputs, target, count, *dims, needed=staged.has_first or traced)
     prepared = _prepared(staged, minibatch, stream)
     if staged.stages is not made_of:
         raise ConfigError("the model was edited since the stream was made: make a new stream")
@@ -178,7 +182,7 @@ def _cut(
     counted.check_kept()
     weights = Share().shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
     event = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         event = torch.cuda.current_stream().record_event()
     return [Fed(*each, event) for each in zip(prepared, minibatch.targets, weights, strict=True)]
 

@@ -96,18 +96,17 @@ class Emulated(nn.Module):
             y: Tensor = _waiting(x, self.seconds[1]) + _waiting(weight, self.seconds[2])
         else:
             y = x + weight.detach()
-            y.grad_fn.register_prehook(self._backward)  # type: ignore[union-attr]
+            y.grad_fn.register_prehook(functools.partial(self._backward, weight))  # type: ignore[union-attr]
         wait_until(end)
         return y
 
-    def _backward(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _backward(self, weight: nn.Parameter, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Called before the gradient of y goes on to x, as a tensor of its own: autograd copies one that others hold.
-        What it costs itself is part of the time it takes.
+        What it costs itself is part of the time it takes. The weight is that of the forward: by now the layer may have
+        another version of it.
         """
         _, input_grad, weight_grad = self.seconds
         end = _now() + input_grad
-        weight = self._parameters["weight"]
-        assert weight is not None
         now = defer(weight, functools.partial(_summed_after, weight_grad, grads[0]))
         if now is not None:
             end += weight_grad

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
+from gapless.bench.peer import gapless_side
+from gapless.bench.peer.contest import Contest
+from gapless.bench.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 from tests.run.flow.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
@@ -86,6 +89,15 @@ def check(
         assert all(map(torch.equal, (state[name] for name, _ in plain.named_parameters()), whole))
 
 
+def benchmarked() -> None:
+    """The contestant of `gapless bench emulated --torchrun`."""
+    for name in ("pipedream", "2bw"):
+        contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
+        _, run = gapless_side.prepare(contest, name, dist.get_rank())
+        spans = [run(), run()]
+        assert all(isinstance(span, Span) and span.seconds > 3 * 4 * 0.0004 for span in spans)
+
+
 def semantics() -> None:
     if dist.get_world_size() == 1:
         check("stashing", "dropout", momentum, drains=(1, 4))
@@ -99,6 +111,7 @@ def semantics() -> None:
     check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,))
     check("stashing", "linear", momentum, transport="gloo")
     check("stashing", "linear", momentum, count=1)
+    benchmarked()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gapless.bench.emulated import batch, pipeline
 from gapless.bench.peer.contest import Contest
+from gapless.bench.steady import has_steps, steadily
 from gapless.run.world import TransportName
 
 
@@ -24,4 +25,6 @@ def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callabl
     over = cast(TransportName, transport or "auto")
     pipe = pipeline(contest, schedule, mesh=mesh, transport=over, timeline=bool(timed), graphs=bool(graphed))
     inputs, target = batch(contest)
+    if not has_steps(schedule):
+        return pipe.schedule.text(), steadily(contest, pipe, inputs, target)
     return pipe.schedule.text(), lambda: pipe.step(inputs, target)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gapless.bench.peer.contest import Contest, from_json
+from gapless.bench.rounds import Span
 from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -89,7 +90,8 @@ def _answer(rank: int, side: Side, contest: Contest, names: Sequence[str], lead:
         for _ in range(times):
             result = steps[name]()
             contest.settle()
-        lead.send((start, time.perf_counter(), _bubble(getattr(result, "timeline", None))))
+        span = result if isinstance(result, Span) else (start, time.perf_counter())  # only a part of it may count
+        lead.send((*span, _bubble(getattr(result, "timeline", None))))
 
 
 def _bubble(timeline: Timeline | None) -> float | None:

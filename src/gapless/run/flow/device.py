@@ -73,6 +73,7 @@ class FlowDevice:
         self._losses: list[Tensor] = []
         self._at = ("before its first forward", -1)
         self.idle = False  # it waits for the caller
+        self.update_seconds = 0.0  # of the processor, in all updates
         self.failure: tuple[float, BaseException] | None = None  # and when it came
 
     def place(self) -> str:
@@ -192,7 +193,7 @@ class FlowDevice:
         return True
 
     def _update(self, minibatch: int) -> None:
-        versions, rule = self.versions, self.rule
+        versions, rule, began = self.versions, self.rule, time.thread_time()
         self._at = ("in the update", minibatch)
         assert versions.newest == minibatch
         grads = versions.grads(rule.version(minibatch))
@@ -202,10 +203,10 @@ class FlowDevice:
                     "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
                     "a stage use its weights while a stream runs"
                 )
-        used = {rule.version(each) for each in range(minibatch + 1, -(-self._begun // rule.microbatches))}
-        next_one = rule.version(self._begun // rule.microbatches)  # and no later one will ask for less
-        keep = versions.newest in used or versions.newest >= next_one
+        oldest = rule.version(minibatch + 1)  # from it on each one has its users, under way or to come
         self.updater.now(minibatch)
+        keep = versions.newest >= oldest
         versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)
-        versions.forget(min(used | {next_one}))
+        versions.forget(oldest)
         self.stage.finish()
+        self.update_seconds += time.thread_time() - began

@@ -10,6 +10,7 @@ A stream that starts anew at minibatch n, without the versions from before, has 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 
@@ -28,7 +29,7 @@ class Rule:
         """How many forwards come before the first backward, in microbatches."""
         return self.stages - 1 - self.stage
 
-    @property
+    @cached_property
     def delay(self) -> int:
         """How many updates come between the version that a minibatch uses and the one that it updates."""
         return {"stashing": self.ahead, "vertical": self.stages - 1, "2bw": 1}[self.kind]

@@ -248,6 +248,11 @@ class Stream:
         return [device.versions.num_bytes for device in self._devices]
 
     @property
+    def update_seconds(self) -> list[float]:
+        """Of each stage, what its updates have taken of a processor."""
+        return [device.update_seconds for device in self._devices]
+
+    @property
     def is_broken(self) -> bool:
         """The model is as a failure has left it: its stages have made different updates."""
         return self._is_uneven and all(device.versions.untouched for device in self._devices)

@@ -1,11 +1,11 @@
 """What one stage does at an update: its gradients are checked and clipped, and its own optimizer is stepped."""
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -40,12 +40,13 @@ class Updater:
         if self.optimizer is None:
             return
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        if any(each.grad.is_sparse for each in parameters if each.grad is not None):
+        grads = [each.grad for each in parameters if each.grad is not None]
+        if any(grad.is_sparse for grad in grads):
             raise GaplessError(
                 f"a gradient at stage {self.stage} is sparse, which a stream can't take: use sparse=False"
             )
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        if not torch.isfinite(norm):
+        norm = nn.utils.get_total_norm(grads)
+        if not math.isfinite(norm.item()):
             raise GaplessError(
                 f"a gradient of minibatch {self.minibatch} at stage {self.stage} is not finite, and its update was not "
                 "made: lower the learning rate, or clip with clip="
