@@ -136,6 +136,27 @@ def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]
     assert "faster by" in report
 
 
+def test_staleness_trains_in_every_way_on_equal_samples(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, sizes = tmp_path / "curves.html", ["-K", "2", "--steps", "5", "--batch", "2", "--width", "4"]
+    found, report = bench(capsys, "staleness", *sizes, "--seeds", "2", "--html", str(page))
+    rows = {row["way"]: row for row in found["rows"]}
+    corrected = ["spectrain", "lr by delay", "asp", "nesterov", "sync, nesterov's optimizer"]
+    assert list(rows) == ["sync", "pipedream", "pipedream, vertical", "2bw", *corrected]
+    assert found["minibatches"] == [0, 1, 2, 3, 4]
+    assert len({tuple(row["runs"][1][:1]) for row in rows.values()} - {rows["2bw"]["runs"][1][0]}) <= 2  # one start
+    assert all(len(row["runs"]) == len(row["held_out"]) == 2 for row in rows.values())
+    assert rows["pipedream"]["held_out"] != rows["sync"]["held_out"]
+    assert "0 to 1" in report
+    assert page.read_text("utf-8").count("<figure>") == len(rows)
+
+
+def test_staleness_says_which_ways_diverge(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["-K", "2", "--steps", "12", "--batch", "2", "--width", "4", "--seeds", "1"]
+    found, report = bench(capsys, "staleness", *sizes, "--optimizer", "sgd", "--lr", "10")
+    assert {row["way"] for row in found["rows"] if row["held_out"] == [None]} >= {"pipedream"}
+    assert "diverged" in report
+
+
 def test_the_help_lists_every_benchmark_and_loads_no_torch() -> None:
     program = (
         "import sys; from gapless.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
@@ -166,6 +187,8 @@ def test_the_options_of_a_benchmark_are_the_parameters_of_its_run(
         ("emulated --milliseconds nan", "'nan' is not a number from 0.001 to 60,000"),
         ("emulated --schedules 2bw --no-peer -K 4 -M 2", "2bw needs at least as many microbatches as devices"),
         ("scale --largest 2", "--smallest 16 is above --largest 2"),
+        ("staleness --optimizer lion", "optimizer is 'lion', but it must be one of adam, sgd"),
+        ("staleness --batch 7", "2bw cuts it into a microbatch for each of 8 devices"),
         ("nothing", "invalid choice: 'nothing'"),
         ("tiny --step 3", "'--step' is not understood; did you mean --steps?"),
     ],

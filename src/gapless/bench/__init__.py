@@ -15,6 +15,7 @@ timeline     what recording costs, and whether a simulation agrees with the reco
 gpu          ranks on a GPU, against its limit and against torch
 compile      compiled layers against eager ones
 scale        generate, verify and simulate ever larger schedules
+staleness    what delayed gradients cost, on real text
 planner/     what `plan` measures
 plan         is the planner right?
 
@@ -35,5 +36,6 @@ BENCHMARKS = {
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "plan": "a plan's step, memory, cuts and choice against what is measured",
     "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",
+    "staleness": "what delayed gradients cost: asynchronous ways to train against plain training, on real text",
     "compile": "a GPT with compiled layers against the eager one",
 }

@@ -97,7 +97,7 @@ def _shown(value: Any) -> str:
 
 def python_source(minibatch: int, seed: int, context: int = 64) -> Iterator[Batch]:
     """Random windows of the source of Python's standard library, as bytes, and the same windows one byte later."""
-    text = _standard_library()
+    text = standard_library()
     if not isinstance(context, int) or not 0 < context < len(text):
         raise ConfigError(
             f"data.arguments: context is {context!r}, but it must be a whole number from 1 to {len(text) - 1:,}, the "
@@ -115,8 +115,8 @@ def _windows(text: Tensor, minibatch: int, seed: int, context: int) -> Iterator[
         yield windows[:, :-1], windows[:, 1:]
 
 
-def _standard_library() -> Tensor:
-    """File after file."""
+def standard_library() -> Tensor:
+    """The source of Python's standard library, as bytes, file after file."""
     text = bytearray()
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += file.read_bytes()

@@ -7,7 +7,10 @@ columns   a timeline packed for the page
 summary   the page's table
 page      one interactive HTML file, put together from the files below
 svg       a picture that stands still
+curves    curves side by side, on a page without scripts
 perfetto  a trace for ui.perfetto.dev
+
+curves.css           the style sheet of `curves`
 
 What the page is made of:
 

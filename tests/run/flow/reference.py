@@ -6,6 +6,7 @@ Minibatch m at stage r of K uses version v of that stage's weights; its gradient
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,7 @@ def trained(
     ahead: bool = False,
     annealed_over: int | None = None,
     anew: int = 0,
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
     """The loss of each minibatch, and all versions of the weights of each stage: [stage][version][parameter]. The
     partition has the number of layers, or the names of the parameters, of each stage.
@@ -98,7 +100,8 @@ def trained(
             zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
         ):
             share = len(hidden) / len(x)
-            value = loss(_outputs(model, hidden, partial(gapless.seed_of, seed, minibatch, number)), target)
+            with around(minibatch):
+                value = loss(_outputs(model, hidden, partial(gapless.seed_of, seed, minibatch, number)), target)
             (value * share).backward()
             parts.append(value.detach() * share)
         losses.append(total if not parts else torch.stack(parts).sum())

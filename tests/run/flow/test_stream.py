@@ -363,6 +363,26 @@ def test_autocast_may_keep_no_casts_of_weights_that_are_updated(kind: str) -> No
         assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[8]]))
 
 
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
+def test_minibatches_run_under_the_settings_of_their_own_run(kind: str) -> None:
+    """What is under way is finished under those that it was begun with."""
+    data, model, microbatches = batches(9), make("blocks"), 4 if kind == "2bw" else 1
+    low = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
+    with asked(model, RULES[kind][0], microbatches=microbatches) as pipe:
+        losses, history = reference.trained(
+            model, pipe.partition, kind, data, loss=F.mse_loss, optimizer=momentum, microbatches=microbatches,
+            around=lambda minibatch: low(enabled=3 <= minibatch < 6),
+        )  # fmt: skip
+        with pipe.stream(optimizer=momentum) as stream:
+            found = [result.loss for result in stream.run(data[:3])]
+            assert stream.is_running
+            with low():
+                found += [result.loss for result in stream.run(data[3:6])]
+            found += [result.loss for result in stream.run(data[6:])]
+        assert all(map(torch.equal, found, losses))
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[9]]))
+
+
 @pytest.mark.parametrize("taken", [1, 6])
 def test_closing_a_pipeline_ends_a_stream_that_was_not_drained(taken: int) -> None:
     """It waited for ever."""
