@@ -90,6 +90,15 @@ def test_layers_that_need_no_watching(schedule: str, remat: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error:stage")
+def test_gradients_and_inputs_that_are_one_number_spread() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+    batches = [(torch.randn(8, 1, device="cuda").expand(8, 16), torch.zeros(8, device="cuda")) for _ in range(STEPS)]
+    model = nn.Sequential(*layers).cuda()
+    assert_trains_the_same(model, lambda y, _: y.sum(), batches, devices=["cuda:0"] * 2, microbatches=4)
+
+
+@pytest.mark.filterwarnings("error:stage")
 def test_one_device_and_a_loss_in_bfloat16() -> None:
     model = small_gpt(dropout=0.2).to(torch.bfloat16)
     batches = [ids(7, seed=step) for step in range(STEPS)]

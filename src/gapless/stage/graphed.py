@@ -165,10 +165,10 @@ class GraphedStage(Stage):
             slot.forward.run(seed)
 
     def _capture_forward(self, microbatch: int, asked: ForwardCall, number: int) -> GraphedMicrobatch | None:
-        slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
-        fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
         draws = self._calls.draws
         try:
+            slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
+            fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
             slot.forward, handed = captured(
                 lambda: self._eagerly(microbatch, fixed), self._pool(number), draws, draws.on_gpu
             )
@@ -236,10 +236,11 @@ class GraphedStage(Stage):
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
-        fixed, draws = fixed_grads(grads), self._calls.draws
+        draws = self._calls.draws
         number = self._flights[microbatch].number if name == "I" else _SHARED
         drawing = draws.on_gpu if self.remat == "layer" and name != "W" else ()
         try:
+            fixed = fixed_grads(grads)
             with grads_aside(self.parameters()) as added:
                 replay, found = captured(
                     lambda: self._backward(name, microbatch, fixed), self._pool(number), draws, drawing

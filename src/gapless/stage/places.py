@@ -156,13 +156,25 @@ def _made_alike(tensor: Tensor | None) -> Any:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    """Laid out in the same way, since kernels are chosen by that: one number that was spread is one here too."""
+    once = _once(tensor)
+    made = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made if once is tensor else made.expand(tensor.shape)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Without the dimensions along which it repeats itself."""
+    if 0 in tensor.stride():
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 @torch.no_grad()
 def _copy(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     if places:
-        torch._foreach_copy_(list(places), list(tensors))
+        torch._foreach_copy_([_once(each) for each in places], [_once(each) for each in tensors])
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
