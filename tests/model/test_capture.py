@@ -161,6 +161,7 @@ def test_dropout_draws_the_numbers_of_the_uncut_graph(
             assert_same_state(ours, plain, f"step {step}")
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_plain_step_of_a_module_without_randomness_is_its_own_loop() -> None:
     model = made(Gpt)
     other = copy.deepcopy(model)
@@ -172,6 +173,7 @@ def test_plain_step_of_a_module_without_randomness_is_its_own_loop() -> None:
     assert len(result.losses) == 2
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_parameters_keep_their_names_and_are_there_before_the_first_batch() -> None:
     model = made(Gpt)
     names = [name for name, _ in model.named_parameters()]
@@ -266,10 +268,12 @@ class WithLoss(nn.Module):
         return {"logits": out} if labels is None else {"loss": token_loss(out, labels), "logits": out}
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_without_a_loss_the_models_own_is_used() -> None:
     assert_exact(made(WithLoss), [({"ids": ids(), "labels": ids()}, None) for _ in range(2)])
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_evaluate_gives_the_models_own_loss_where_there_is_one() -> None:
     model = made(WithLoss)
     batch = {"ids": ids(4), "labels": ids(4)}

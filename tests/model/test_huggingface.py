@@ -170,9 +170,11 @@ def test_a_cache_is_not_returned(more: dict[str, Any]) -> None:
     model = gpt2()
     model.config.use_cache = True  # type: ignore[union-attr]
     with gapless.Pipeline(model, devices=2, microbatches=2, loss=lambda outputs, _: outputs[0]) as pipe:
-        assert pipe.step({**batch(4), **more}, torch.zeros(4)).loss is not None
-        outputs = pipe.evaluate({**batch(4), **more}).outputs
-    assert outputs[2] is None if type(outputs) is tuple else outputs.past_key_values is None
+        result = pipe.step({**batch(4), **more}, torch.zeros(4), outputs=True)
+        assert result.loss is not None
+        made = [result.outputs] if more else [result.outputs, pipe.evaluate(batch(4)).outputs]
+    for outputs in made:
+        assert outputs[2] is None if type(outputs) is tuple else outputs.past_key_values is None
     assert model.config.use_cache is True  # type: ignore[union-attr]
     assert not model._forward_hooks
 
