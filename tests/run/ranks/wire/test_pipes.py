@@ -84,6 +84,18 @@ def test_a_device_goes_on_while_nobody_reads(links: list[Connections], size: int
         assert (came == number).all()
 
 
+def test_what_the_device_copies_does_not_overtake_what_the_courier_copies(links: list[Connections]) -> None:
+    """A device leaves large tensors to the courier, and sends small ones itself."""
+    sizes = [200_000, 10, 200_000, 200_000, 10, 1_000, 200_000, 10] * 5
+    outgoing = links[0].outgoing(1, "activation")
+    for number, size in enumerate(sizes):
+        (outgoing.put_now if number % 3 else outgoing.put)(torch.full((size,), float(number)))
+    for number, size in enumerate(sizes):
+        came = links[1].incoming(0, "activation").get()
+        assert came.shape == (size,)
+        assert (came == number).all()
+
+
 def test_whoever_waits_raises_when_the_other_end_breaks_off(links: list[Connections]) -> None:
     raised: list[BaseException] = []
 

@@ -6,7 +6,8 @@
 
 A rank has one inbox, into which all others of its host write. What a pipe takes in one piece arrives in one piece, so a
 message is cut into frames of that size, most often one. A device writes itself, and the kernel wakes the device that
-waits: nobody else wakes up for a message. If the pipe is full the courier goes on, and the device goes its way.
+waits: nobody else wakes up for a message. If the pipe is full, or a tensor takes long to copy, the courier goes on, and
+the device goes its way.
 
 Pipes and memory have no name in any file system: other processes open them through the process that made them, and
 whether they can is tried at the start.
@@ -21,7 +22,7 @@ from gapless.run.ranks.wire.inbox import FRAME, Inbox, Outbox, Piece, find_near
 from gapless.run.ranks.wire.shared_memory import Attached, Segments, SharingReader, SharingWriter
 
 _ROOM = select.PIPE_BUF - FRAME.size
-_LARGE = 4 << 20  # bytes that a device does not copy itself if it has something else to do
+_LARGE = 512 << 10  # bytes that take longer to copy than it takes to wake the courier, who does it then
 
 
 class PipeOutgoing(Outgoing):
@@ -41,11 +42,7 @@ class PipeOutgoing(Outgoing):
         else:
             super().put(item)
 
-    def put_now(self, item: Any) -> None:
-        if self._handed == self._done:
-            self._send(item)
-        else:
-            super().put(item)
+    put_now = put  # what a device that has nothing to do waits for may come while it copies
 
     def _send(self, item: Any) -> None:
         """In the thread of the device, which does not wait."""

@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Attached:
     def __init__(self, process: int) -> None:
         self._process = process
         self._spare = _Spare()
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, tuple[mmap.mmap, Callable[[object], None]]] = {}  # and what gives one back
         self._leases: dict[int, weakref.ref[memoryview]] = {}
 
     def memory(self, name: int, size: int) -> memoryview:
@@ -125,15 +125,16 @@ class Attached:
         found = self._maps.get(name)
         if found is None:
             try:
-                found = opened(self._process, name & _DESCRIPTOR)
+                memory = opened(self._process, name & _DESCRIPTOR)
+                found = memory, functools.partial(_take_down, memory, os.getpid())
             except (OSError, ValueError) as error:
                 if getattr(error, "errno", None) not in _NONE_LEFT:
                     raise _gone(self._process, error) from None
                 return self._copied(name & _DESCRIPTOR, ALIGNMENT + size)
             self._maps[name] = found
-            found[_OPENED] = 1
-        view = memoryview(found)
-        self._leases[name] = weakref.ref(view, functools.partial(_take_down, found, os.getpid()))
+            found[0][_OPENED] = 1
+        view = memoryview(found[0])
+        self._leases[name] = weakref.ref(view, found[1])
         return view
 
     def _copied(self, descriptor: int, size: int) -> memoryview:
@@ -301,10 +302,9 @@ def _made(data: bytes, layout: TreeLayout, spans: Sequence[tuple[TensorPlace, in
 
 def _shared(place: TensorPlace, memory: memoryview) -> Tensor:
     """A dense tensor as it is in a segment."""
-    made, count = torch.empty(0, dtype=place.dtype), math.prod(place.shape)
-    if count:
-        at = ALIGNMENT + place.offset * place.dtype.itemsize
-        made = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=at)
+    dtype, count = place.dtype, math.prod(place.shape)
+    at = ALIGNMENT + place.offset * dtype.itemsize
+    made = torch.frombuffer(memory, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
     return place.finished(made.as_strided(place.shape, place.stride))
 
 
