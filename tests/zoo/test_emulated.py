@@ -33,6 +33,20 @@ def test_gradients_are_those_of_the_plain_loop() -> None:
     assert_same_as_plain(layers, layers[0].samples(7), cuts=(1, 2))
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_large_sample_is_handed_on_where_it_is(separate: bool) -> None:
+    """Something added to all of its numbers took as much of a processor as to send them to another process."""
+    layer = Emulated(forward=0.0, input_grad=0.0, weight_grad=0.0, size=1000, separate=separate)
+    x = layer.samples(2).requires_grad_()
+    y = layer(x)
+    assert y.data_ptr() == x.data_ptr()
+    y.backward(torch.full_like(y, 3.0))
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.item() == 6.0
+    assert x.grad is not None
+    assert x.grad.eq(3.0).all()
+
+
 def test_each_part_takes_its_own_time() -> None:
     stage = Stage(
         [Emulated(forward=0.004, input_grad=0.008, weight_grad=0.012)], first_layer=0, split=True, loss=mean_square

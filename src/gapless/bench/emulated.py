@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gapless.bench.one_core import on_one_core
 from gapless.bench.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
-from gapless.bench.peer.contest import Contest, loss
+from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
 from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
@@ -106,7 +106,7 @@ def pipeline(
         devices=["cpu"] * contest.devices if mesh is None else None,
         mesh=mesh,
         microbatches=microbatches,
-        loss=loss,
+        loss=contest.loss,
         schedule=schedule,
         stages_per_device=made.num_stages // contest.devices,
         partition=[1] * made.num_stages,

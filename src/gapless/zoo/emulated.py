@@ -1,11 +1,15 @@
 """A layer that only takes time: it stands for a device that this machine does not have.
 
 Its forward and both halves of its backward last as long as they are told to, with the interpreter's lock released, so
-that many such devices fit on a few cores. It is a real layer all the same: `y = x + w`, with a gradient for both. A
-sleep lasts longer than it was asked to, by a span that depends on the machine; that span is measured once and taken
-off. What the layer itself costs the host is kept small, since it is not what is to be measured: the backward is one
-hook. torch.distributed.pipelining splits a backward by walking its graph, which takes a node for each half
-(`separate`):
+that many such devices fit on a few cores. It is a real layer all the same, with a gradient for both x and w:
+
+    y = x, and w - w.detach() is added to the first number of each sample
+
+The numbers of x stay where they are: to add something to all of them would take a processor, with large samples as much
+as to send them to another process. A sleep lasts longer than it was asked to, by a span that depends on the machine;
+that span is measured once and taken off. What the layer itself costs the host is kept small, since it is not what is to
+be measured: the backward is one hook. torch.distributed.pipelining splits a backward by walking its graph, which takes
+a node for each half (`separate`):
 
     x --- waiting -----+--- y        its backward sleeps `input_grad`
     w --- waiting ----/              its backward sleeps `weight_grad`
@@ -56,18 +60,35 @@ class _Waiting(torch.autograd.Function):
         return grads[0], None
 
 
+class _Joined(torch.autograd.Function):
+    """x, with w as a part of its first numbers; no view, since torch.distributed.pipelining detaches it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], _of_weight(grads[0])
+
+
 _waiting: Any = _Waiting.apply
+_joined: Any = _Joined.apply
 
 
-def _summed_after(seconds: float, grad: Tensor) -> Tensor:
+def _of_weight(grad: Tensor) -> Tensor:
+    return grad[:, 0].sum()
+
+
+def _of_weight_after(seconds: float, grad: Tensor) -> Tensor:
     end = _now() + seconds
-    grad = grad.sum()
+    grad = _of_weight(grad)
     wait_until(end)
     return grad
 
 
 class Emulated(nn.Module):
-    """`y = x + w` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`.
+    """`y = x` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`.
 
     A sample is `size` floats. `separate` makes the two halves of the backward nodes of their own.
     """
@@ -93,9 +114,9 @@ class Emulated(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         if self.separate or not x.requires_grad or not torch.is_grad_enabled():
-            y: Tensor = _waiting(x, self.seconds[1]) + _waiting(weight, self.seconds[2])
+            y: Tensor = _joined(_waiting(x, self.seconds[1]), _waiting(weight, self.seconds[2]))
         else:
-            y = x + weight.detach()
+            y = x.view_as(x)
             y.grad_fn.register_prehook(functools.partial(self._backward, weight))  # type: ignore[union-attr]
         wait_until(end)
         return y
@@ -107,7 +128,7 @@ class Emulated(nn.Module):
         """
         _, input_grad, weight_grad = self.seconds
         end = _now() + input_grad
-        now = defer(weight, functools.partial(_summed_after, weight_grad, grads[0]))
+        now = defer(weight, functools.partial(_of_weight_after, weight_grad, grads[0]))
         if now is not None:
             end += weight_grad
             add_grad(weight, now)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from gapless.bench.peer.contest import Contest, loss
+from gapless.bench.peer.contest import Contest
 
 _CLASSES = {
     "gpipe": (pipelining.ScheduleGPipe, 1),
@@ -49,7 +49,7 @@ def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callabl
             layers = _NeedsGrad(layers)
         stages.append(PipelineStage(layers, number, num_stages, contest.device))
     stage = stages if stages_per_device > 1 else stages[0]
-    schedule: Any = made(stage, contest.microbatches, loss_fn=loss)
+    schedule: Any = made(stage, contest.microbatches, loss_fn=contest.loss)
     inputs = (contest.inputs(),) if 0 in numbers else ()
     target = contest.target() if num_stages - 1 in numbers else None
     return _order(schedule), lambda: schedule.step(*inputs, target=target, return_outputs=False)
