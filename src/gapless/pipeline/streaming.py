@@ -78,6 +78,7 @@ def make_stream(
 
     def make(number: int, stage: Stage) -> None:
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
+        _refuse_loose(parts, number)
         versions = Versions(parts, partial(_own, stage), names)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
@@ -228,6 +229,22 @@ def _refuse_stray(place: Place, _: Tensor) -> None:
         f"a layer or the loss of stage {place[0]} uses weights of another stage, which are at another minibatch: use "
         "them in a layer of that stage, or, for a penalty on weights, give the optimizer weight_decay"
     )
+
+
+def _refuse_loose(parts: Iterable[Any], stage: int) -> None:
+    """Tensors that learn but are nobody's parameters have no versions, and no optimizer of a stage gets them."""
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    known = {parameter for module in modules for parameter in module._parameters.values()}
+    for module in modules:
+        for name, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            if name not in ("_parameters", "_buffers", "_modules") and any(
+                isinstance(each, Tensor) and each.is_leaf and each.requires_grad and each not in known for each in held
+            ):
+                raise ConfigError(
+                    f"{type(module).__name__}.{name} at stage {stage} has tensors that learn but are no parameters of "
+                    "the model, so a stream has no versions of them: use nn.Parameter, or nn.ParameterList"
+                )
 
 
 def _optimizer(make: MakeOptimizer, parameters: list[nn.Parameter], stage: int) -> Optimizer:

@@ -480,6 +480,26 @@ def test_what_versions_would_not_have_is_refused() -> None:
         pipe.stream(optimizer=torch.optim.LBFGS)
 
 
+class Loose(nn.Linear):
+    def __init__(self, kept: Any) -> None:
+        super().__init__(6, 6)
+        self.kept = kept
+
+
+@pytest.mark.parametrize("learns", [torch.ones(6, requires_grad=True), nn.Parameter(torch.ones(6))])
+def test_tensors_that_learn_but_are_no_parameters_are_refused(learns: Tensor) -> None:
+    for kept in ([learns], {"a": learns}) if isinstance(learns, nn.Parameter) else ([learns], (learns,), learns):
+        model = make("linear")
+        model[5] = Loose(kept)
+        with asked(model) as pipe, pytest.raises(ConfigError, match=r"Loose\.kept at stage 1 has tensors that learn"):
+            pipe.stream(optimizer=momentum)
+    model, layer = make("linear"), Loose([torch.ones(6)])
+    layer.kept.append(layer.weight)
+    model[5] = layer
+    with asked(model) as pipe, pipe.stream(optimizer=momentum) as stream:
+        assert len(list(stream.run(batches(2)))) == 2
+
+
 class Marked(nn.Parameter):
     pass
 
