@@ -126,7 +126,7 @@ class _Area:
             yield f'<text class="x" x="{self._x(value):.1f}" y="{_HEIGHT - _BOTTOM + 15}">{figure(value)}</text>'
         along, up = map(text, self._axes)
         yield f'<text class="x" x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}">{along}</text>'
-        yield f'<text x="{_LEFT + 4}" y="{_TOP + 10}">{up}</text>'
+        yield f'<text class="y" x="{_WIDTH - _RIGHT}" y="{_TOP + 10}">{up}</text>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
