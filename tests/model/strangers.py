@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.model.hub import hub
+
 VOCAB = 32
 LENGTH = 7
 Batch = dict[str, Tensor]
@@ -48,9 +50,7 @@ def spoken(samples: int) -> Batch:
 
 
 def _made(name: str, config: str, **options: Any) -> nn.Module:
-    import transformers
-
-    model = getattr(transformers, name)(getattr(transformers, config)(**options))
+    model = getattr(hub(), name)(getattr(hub(), config)(**options))
     assert isinstance(model, nn.Module)
     return model.train()
 

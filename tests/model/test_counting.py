@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
+from tests.model.hub import hub
 from tests.run.forked import Launch
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("transformers.models.llama.modeling_llama")  # once for all ranks
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 SIZES = {
@@ -35,21 +32,21 @@ Count = Callable[[dict[str, Tensor]], int]
 def gpt2() -> nn.Module:
     sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes, **rates))  # type: ignore[no-any-return]
+    return hub().GPT2LMHeadModel(hub().GPT2Config(**SMALL, **sizes, **rates))  # type: ignore[no-any-return]
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **SIZES))  # type: ignore[no-any-return]
+    return hub().LlamaForCausalLM(hub().LlamaConfig(**SMALL, **SIZES))  # type: ignore[no-any-return]
 
 
 def t5() -> nn.Module:
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    config = transformers.T5Config(**SMALL, **sizes, decoder_start_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+    config = hub().T5Config(**SMALL, **sizes, decoder_start_token_id=0)
+    return hub().T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def bert(head: str) -> Callable[[], nn.Module]:
-    return lambda: getattr(transformers, f"BertFor{head}")(transformers.BertConfig(**BERT))
+    return lambda: getattr(hub(), f"BertFor{head}")(hub().BertConfig(**BERT))
 
 
 def batch(classes: int = 24) -> dict[str, Tensor]:
@@ -206,31 +203,7 @@ def test_a_loss_that_can_not_be_read_is_asked_for_where_it_matters() -> None:
 # -- under ranks -------------------------------------------------------------------------------------------------------
 
 
-def replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    replica = mesh.get_local_rank("dp")
-    torch.manual_seed(4)
-    model = llama()
-    local = [copy.deepcopy(model) for _ in range(2)]
-    data = [batch(), batch()]
-    data[1]["labels"][:, 3:] = -100
-    total = sum(map(shifted, data))
-    with gapless.Pipeline(model, mesh=mesh, microbatches=4) as pipe:
-        pipe.step(data[replica])
-        for number, each in enumerate(local):
-            own_loop(each, data[number], shifted, total=total)
-        first, second = (dict(each.named_parameters()) for each in local)
-        for name, parameter in pipe.named_parameters():
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad, first[name].grad + second[name].grad), name  # type: ignore[operator]
-    # what is not known must be even over the replicas, too
-    with (
-        gapless.Pipeline(Own(), mesh=mesh, microbatches=1, timeout=40) as pipe,
-        pytest.raises(gapless.GaplessError, match="spread unevenly"),
-    ):
-        pipe.step((data[replica]["input_ids"], data[replica]["labels"]))
-    dist.barrier()
-
-
 def test_replicas_weigh_by_the_labels_of_all(launch: Launch) -> None:
+    from tests.model.on_ranks import replicas
+
     launch(replicas, 4)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.model.reference import Reference
+from tests.model.hub import hub
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 VOCAB = 24
@@ -24,7 +24,7 @@ SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache":
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    config = transformers.GPT2Config(
+    config = hub().GPT2Config(
         **SMALL,
         n_positions=16,
         n_embd=8,
@@ -35,11 +35,11 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
         attn_pdrop=dropout,
         loss_type="ForCausalLM",
     )
-    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    return hub().GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
+    config = hub().LlamaConfig(
         **SMALL,
         hidden_size=8,
         intermediate_size=12,
@@ -48,11 +48,11 @@ def llama() -> nn.Module:
         num_key_value_heads=1,
         max_position_embeddings=16,
     )
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    return hub().LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
+    config = hub().BertConfig(
         **{**SMALL, "use_cache": True},
         hidden_size=8,
         intermediate_size=12,
@@ -62,11 +62,11 @@ def bert() -> nn.Module:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return transformers.BertForMaskedLM(config)  # type: ignore[no-any-return]
+    return hub().BertForMaskedLM(config)  # type: ignore[no-any-return]
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
+    config = hub().T5Config(
         **SMALL,
         d_model=8,
         d_kv=4,
@@ -76,7 +76,7 @@ def t5() -> nn.Module:
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
-    return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+    return hub().T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:
@@ -159,8 +159,8 @@ def test_a_tokenizers_batch_is_the_dict_it_holds() -> None:
     plain = copy.deepcopy(model)
     inputs = batch()
     with gapless.Pipeline(model, devices=2, microbatches=3) as pipe:
-        ours = pipe.step(transformers.BatchEncoding(inputs)).losses
-    assert_same(ours, Reference(plain).step(transformers.BatchEncoding(inputs), microbatches=3).losses, "losses")
+        ours = pipe.step(hub().BatchEncoding(inputs)).losses
+    assert_same(ours, Reference(plain).step(hub().BatchEncoding(inputs), microbatches=3).losses, "losses")
     assert_same_state(model, plain, "a BatchEncoding")
 
 

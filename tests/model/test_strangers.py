@@ -12,20 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what tracing needs, once for all ranks
-import torch.distributed as dist
-import torch.export
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import gapless
 from gapless.errors import PartitionError
 from tests.model.strangers import STRANGERS, Batch, gpt2, mixtral, opt, text
 from tests.run.forked import Launch
-
-pytest.importorskip("transformers")
 
 MICROBATCHES = 3
 PATIENT = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -117,28 +111,14 @@ def assert_same_evaluation(name: str, pipe: gapless.Pipeline, reference: nn.Modu
     assert_same(outputs[key], wanted, f"{name}, {key} of evaluate")
 
 
-def strangers_between_ranks(*names: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    for name in names:
-        torch.manual_seed(5)
-        model = STRANGERS[name][0]()
-        reference = copy.deepcopy(model)
-        with gapless.Pipeline(
-            model,
-            mesh=mesh,
-            microbatches=MICROBATCHES,
-            tied="exact",
-            intra_op_threads=torch.get_num_threads(),
-        ) as pipe:
-            trained(name, pipe, reference, steps=1)
-
-
 @pytest.mark.parametrize(
     "names",
     [QUICK[:1], *(pytest.param(REST[start::8], marks=PATIENT) for start in range(8))],
     ids=lambda names: "-".join(names),
 )
 def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...], launch: Launch) -> None:
+    from tests.model.on_ranks import strangers_between_ranks
+
     launch(strangers_between_ranks, 2, *names, timeout=110 if names == QUICK[:1] else 380)
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what tracing needs, once for all ranks
 import torch.distributed as dist
-import torch.export
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what tracing needs, once for all ranks
 import torch.distributed as dist
-import torch.export
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
