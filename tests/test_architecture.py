@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,14 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path, at_load_time: bool = False) -> Iterator[str]:
+@cache
+def imported(path: Path, at_load_time: bool = False) -> tuple[str, ...]:
     """The dotted names a file imports: anywhere in it, or only what runs when it is loaded."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text("utf-8"), str(path))]
+    return tuple(_imported(path, at_load_time))
+
+
+def _imported(path: Path, at_load_time: bool) -> Iterator[str]:
+    waiting: list[ast.AST] = [_tree(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
@@ -96,7 +102,7 @@ def _is_for_types_only(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def own(names: Iterator[str]) -> set[str]:
+def own(names: Iterable[str]) -> set[str]:
     """Of the imported names those of this package, by the part they belong to."""
     return {name.split(".")[1] for name in names if name.startswith("gapless.")}
 
@@ -122,6 +128,7 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """What every module imports of this package, for types alone or not."""
     names = {dotted(path) for path in modules()}

@@ -14,6 +14,7 @@ import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.planning import levels
 from gapless.plan.profile.profile import Link
+from gapless.run.ranks import link_speed
 from gapless.run.ranks.link_speed import Hop
 from tests.run.forked import Launch
 
@@ -55,6 +56,7 @@ def links_and_plans() -> None:
     assert 1e-6 < link.latency < 0.1
     assert link.bandwidth is not None
     assert 1e7 < link.bandwidth < 1e12
+    link_speed._MOST = 1 << 20  # from here on it is not about the speed
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     assert len(gapless.measure_links(square)) == 1
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))

@@ -76,7 +76,20 @@ def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
 
 
 def test_ctrl_c_stops_a_benchmark_with_all_its_processes() -> None:
-    words = ["bench", "emulated", "-K", "2", "-M", "2", "--milliseconds", "1", "--rounds", "100000"]
+    words = [
+        "bench",
+        "emulated",
+        "-K",
+        "2",
+        "-M",
+        "2",
+        "--milliseconds",
+        "1",
+        "--rounds",
+        "100000",
+        "--schedules",
+        "1f1b",
+    ]
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from gapless.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -18,7 +18,8 @@ from gapless.run.ranks import many_processes as ranks_module
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.ring import encoded
 from tests.pipelines import Do
-from tests.run.crew import Server
+from tests.run.crew import Server, leave
+from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import X, Y, all_threads, pipeline, say
 
 
@@ -88,6 +89,7 @@ def raises_all() -> None:
     for number in range(len(ERRORS)):
         raises(number)
         dist.barrier()
+    leave()
 
 
 def test_an_error_of_any_text_is_shown_where_it_was_raised_and_told_to_all(server: Server, tmp_path: Path) -> None:
@@ -165,12 +167,10 @@ def evaluates_first() -> None:
     with pipeline() as pipe:
         pipe.step(X, Y)
         assert planned[4, False] == pipe._world._planned[4, False] > planned[4, True]  # type: ignore[attr-defined]
-    say("fine")
 
 
-def test_an_evaluation_before_the_first_step_does_not_stand_for_its_work(server: Server, tmp_path: Path) -> None:
-    with server.crew(evaluates_first, 2, folder=tmp_path) as crew:
-        assert crew.ended() == {0: 0, 1: 0}, crew.everything()
+def test_an_evaluation_before_the_first_step_does_not_stand_for_its_work(launch: Launch) -> None:
+    launch(evaluates_first, 2)
 
 
 class Counting(nn.Module):
@@ -197,13 +197,11 @@ def makes_buffers() -> None:
                 assert torch.equal(state[f"{number}.seen"], torch.full((6,), 4.0 * step)), (step, state)
             homes = pipe._world._homes  # type: ignore[attr-defined]
             assert len(homes._buffers) == 2
-    say("fine")
 
 
-def test_new_buffers_are_found_and_old_ones_let_go(server: Server, tmp_path: Path) -> None:
+def test_new_buffers_are_found_and_old_ones_let_go(launch: Launch) -> None:
     """Their places were kept by numbers of tensors that nobody held."""
-    with server.crew(makes_buffers, 2, folder=tmp_path) as crew:
-        assert crew.ended() == {0: 0, 1: 0}, crew.everything()
+    launch(makes_buffers, 2)
 
 
 def test_a_lost_connection_is_one_of_gapless_own() -> None:
