@@ -82,12 +82,20 @@ def make_stream(
         versions = Versions(parts, partial(_own, stage), names)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
-        rule = Rule(kind, number, stages, options.microbatches)  # type: ignore[arg-type]
+        rule = Rule(
+            kind,  # type: ignore[arg-type]
+            number,
+            stages,
+            options.microbatches,
+            replicas=world.num_replicas,
+            replica=world.replica,
+        )
         then = None if scheduler is None or made is None else _scheduler(scheduler, made)
         updater = Updater(number, rule.delay, made, then, clip, correction == "spectrain", annealed_over)
         if updater.ahead and made is not None:
             check_predictable(made)
-        devices.append(FlowDevice(rule, stage, versions, flow.neighbours(number), updater))
+        siblings = flow.siblings(versions.parameters)
+        devices.append(FlowDevice(rule, stage, versions, flow.neighbours(number), updater, siblings))
 
     with world.call("making a stream"):
         fault = None
@@ -116,11 +124,9 @@ def _flow(world: World) -> "ThreadFlow | RankFlow":
 
     if not isinstance(world, ManyProcesses):
         raise ConfigError(f"a stream can't run in a {type(world).__name__}: use devices= or mesh=")
-    if world.num_replicas > 1:
-        raise ConfigError(
-            f"the mesh has {world.num_replicas} replicas (dp), and replicated stages of a stream are not there yet: "
-            "use a mesh with the dimension pp alone"
-        )
+    seat = world.seat
+    if len(seat.ring) != seat.num_devices * seat.num_replicas:
+        raise ConfigError("a device of the mesh has several ranks (tp), which a stream can't use: leave out tp")
     return RankFlow(world.footing)
 
 

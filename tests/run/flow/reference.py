@@ -128,3 +128,56 @@ def trained(
                 [_ahead(each, stepper, behind, factor) if ahead else each.detach().clone() for each in group]
             )
     return losses, history
+
+
+def replicated(
+    model: nn.Sequential,
+    partition: Sequence[int],
+    kind: str,
+    batches: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    microbatches: int = 1,
+    seed: int = 0,
+) -> tuple[list[list[Tensor]], list[list[list[Tensor]]]]:
+    """With as many replicas R of every stage as there are in `batches`: minibatch k of replica d is number k R + d of
+    all, and update k applies the mean of those that came. The losses of each replica, and all versions of the weights.
+    """
+    model, bounds = copy.deepcopy(model), [sum(partition[:stage]) for stage in range(len(partition) + 1)]
+    own = [[p for layer in list(model)[a:b] for p in layer.parameters()] for a, b in itertools.pairwise(bounds)]
+    steppers = [optimizer(group) for group in own]
+    history = [[[each.detach().clone() for each in group]] for group in own]
+    losses: list[list[Tensor]] = [[] for _ in batches]
+    for k in range(max(map(len, batches))):
+        came = []
+        for replica, mine in enumerate(batches):
+            if k >= len(mine):
+                continue
+            for stage, group in enumerate(own):
+                for each, value in zip(group, history[stage][version(kind, k, stage, len(own))], strict=True):
+                    each.data, each.grad = value.clone(), None
+            x, y = mine[k]
+            parts = []
+            for number, (hidden, target) in enumerate(
+                zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+            ):
+                share = len(hidden) / len(x)
+                for index, layer in enumerate(model):
+                    torch.manual_seed(gapless.seed_of(seed, k * len(batches) + replica, number, index))
+                    hidden = layer(hidden)
+                value = loss(hidden, target)
+                (value * share).backward()
+                parts.append(value.detach() * share)
+            losses[replica].append(torch.stack(parts).sum())
+            came.append([[each.grad for each in group if each.grad is not None] for group in own])
+        for stage, group in enumerate(own):
+            for place, each in enumerate(group):
+                total = came[0][stage][place].clone()
+                for other in came[1:]:
+                    total += other[stage][place]
+                total /= len(came)
+                each.data, each.grad = history[stage][k][place].clone(), total
+            steppers[stage].step()
+            history[stage].append([each.detach().clone() for each in group])
+    return losses, history

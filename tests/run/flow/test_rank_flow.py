@@ -264,7 +264,7 @@ def small_and_early() -> None:
 
 
 def refused() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     with pipeline(make("linear")) as pipe:
         with pytest.raises(
             ConfigError, match=r"vertical is false on rank 0 and true on rank 1; all ranks make the same"
@@ -281,13 +281,6 @@ def refused() -> None:
                 next(iter(pipe.parameters())).mul_(2)
         with pytest.raises(ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't go on .*changed"):
             list(stream.run(batches(3)))
-    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("pp", "dp"))
-    pipe = gapless.Pipeline(make("linear"), mesh=mesh, schedule="pipedream", microbatches=1, loss=F.mse_loss)
-    with (
-        pipe,
-        pytest.raises(ConfigError, match=r"3 replicas \(dp\), and replicated stages of a stream are not there yet"),
-    ):
-        pipe.stream(optimizer=momentum)
 
 
 def faults() -> None:
@@ -307,6 +300,81 @@ def faults() -> None:
 
 def test_whatever_happens_on_one_rank_all_of_them_stop_in_order(launch: Launch) -> None:
     launch(faults, 3)
+
+
+def replicas_check(kind: str, name: str, optimizer: Any, counts: tuple[int, int], drains: Sequence[int] = ()) -> None:
+    """A mesh of 2 replicas x 2 stages, each with minibatches of its own."""
+    schedule, vertical = RULES[kind]
+    microbatches = 4 if kind == "2bw" else 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    data = [batches(30)[number::2][:count] for number, count in enumerate(counts)]
+    model = make(name)
+    plain = copy.deepcopy(model)
+    asked: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "loss": F.mse_loss, "seed": SEED}
+    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
+        losses, history = reference.replicated(
+            plain,
+            pipe.partition,
+            kind,
+            data,
+            loss=F.mse_loss,
+            optimizer=optimizer,
+            microbatches=microbatches,
+            seed=SEED,
+        )
+        found: list[Tensor] = []
+        with pipe.stream(optimizer=optimizer, vertical=vertical) as stream:
+            for result in stream.run(data[replica]):
+                assert result.minibatch == 2 * len(found) + replica
+                found.append(result.loss)
+                if len(found) in drains:
+                    stream.drain()
+                    assert all(map(torch.equal, pipe.parameters(), history[stage][stream.minibatches]))
+        assert stream.minibatches == max(counts)
+        assert all(map(torch.equal, found, losses[replica])), (found, losses[replica])
+        assert all(map(torch.equal, pipe.parameters(), history[stage][max(counts)]))
+        assert pipe.evaluate(*data[0][0]).loss is not None
+
+
+def replicated() -> None:
+    replicas_check("stashing", "dropout", momentum, (7, 7), (2, 4))
+    replicas_check("vertical", "blocks", adam, (6, 5))
+    replicas_check("stashing", "linear", adam, (4, 5))
+    replicas_check("2bw", "dropout", momentum, (5, 4), (1, 2))
+    a_replica_fails()
+
+
+def a_replica_fails() -> None:
+    """All replicas stop at the update that the forward would have gone into, made of what came."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    model, plain = failing(4, forward_at=3 if replica == 1 else -1)
+    data = [batches(30)[0::2], batches(30)[1::2]]
+    asked: dict[str, Any] = {"schedule": "pipedream", "microbatches": 1, "loss": F.mse_loss, "seed": SEED}
+    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
+        _, history = reference.replicated(
+            plain,
+            pipe.partition,
+            "stashing",
+            [data[0][:4], data[1][:3]],
+            loss=F.mse_loss,
+            optimizer=momentum,
+            seed=SEED,
+        )
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ValueError if (replica, stage) == (1, 1) else TransportError) as failed:
+            list(stream.run(data[replica]))
+        if (replica, stage) != (1, 1):
+            assert "rank 3 failed at stage 1, in the forward of minibatch 7: ValueError: as told" in str(failed.value)
+        assert stream.minibatches == 4
+        assert all(map(torch.equal, pipe.parameters(), history[stage][4]))
+        with stream:  # and they go on together
+            assert len(list(stream.run(data[replica][4:6]))) == 2
+
+
+def test_replicas_make_the_update_of_their_group_together(launch: Launch) -> None:
+    launch(replicated, 4)
 
 
 def killed(number: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gapless.errors import GaplessError, note_place
 from gapless.run.flow.rule import Rule
+from gapless.run.flow.siblings import Grads, Round, Siblings
 from gapless.run.flow.updater import Updater
 from gapless.stage.stage import Stage
 from gapless.stage.versions import Versions
@@ -64,15 +65,17 @@ class FlowDevice:
         versions: Versions,
         neighbours: Neighbours,
         updater: Updater,
+        siblings: Siblings,
     ) -> None:
         self.rule, self.stage, self.versions = rule, stage, versions
-        self.updater = updater
+        self.updater, self._siblings = updater, siblings
+        self._over = False  # no other round of the replicas comes
         self._neighbours = neighbours
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
         self._losses: list[Tensor] = []
         self._at = ("before its first forward", -1)
-        self.idle = False  # it waits for the caller
+        self.idle = False  # it waits for the caller, or for its replicas
         self.update_seconds = 0.0  # of the processor, in all updates
         self.failure: tuple[float, BaseException] | None = None  # and when it came
 
@@ -91,7 +94,8 @@ class FlowDevice:
 
     def run(self) -> None:
         """Until nothing more comes; then nothing is under way, and another run goes on from there."""
-        open_, ahead, neighbours = True, self.rule.ahead, self._neighbours
+        open_, ahead, neighbours, whole = True, self.rule.ahead, self._neighbours, False
+        self._over = False
         try:
             while True:
                 if open_:
@@ -101,6 +105,7 @@ class FlowDevice:
                         break
                 elif not open_:
                     break
+            whole = True
         except BaseException as error:  # other devices have made updates that this one never will
             self._failed(error)
         try:
@@ -109,6 +114,10 @@ class FlowDevice:
             if not self._first:
                 neighbours.hand_back(END)
             neighbours.settle()
+            if not self._over:
+                mean, _ = self._met(None)
+                if mean is not None and whole:  # a group that is not complete, and this stage stays as its replicas are
+                    self._make(self.updated, mean)
         except BaseException as error:
             self._failed(error)
         self._drop_the_rest()
@@ -144,25 +153,26 @@ class FlowDevice:
         if isinstance(part, End) or given is END:
             neighbours.hand_on(END)
             return False
-        self._at = ("in the forward", minibatch)
+        self._at = ("in the forward", self.rule.number(minibatch))
+        step, place = self.rule.number(minibatch), place - self.rule.replica * self.rule.microbatches
         self.versions.use(self.rule.version(minibatch))
         try:
             if not self._last:
                 self.stage.forward(
-                    number, given, step=minibatch, place=place, defer=self.stage.split, then=neighbours.hand_on
+                    number, given, step=step, place=place, defer=self.stage.split, then=neighbours.hand_on
                 )
             else:
                 _, loss = self.stage.forward(
                     number,
                     given,
-                    step=minibatch,
+                    step=step,
                     place=place,
                     target=part.target,
                     weight=part.weight,
                     want_outputs=False,
                     defer=self.stage.split,
                 )
-                self._note(minibatch, place, loss, part.weight)
+                self._note(number, loss, part.weight)
         except Exception as error:
             self._failed(error)
             neighbours.hand_on(END)
@@ -170,8 +180,9 @@ class FlowDevice:
         self._begun += 1
         return True
 
-    def _note(self, minibatch: int, place: int, loss: Tensor, weight: float) -> None:
+    def _note(self, number: int, loss: Tensor, weight: float) -> None:
         self._losses.append(loss * weight)
+        minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
             self._neighbours.say(minibatch, torch.stack(self._losses).sum())
             self._losses.clear()
@@ -183,27 +194,39 @@ class FlowDevice:
         grads = None if self._last else neighbours.next_gradient()
         if grads is END:
             return False
-        self._at = ("in the backward", minibatch)
+        self._at = ("in the backward", self.rule.number(minibatch))
         if self.stage.remat != "none":
             self.versions.use(self.rule.version(minibatch))
         self.stage.backward(number, grads, None if self._first else neighbours.hand_back)
         self._ended += 1
         if place == self.rule.microbatches - 1:
             self._update(minibatch)
-        return True
+        return not self._over
 
     def _update(self, minibatch: int) -> None:
-        versions, rule, began = self.versions, self.rule, time.thread_time()
-        self._at = ("in the update", minibatch)
+        versions = self.versions
+        self._at = ("in the update", self.rule.number(minibatch))
         assert versions.newest == minibatch
-        grads = versions.grads(rule.version(minibatch))
+        grads = versions.grads(self.rule.version(minibatch))
         for parameter in versions.parameters:
             if parameter.grad is not None:
                 raise GaplessError(
                     "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
                     "a stage use its weights while a stream runs"
                 )
-        oldest = rule.version(minibatch + 1)  # from it on each one has its users, under way or to come
+        mean, self._over = self._met(grads)
+        assert mean is not None
+        self._make(minibatch, mean)
+
+    def _met(self, grads: Grads | None) -> Round:
+        self.idle = True
+        found = self._siblings.meet(grads)
+        self.idle = False
+        return found
+
+    def _make(self, minibatch: int, grads: Grads) -> None:
+        versions, began = self.versions, time.thread_time()
+        oldest = self.rule.version(minibatch + 1)  # from it on each one has its users, under way or to come
         self.updater.now(minibatch)
         keep = versions.newest >= oldest
         versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)

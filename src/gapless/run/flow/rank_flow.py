@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.siblings import Alone, SiblingRanks, Siblings
 from gapless.run.flow.stopped import Stopped
 from gapless.run.flow.threads import Said
 from gapless.run.lanes import CudaLane, Parcel
@@ -151,6 +152,13 @@ class RankFlow:
         self._losses = None if self._seat.device == last else footing.links.incoming(last, PASSED)
         self._neighbours = RankNeighbours(footing, self._parts, self.said)
         self._device: FlowDevice | None = None
+        self._ranks = self._seat.ring  # those of one replica after those of another
+        self._rank = self._seat.pp_ranks[self._seat.device]
+
+    def siblings(self, parameters: Sequence[Tensor]) -> Siblings:
+        """The same stage in other replicas of the pipeline."""
+        group = self._footing.groups.dp
+        return Alone() if group is None else SiblingRanks(group, parameters)
 
     def neighbours(self, device: int) -> RankNeighbours:
         """Of that device, which is the one here."""
@@ -162,14 +170,13 @@ class RankFlow:
         rows = self._footing.everywhere([facts, "" if error is None else in_short(error)])
         if error is not None:
             raise error
-        for device, (theirs, fault) in enumerate(rows):
+        for rank, (theirs, fault) in zip(self._ranks, rows, strict=True):
             if fault:
-                raise ConfigError(f"rank {self._seat.pp_ranks[device]} can't go on with its stream: {fault}")
+                raise ConfigError(f"rank {rank} can't go on with its stream: {fault}")
             for name, one, other in differences(rows[0][0], theirs):
                 raise ConfigError(
-                    f"the ranks disagree about their stream: {name} is {one} on rank {self._seat.pp_ranks[0]} and "
-                    f"{other} on rank {self._seat.pp_ranks[device]}; all ranks make the same calls, with the same "
-                    "arguments"
+                    f"the ranks disagree about their stream: {name} is {one} on rank {self._ranks[0]} and {other} on "
+                    f"rank {rank}; all ranks make the same calls, with the same arguments"
                 )
 
     def start(self, devices: Sequence[FlowDevice]) -> None:
@@ -190,7 +197,7 @@ class RankFlow:
                 with lane.entered(), state.entered(), self._watch.whereabouts.flowing(device):
                     device.run()
                 if device.failure is not None and self._is_lost(device.failure[1]):
-                    self._watch.tally.tell(self._seat.device, device.updated)
+                    self._watch.tally.tell(self._rank, device.updated)
             finally:
                 listening.join()
                 self.said.put((-1, None))
@@ -216,7 +223,7 @@ class RankFlow:
     def hear(self) -> tuple[int, Tensor | None]:
         """What is said next. A rank that was asked to leave does so between two minibatches."""
         if self._watch.was_asked():
-            _LOG.warning("rank %d ends its stream and leaves: SIGTERM has come", self._seat.pp_ranks[self._seat.device])
+            _LOG.warning("rank %d ends its stream and leaves: SIGTERM has come", self._rank)
             raise SystemExit(0)
         self._watch.whereabouts.call = "in a stream"
         try:
@@ -232,24 +239,24 @@ class RankFlow:
         self._footing.team.flows = False
         if isinstance(lane := self._footing.lane, CudaLane):
             torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
-        rank, error = self._seat.pp_ranks[self._seat.device], None
         if self._device.failure is not None:
             error = self._device.failure[1]
             if self._is_lost(error):
                 self._device.failure = None
                 raise error
             why = f"failed {noted_place(error)}: {in_short(error)}"
-        why = why and f"rank {rank} {why}"
-        return [Stopped(*each) for each in self._footing.everywhere(Stopped(rank, self._device.updated, fed, why))]
+        why = why and f"rank {self._rank} {why}"
+        own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why)
+        return [Stopped(*each) for each in self._footing.everywhere(own)]
 
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come, as far as it is known, when ranks can't ask each other."""
         assert self._device is not None
-        self._watch.tally.tell(self._seat.device, self._device.updated)
+        self._watch.tally.tell(self._rank, self._device.updated)
         news = self._watch.news
         gone = news is not None and news.kind in ("dead", "silent")
-        known = self._watch.tally.known(self._seat.num_devices - gone)
-        return [Stopped(rank, known.get(device)) for device, rank in enumerate(self._seat.pp_ranks)]
+        known, stages = self._watch.tally.known(len(self._ranks) - gone), self._seat.num_devices
+        return [Stopped(place % stages, rank, known.get(rank)) for place, rank in enumerate(self._ranks)]
 
     def _is_lost(self, error: BaseException) -> bool:
         return isinstance(error, TransportError) or is_lost(error)

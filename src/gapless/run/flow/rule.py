@@ -23,6 +23,12 @@ class Rule:
     stages: int
     microbatches: int = 1
     start: int = 0  # the oldest version there is
+    replicas: int = 1  # of the stage; this one has every so many-th minibatch, and m above counts its own
+    replica: int = 0
+
+    def number(self, minibatch: int) -> int:
+        """Of this replica's minibatch among those of all."""
+        return minibatch * self.replicas + self.replica
 
     @property
     def ahead(self) -> int:

@@ -7,10 +7,11 @@ LEAVES = "was asked to leave"
 
 
 class Stopped(NamedTuple):
-    """One stage: the rank that has it, how many updates it has made, if that is known, how many minibatches it was fed,
-    and why it has stopped, unless it was told to.
+    """A stage, or a replica of it: the rank that has it, how many updates it has made, if that is known, how many
+    minibatches it was fed, and why it has stopped, unless it was told to.
     """
 
+    stage: int
     rank: int
     updated: int | None
     fed: int = 0
@@ -26,7 +27,8 @@ def counts(stages: Sequence[Stopped]) -> str:
     """At which minibatch the model is, or each of its stages, in words."""
     if is_whole(stages):
         return f"the model is at minibatch {stages[0].updated}, and so are all stages"
-    told = (f"stage {number} at {_known(each)}" for number, each in enumerate(stages))
+    several = len({each.stage for each in stages}) < len(stages)
+    told = (f"stage {each.stage}{f' on rank {each.rank}' * several} at {_known(each)}" for each in stages)
     return f"the stages have made different updates: {', '.join(told)}"
 
 

@@ -83,7 +83,9 @@ class Stream:
 
     @property
     def minibatches(self) -> int:
-        """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage."""
+        """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage. With
+        replicas, how many groups.
+        """
         self.check_whole()
         return min(device.updated for device in self._devices)
 
@@ -148,7 +150,7 @@ class Stream:
             if loss is None:
                 self._drain()
                 raise AssertionError("a device has ended without a word")
-            self._ready.append(Passed(minibatch, loss))
+            self._ready.append(self._result(minibatch, loss))
         self._passed += 1
         return self._ready.popleft()
 
@@ -173,6 +175,7 @@ class Stream:
                     device.versions.put_back()
                 self._fed = self._devices[0].updated
                 self._ready.extend(self._said())
+                self._passed = self._fed - len(self._ready)
             self._check_stopped(why)
 
     def _check_stopped(self, why: str) -> None:
@@ -180,7 +183,7 @@ class Stream:
         failures = [device.failure for device in self._devices if device.failure is not None]
         whys = [each.why for each in self._stopped if each.why]
         feds = [each.fed for each in self._stopped]
-        if not failures and not whys and len(set(feds)) == 1:
+        if not failures and not whys and not self._is_torn(feds):
             return
         self._ready.clear()
         self._passed = self._fed
@@ -197,11 +200,17 @@ class Stream:
         if whys and not why:
             raise TransportError(f"the stream has stopped, since {whys[0]}: {counts(self._stopped)}")
         if not whys:
-            least, most = min(self._stopped, key=_fed), max(self._stopped, key=_fed)
+            least, most = (choose(self._stopped, key=lambda each: each.fed) for choose in (min, max))
             raise ConfigError(
                 f"rank {least.rank} has ended the stream after {least.fed} minibatches and rank {most.rank} after "
                 f"{most.fed}, and {counts(self._stopped)}: give all ranks as many, and drain after the same one on all"
             )
+
+    def _is_torn(self, feds: Sequence[int]) -> bool:
+        """Ranks of one pipeline were fed different numbers of minibatches, or replicas more than a group can lack."""
+        stages = self._devices[0].rule.stages
+        rows = [set(feds[start : start + stages]) for start in range(0, len(feds), stages)]
+        return any(len(row) > 1 for row in rows) or max(feds) - min(feds) > 1
 
     def _leave(self, error: BaseException) -> None:
         """What is under way is finished, and the error of the caller's own says where the model is then."""
@@ -269,7 +278,10 @@ class Stream:
         while not self._flow.said.empty():
             minibatch, loss = self._flow.said.get()
             if loss is not None:
-                yield Passed(minibatch, loss)
+                yield self._result(minibatch, loss)
+
+    def _result(self, minibatch: int, loss: Tensor) -> Passed:
+        return Passed(self._devices[0].rule.number(minibatch), loss)
 
     def check_whole(self) -> None:
         """Raises if the stages have made different updates, and names them."""
@@ -287,7 +299,3 @@ class Stream:
             self.drain()
         else:
             self._leave(error)
-
-
-def _fed(stage: Stopped) -> int:
-    return stage.fed

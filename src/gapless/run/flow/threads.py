@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.siblings import Alone, Siblings
 from gapless.run.flow.stopped import Stopped
 from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
 from gapless.run.team import Team
@@ -104,6 +105,10 @@ class ThreadFlow:
         one_memory = all(isinstance(lane, CpuLane) for lane in self._lanes)
         return ThreadNeighbours(self._queues, device, self._lanes[device], one_memory=one_memory)
 
+    def siblings(self, parameters: Sequence[Tensor]) -> Siblings:
+        """No stage has replicas here."""
+        return Alone()
+
     def start(self, devices: Sequence[FlowDevice]) -> None:
         """They run until `END` was fed and nothing is under way, or one fails."""
         self._queues.clear()
@@ -145,7 +150,7 @@ class ThreadFlow:
 
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come."""
-        return [Stopped(0, device.updated) for device in self._devices]
+        return [Stopped(device.rule.stage, 0, device.updated) for device in self._devices]
 
     def _cuda_lanes(self) -> list[CudaLane]:
         return [lane for lane in self._lanes if isinstance(lane, CudaLane)]
