@@ -25,12 +25,11 @@ from gapless.bench.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 from tests.run.flow.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
+from tests.run.flow.test_stream_traced import net
 from tests.run.forked import Launch
 
 
-def pipeline(
-    model: nn.Sequential, schedule: str = "pipedream", microbatches: int = 1, **options: Any
-) -> gapless.Pipeline:
+def pipeline(model: nn.Module, schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> gapless.Pipeline:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     asked: dict[str, Any] = {"loss": F.mse_loss, "seed": SEED, "timeout": 30.0, **options}
     return gapless.Pipeline(model, mesh=mesh, schedule=schedule, microbatches=microbatches, **asked)
@@ -54,6 +53,7 @@ def check(
     drains: tuple[int, ...] = (),
     ahead: bool = False,
     annealed_over: int | None = None,
+    split: bool = False,
     **options: Any,
 ) -> None:
     """Drains after some results and compares all weights; goes on then, with another run every time."""
@@ -73,6 +73,7 @@ def check(
             clip=clip,
             correction="spectrain" if ahead else None,
             lr_by_delay=annealed_over,
+            split=split,
         ) as stream:
             for part in (data[: count // 2], data[count // 2 :]):  # the flow stays as it is in between
                 for result in stream.run(part):
@@ -87,6 +88,46 @@ def check(
         state = pipe.state_dict()
         whole = [each for stage in history for each in stage[count]]
         assert all(map(torch.equal, (state[name] for name, _ in plain.named_parameters()), whole))
+
+
+def traced() -> None:
+    data = batches(9)
+    with pipeline(net(0.2), example=data[0][0]) as pipe:
+        with pipe.stream(optimizer=momentum, split=True) as stream:
+            names = [each["parameters"] for each in stream.state_dict()["stages"].values()]
+            losses, history = reference.trained(
+                net(0.2), names, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
+            )
+            found = []
+            for result in stream.run(data):
+                found.append(result.loss)
+                if result.minibatch == 4:
+                    stream.drain()
+                    pipe.evaluate(*data[0])
+        assert all(map(torch.equal, found, losses))
+        state = pipe.state_dict()
+        for stage, versions in zip(names, history, strict=True):
+            assert all(map(torch.equal, (state[name] for name in stage), versions[9]))
+
+
+def saved() -> None:
+    """Another pipeline goes on from the state of a stream, with the bits of one that was never interrupted."""
+    data, model = batches(9), make("dropout")
+    plain = copy.deepcopy(model)
+    with pipeline(model) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
+        list(stream.run(data[:4]))
+        state, weights = stream.state_dict(), pipe.state_dict()
+        assert len(state["stages"]) == dist.get_world_size()
+        assert list(stream.state_dict(whole=False)["stages"]) == [str(dist.get_rank())]
+    with pipeline(make("dropout")) as pipe:
+        _, history = reference.trained(
+            plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=adam, scheduler=slower, seed=SEED
+        )
+        pipe.load_state_dict(weights)
+        with pipe.stream(optimizer=adam, scheduler=slower) as stream:
+            stream.load_state_dict(state)
+            assert [result.minibatch for result in stream.run(data[4:])] == list(range(4, 9))
+        assert mine(pipe, history, 9)
 
 
 def benchmarked() -> None:
@@ -107,10 +148,12 @@ def semantics() -> None:
         check(kind, "dropout", momentum, drains=(1, 4))
         check(kind, "blocks", adam, scheduler=slower, clip=0.1, count=3)
     check("stashing", "dropout", momentum, remat="stage", drains=(0, 1, 2))
-    check("2bw", "dropout", momentum, remat="layer")
+    check("2bw", "dropout", momentum, remat="layer", split=True)
     check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,))
     check("stashing", "linear", momentum, transport="gloo")
     check("stashing", "linear", momentum, count=1)
+    traced()
+    saved()
     benchmarked()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
 

@@ -249,6 +249,11 @@ class RankFlow:
         own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why)
         return [Stopped(*each) for each in self._footing.everywhere(own)]
 
+    def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With the stages of all ranks of this pipeline."""
+        stages = {key: each for row in self._footing.of_all_stages(state["stages"]) for key, each in row.items()}
+        return {**state, "stages": stages}
+
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come, as far as it is known, when ranks can't ask each other."""
         assert self._device is not None

@@ -55,6 +55,9 @@ class Flow(Protocol):
         tells others why it stops, if it was not asked to.
         """
 
+    def gathered(self, state: State) -> State:
+        """With what all processes have of it."""
+
     def broken_off(self) -> Sequence[Stopped]:
         """Where all stages are, as far as it is known, where `finish` has failed."""
 
@@ -226,14 +229,16 @@ class Stream:
                 error.add_note(f"gapless: when the stream was drained: {another}")
         error.add_note(f"gapless: {counts(self._stopped)}")
 
-    def state_dict(self, *, versions: bool = True) -> State:
+    def state_dict(self, *, versions: bool = True, whole: bool = True) -> State:
         """All but the model's own state, in dicts and lists of tensors, numbers and words; the stream is drained first.
         It has the versions of the weights that are still needed, unless `versions` is False. As in torch, tensors are
-        not copied.
+        not copied. Under a mesh every rank gets all of it, copied to the CPU, or without `whole` what is held there.
         """
         self.drain()
         self.check_whole()
-        return state_of(self._devices, versions=versions)
+        own = state_of(self._devices, versions=versions)
+        with self._held():
+            return self._flow.gathered(own) if whole else own
 
     def load_state_dict(self, state: Mapping[str, Any], *, versions: bool = True) -> None:
         """Goes on from a state. The model's own state is loaded before. Without `versions`, or if the state has none,

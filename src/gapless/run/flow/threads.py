@@ -148,6 +148,10 @@ class ThreadFlow:
             torch.cuda.current_stream(lane.device).wait_stream(lane.stream)
         return self.broken_off()
 
+    def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """All of it is here."""
+        return state
+
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come."""
         return [Stopped(device.rule.stage, 0, device.updated) for device in self._devices]

@@ -1,5 +1,6 @@
 """What a stream needs of its rank: the links to the ranks before and after it, and words that all of them exchange."""
 
+import io
 import json
 from typing import Any, NamedTuple
 
@@ -26,18 +27,26 @@ class Footing(NamedTuple):
         """What each rank of the mesh has to say, as JSON can: the devices of the first replica, then those of the next.
         All of them call it.
         """
-        rows = _gathered(self.groups.dp, _gathered(self.groups.pp, own))
+        row = [json.loads(each) for each in _gathered(self.groups.pp, json.dumps(own).encode())]
+        rows = [json.loads(each) for each in _gathered(self.groups.dp, json.dumps(row).encode())]
         return [each for row in rows for each in row]
 
+    def of_all_stages(self, own: Any) -> list[Any]:
+        """A tree of tensors and plain values of each rank of this pipeline, on the CPU. All of them call it."""
+        file = io.BytesIO()
+        torch.save(own, file)
+        found = (io.BytesIO(each) for each in _gathered(self.groups.pp, file.getvalue()))
+        return [torch.load(each, map_location="cpu", weights_only=True) for each in found]
 
-def _gathered(group: Any, own: Any) -> list[Any]:
+
+def _gathered(group: Any, own: bytes) -> list[bytes]:
     """Of each rank of the group."""
     if group is None:
         return [own]
-    mine = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
     longest = int(max(sizes))
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     group.allgather([rows], [torch.cat([mine, mine.new_zeros(longest - len(mine))])]).wait()
-    return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
