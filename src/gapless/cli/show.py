@@ -5,6 +5,7 @@ import argparse
 from gapless.cli import options, terminal
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
+from gapless.schedule.weights import weight_versions
 from gapless.view import text
 
 EXAMPLE = "gapless show zb-v --devices 4 --microbatches 8"
@@ -50,4 +51,9 @@ def summary(timeline: Timeline) -> str:
     ]
     if timeline.schedule.num_minibatches > 1:
         parts.insert(1, f"{text.number(timeline.period)} per minibatch in steady state")
-    return ", ".join(parts)
+    line = ", ".join(parts)
+    if timeline.schedule.num_minibatches > 1:
+        versions = weight_versions(timeline.schedule)
+        kept, behind = " ".join(map(str, versions.kept)), " ".join(map(str, versions.behind))
+        line += f"\nversions of the weights, by stage: {kept}; updates behind: {behind}"
+    return line

@@ -11,6 +11,8 @@ timeline      who did what from when to when; bubbles and peaks
 calibration   timelines -> costs
 pools         the receive buffers of the deadlock proof, and what waits in front of them
 verify        every violation at once, each with its place (`violation`); those of weight updates are in `updates`
+weights       which version of its weights a forward sees, where a schedule updates them on the way
+endless       a schedule without end, as a value
 recipes       every schedule by name
 lower         from the schedule that a recipe states to the one that is run
 """

@@ -14,6 +14,7 @@ from gapless.schedule.pools import most_unsent, receive_buffers
 from gapless.schedule.routes import Channel, messages, transfer
 from gapless.schedule.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.violation import Violation, excerpt
+from gapless.schedule.weights import unmade_versions
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     places, violations = _places(schedule)
     violations += _incomplete(schedule, num_microbatches, num_stages)
     if Kind.UPDATE in schedule.kinds:
-        violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule)]
+        violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule), *unmade_versions(schedule)]
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     violations += _stuck(schedule, places)

@@ -10,12 +10,14 @@ import sys
 import zlib
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
+from gapless.schedule.action import Action, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
+from gapless.schedule.weights import weight_versions
 from gapless.view.legend import KINDS
 from gapless.view.needs import resolve
 
@@ -44,12 +46,21 @@ def _columns(timeline: Timeline) -> Iterable[tuple[str, tuple[dict[str, Any], by
     yield "kind", _integers([place[action.kind] for action in schedule.actions])
     yield "stage", _integers([action.stage for action in schedule.actions])
     yield "microbatch", _integers([action.microbatch for action in schedule.actions])
+    if schedule.num_minibatches > 1:
+        seen = weight_versions(schedule).seen
+        yield "version", _integers([_version(action, seen) for action in schedule.actions])
     needs = resolve(schedule)
     counts = [after - before for before, after in pairwise(needs.first)]
     yield "needCount", _integers(counts)
     # How far back a need lies hardly changes from one action to the next, where its number always does.
     needing = chain.from_iterable([number] * count for number, count in enumerate(counts))
     yield "needBack", _integers([number - need for number, need in zip(needing, needs.needs, strict=True)])
+
+
+def _version(action: Action, seen: Mapping[tuple[int, int], int]) -> int:
+    """Of the weights that it uses; an update says which one it makes, as the negative of its number."""
+    stage, kind, number = action
+    return -1 - number if kind is Kind.UPDATE else seen.get((stage, number), 0)
 
 
 def _floats(rows: Sequence[Sequence[Number]], first: Number) -> list[float]:

@@ -49,6 +49,7 @@ class TimelineData {
     this.after = column.after;
     this.stage = column.stage;
     this.microbatch = column.microbatch;
+    this.version = column.version; // of the weights, where they are updated on the way
     this.kind = Uint8Array.from(column.kind);
     this.shade = this.#shades(description);
     this.firstNeed = new Int32Array(this.length + 1);

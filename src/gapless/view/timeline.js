@@ -265,6 +265,9 @@ function setHovered(found, event) {
 
 const nameOf = (data, n) => `${data.stage[n]}${header.kinds[data.kind[n]].letter}${data.microbatch[n]}`;
 
+/** Which version of the weights an action uses; an update, whose number is negative, makes one. */
+const weights = (version) => (version === undefined ? "" : version < 0 ? `, makes version ${-version} of the weights` : `, weights of version ${version}`);
+
 /** All that the details show, as plain strings and numbers: what the tests compare with the simulator. */
 function facts({ section, number, idle, device }) {
   const { data } = section;
@@ -274,7 +277,7 @@ function facts({ section, number, idle, device }) {
   const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${shown(data.end[need])} on device ${data.deviceOf(need)}`;
   return {
     action: nameOf(data, number),
-    words: `stage ${data.stage[number]}, ${kind.name}, ${kind.counted} ${data.microbatch[number]}`,
+    words: `stage ${data.stage[number]}, ${kind.name}, ${kind.counted} ${data.microbatch[number]}${weights(data.version?.[number])}`,
     device: `device ${data.deviceOf(number)}`,
     times: `${shown(data.start[number])} to ${shown(data.end[number])}, takes ${shown(rounded(data.end[number] - data.start[number]))}`,
     wait: rounded(waited) > 0 ? `waited ${shown(rounded(waited))}, from ${shown(since)} to ${shown(data.start[number])}${forWhat}` : "did not wait: it started as soon as its device was free",

@@ -6,9 +6,8 @@ Letters: K devices, M microbatches, r = device 0..K-1, R_s replicas of stage s, 
 from collections.abc import Sequence
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import Action, Kind, Schedule
-from gapless.schedule.placement import line, replicated
-from gapless.schedule.recipes.head_start import one_ahead_of_each
+from gapless.schedule.action import Schedule
+from gapless.schedule.endless import flow
 
 
 def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -25,17 +24,7 @@ def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] |
             f"replicas {','.join(map(str, replicas))} use {sum(replicas)} devices, but there are {num_devices}: "
             "give one number of at least 1 per stage, in all as many as there are devices"
         )
-    rows = []
-    before = 0
-    for stage, count in enumerate(replicas):
-        warm_up = (num_devices - 1 - before) // count
-        for replica in range(count):
-            own = range(replica, num_microbatches, count)
-            forwards = [Action(stage, Kind.FORWARD, m) for m in own]
-            groups = [[Action(stage, Kind.BACKWARD, m), Action(stage, Kind.UPDATE, m)] for m in own]
-            rows.append(one_ahead_of_each(forwards, warm_up, groups))
-        before += count
-    return Schedule(tuple(rows), replicated(replicas), "pipedream")
+    return flow("pipedream", replicas).unrolled(num_microbatches)
 
 
 def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: int = 8) -> Schedule:
@@ -46,17 +35,10 @@ def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: i
     0: 0F0 0F1 0B0 0F2 0B1 0U0 0F3 0B2 0B3 0U1
     1: 1F0 1B0 1F1 1B1 1U0 1F2 1B2 1F3 1B3 1U1
     """
-    K, M, total = num_devices, num_microbatches, num_microbatches * minibatches
+    K, M = num_devices, num_microbatches
     if M < K:
         raise ScheduleError(
             f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions of the "
             "weights are not enough"
         )
-    rows = []
-    for r in range(K):
-        forwards = [Action(r, Kind.FORWARD, m) for m in range(total)]
-        groups = [[Action(r, Kind.BACKWARD, m)] for m in range(total)]
-        for number, group in enumerate(groups[M - 1 :: M]):
-            group.append(Action(r, Kind.UPDATE, number))
-        rows.append(one_ahead_of_each(forwards, K - 1 - r, groups))
-    return Schedule(tuple(rows), line(K), "2bw")
+    return flow("2bw", [1] * K, M).unrolled(minibatches)
