@@ -277,6 +277,23 @@ def different_minibatches() -> None:
                 assert len(list(stream.run(batches(2)))) == 2
 
 
+def different_batches() -> None:
+    """A loader that is shuffled differently on the last rank, from the start or later: the model stays where it is."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for start in (0, 5):
+        data = batches(12)
+        if rank == last:
+            data[start:] = data[start:][::-1]
+        with pipeline(make("linear")) as pipe:
+            stream = pipe.stream(optimizer=momentum)
+            told = rf"got different batches in minibatch {start} of a stream: rank 0, .* and rank {last}, which has the"
+            with pytest.raises(ConfigError if rank == last else TransportError, match=told):
+                list(stream.run(data))
+            assert stream.minibatches == start
+            with stream:
+                assert len(list(stream.run(batches(9)))) == 9
+
+
 def a_body_raises() -> None:
     rank = dist.get_rank()
     with pipeline(make("linear")) as pipe:
@@ -332,6 +349,7 @@ def faults() -> None:
         a_backward_fails,
         interrupted,
         different_minibatches,
+        different_batches,
         a_body_raises,
         small_and_early,
         refused,

@@ -8,6 +8,7 @@ device        one device: forwards, backwards and updates, in the order of the s
 stream_state  all that a stream is made of besides the model, as plain values
 threads       devices as threads of one process, and the queues between them
 siblings      replicas of a stage, which make the same updates
+same_batches  the first and the last rank are fed the same
 rank_flow     a device as one rank of many, and its links to the others
 stopped       where each stage is when a stream has stopped, and why
 stream        what a user iterates over: feeds minibatches, hands out results, stops in order

@@ -50,6 +50,9 @@ class Neighbours(Protocol):
     def next_gradient(self) -> Any: ...
     def hand_on(self, activation: Any) -> None: ...
     def hand_back(self, gradient: Any) -> None: ...
+    def check(self, minibatch: int) -> None:
+        """What came of this one belongs together, or it raises."""
+
     def say(self, minibatch: int, loss: Tensor) -> None: ...
     def settle(self) -> None:
         """Nothing more is handed on or back: takes what still comes, to its end."""
@@ -154,19 +157,21 @@ class FlowDevice:
             neighbours.hand_on(END)
             return False
         self._at = ("in the forward", self.rule.number(minibatch))
-        step, place = self.rule.number(minibatch), place - self.rule.replica * self.rule.microbatches
+        step, of_replica = self.rule.number(minibatch), place - self.rule.replica * self.rule.microbatches
         self.versions.use(self.rule.version(minibatch))
         try:
+            if place == 0:
+                neighbours.check(minibatch)
             if not self._last:
                 self.stage.forward(
-                    number, given, step=step, place=place, defer=self.stage.split, then=neighbours.hand_on
+                    number, given, step=step, place=of_replica, defer=self.stage.split, then=neighbours.hand_on
                 )
             else:
                 _, loss = self.stage.forward(
                     number,
                     given,
                     step=step,
-                    place=place,
+                    place=of_replica,
                     target=part.target,
                     weight=part.weight,
                     want_outputs=False,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.same_batches import Batches
 from gapless.run.flow.siblings import Alone, SiblingRanks, Siblings
 from gapless.run.flow.stopped import Stopped
 from gapless.run.flow.threads import Said
@@ -38,9 +39,10 @@ _END = "end"  # no activation and no gradient is a bare word
 class RankNeighbours:
     """The ranks before and after, and the caller on this one."""
 
-    def __init__(self, footing: Footing, parts: "queue.SimpleQueue[Fed | End]", said: Said) -> None:
+    def __init__(self, footing: Footing, parts: "queue.SimpleQueue[Fed | End]", said: Said, batches: Batches) -> None:
         seat, links = footing.seat, footing.links
         self._lane, self._parts, self._said = footing.lane, parts, said
+        self.check = batches.check
         here, count = seat.device, seat.num_devices
         self._first, self._last = here == 0, here == count - 1
         links.connect(
@@ -150,7 +152,8 @@ class RankFlow:
         self.said: Said = queue.SimpleQueue()
         last = self._seat.num_devices - 1
         self._losses = None if self._seat.device == last else footing.links.incoming(last, PASSED)
-        self._neighbours = RankNeighbours(footing, self._parts, self.said)
+        self._batches = Batches(footing)
+        self._neighbours = RankNeighbours(footing, self._parts, self.said, self._batches)
         self._device: FlowDevice | None = None
         self._ranks = self._seat.ring  # those of one replica after those of another
         self._rank = self._seat.pp_ranks[self._seat.device]
@@ -187,6 +190,7 @@ class RankFlow:
                 each.get()
         self._device, state, lane = device, CallerState(), self._footing.lane
         self._neighbours.begin()
+        self._batches.begin(device.updated)
         if isinstance(lane, CudaLane):
             lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
         listening = threading.Thread(target=self._listen, args=(device.updated,), name="gapless losses", daemon=True)
@@ -216,6 +220,10 @@ class RankFlow:
                 self.said.put((minibatch, words[0].to(self._seat.torch_device)))
                 minibatch += 1
         self.said.put((-1, None))
+
+    def compare(self, minibatch: int, batch: Any) -> None:
+        """With that of the rank at the other end of the pipeline, now and then."""
+        self._batches.note(minibatch, batch)
 
     def feed(self, part: Fed | End) -> None:
         self._parts.put(part)
@@ -247,7 +255,9 @@ class RankFlow:
             why = f"failed {noted_place(error)}: {in_short(error)}"
         why = why and f"rank {self._rank} {why}"
         own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why)
-        return [Stopped(*each) for each in self._footing.everywhere(own)]
+        rows = self._footing.everywhere([own, self._batches.passed])
+        self._batches.finish(rows[self._seat.replica * self._seat.num_devices][1])
+        return [Stopped(*each) for each, _ in rows]
 
     def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """With the stages of all ranks of this pipeline."""

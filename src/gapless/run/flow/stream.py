@@ -41,6 +41,9 @@ class Flow(Protocol):
     def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
         """All processes are about to do the same. Raises the error, and on the others that there is one."""
 
+    def compare(self, minibatch: int, batch: Any) -> None:
+        """What is fed next is a part of this batch, which should be the same in all processes."""
+
     def feed(self, part: Fed | End) -> None:
         """The next microbatch, or that there is none."""
 
@@ -143,6 +146,7 @@ class Stream:
     def _feed(self, batch: Any) -> None:
         parts = self._cut(batch, self)
         self._start()
+        self._flow.compare(self._fed, batch)
         for part in parts:
             self._flow.feed(part)
         self._fed += 1

@@ -86,6 +86,9 @@ class ThreadNeighbours:
             torch.cuda.current_stream(loss.device).synchronize()
         self._queues.said.put((minibatch, loss))
 
+    def check(self, minibatch: int) -> None:
+        """There is one caller."""
+
     def settle(self) -> None:
         """What still comes is dropped before the next start."""
 
@@ -139,6 +142,9 @@ class ThreadFlow:
     def hear(self) -> tuple[int, Tensor | None]:
         """What is said next."""
         return self.said.get()
+
+    def compare(self, minibatch: int, batch: Any) -> None:
+        """There is one caller."""
 
     def finish(self, fed: int, why: str) -> Sequence[Stopped]:
         """Waits for the end of all devices; what the caller queues next comes after what they have queued."""

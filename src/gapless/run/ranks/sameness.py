@@ -101,7 +101,7 @@ class Sameness:
         """
         call = self._calls[inference]
         self._calls[inference] += 1
-        if first == last or not (call < _FIRST or call & (call - 1) == 0 or call % _OFTEN == 0):
+        if first == last or not is_compared(call):
             return
         name = f"{'evaluation' if inference else 'step'} {call + 1}"
         self._refuse(self._fault_of_batches(inputs, target, numbers, name, first, last))
@@ -109,20 +109,9 @@ class Sameness:
     def _fault_of_batches(
         self, inputs: Any, target: Any, numbers: Sequence[float], call: str, first: int, last: int
     ) -> str:
-        own = torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
-        rows = _gathered(self._pp, own)
-        unequal = differ(rows[first], rows[last])
-        one, other = bool(unequal[:_MOST].any()), bool(unequal[_MOST:].any())
-        # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
-        if not (one and other):
-            return ""
+        rows = _gathered(self._pp, row_of(inputs, target, numbers))
         ranks = self._seat.pp_ranks
-        return (
-            f"the ranks got different batches in {call}: rank {ranks[first]}, which has the first stage, takes "
-            f"its inputs from one and rank {ranks[last]}, which has the last, its targets from another; give all ranks "
-            "of a pipeline the same batch, from a loader that is shuffled alike on every rank "
-            "(generator=torch.Generator().manual_seed(0)), and other batches only to other replicas (dp)"
-        )
+        return fault_of_batches(rows[first], rows[last], call, ranks[first], ranks[last])
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
@@ -135,6 +124,30 @@ class Sameness:
                 fault = f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
         if fault:
             raise ConfigError(fault)
+
+
+def is_compared(call: int) -> bool:
+    """Whether the batches of this call are."""
+    return call < _FIRST or call & (call - 1) == 0 or call % _OFTEN == 0
+
+
+def row_of(inputs: Any, target: Any, numbers: Sequence[float]) -> Tensor:
+    """The fingerprints of a batch, and of what its microbatches count."""
+    return torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
+
+
+def fault_of_batches(one: Tensor, other: Tensor, call: str, first: int, last: int) -> str:
+    """In words, if there is one: the rank with the first stage has batch `one`, that with the last stage the other."""
+    unequal = differ(one, other)
+    # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
+    if not (bool(unequal[:_MOST].any()) and bool(unequal[_MOST:].any())):
+        return ""
+    return (
+        f"the ranks got different batches in {call}: rank {first}, which has the first stage, takes its inputs from "
+        f"one and rank {last}, which has the last, its targets from another; give all ranks of a pipeline the same "
+        "batch, from a loader that is shuffled alike on every rank (generator=torch.Generator().manual_seed(0)), and "
+        "other batches only to other replicas (dp)"
+    )
 
 
 def _gathered(group: Any, own: Tensor) -> list[Tensor]:
