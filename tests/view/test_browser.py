@@ -148,10 +148,10 @@ def test_actions_that_take_no_time_can_be_found(show: Opener) -> None:
     update = next(span for span in timeline.spans(1) if span[0].kind is Kind.UPDATE)
     found = shown.ask("time => gapless.actionAt(0, 1, time)", float(update[1]))
     assert (found["action"], found["words"]) == ("1U0", "stage 1, update, minibatch 0, makes version 1 of the weights")
+    assert found["needs"] == [f"1B{m}" for m in range(8)]
     forward = timeline.schedule.rows[1].index(Action(1, Kind.FORWARD, 17))  # of minibatch 2, and always one behind
     found = shown.ask("time => gapless.actionAt(0, 1, time)", float(timeline.starts[1][forward]) + 0.5)
     assert (found["action"], found["words"]) == ("1F17", "stage 1, forward, microbatch 17, weights of version 1")
-    assert found["needs"] == [f"1B{m}" for m in range(8)]
 
 
 # -- moving about -----------------------------------------------------------------------------------------------------
