@@ -125,10 +125,17 @@ def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[f
         return train
 
     def replicated(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+        found, failure = {}, None
         with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
-            found = {result.minibatch: result.loss.item() for result in replicas.run(batches)}
+            try:
+                for result in replicas.run(batches):
+                    found[result.minibatch] = result.loss.item()
+            except GaplessError as error:
+                failure = error
             staleness.append(replicas.order.mean_staleness)
         yield from (found[minibatch] for minibatch in sorted(found))
+        if failure is not None:
+            raise failure
 
     stage = f"0 to {devices - 1}"
     ways: dict[str, tuple[str, Way]] = {
