@@ -242,8 +242,9 @@ class StagedModel:
                 if isinstance(layer, nn.Module):
                     check_data(layer)
                     layer.to(device)
-            on_gpu = options.graphs and device.type == "cuda"
-            make = partial(GraphedStage, tried=options.graphs == "auto") if on_gpu else Stage
+            # A graph knows one version of the weights, and a stream has several.
+            graphed = options.graphs and device.type == "cuda" and not options.schedules.streams
+            make = partial(GraphedStage, tried=options.graphs == "auto") if graphed else Stage
             stages[stage] = make(
                 compiled(layers, options.compiler),
                 first_layer=sum(self.partition[:stage]),

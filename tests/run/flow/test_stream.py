@@ -526,3 +526,20 @@ def test_streams_of_one_gpu_have_the_weights_of_the_formula(kind: str, ahead: bo
         assert all(map(torch.equal, found, losses))
         expected = [each for stage in history for each in stage[12]]
         assert all(map(torch.equal, weights(pipe), expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+def test_a_stream_takes_no_graphs_where_they_are_tried() -> None:
+    """A graph knows the memory of one version."""
+    torch.use_deterministic_algorithms(True)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(40)]
+    with gapless.Pipeline(
+        make("blocks"), devices=["cuda:0"] * 3, schedule="pipedream", microbatches=1, loss=F.mse_loss, graphs="auto"
+    ) as pipe:
+        _, history = reference.trained(
+            make("blocks").cuda(), pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum
+        )
+        with pipe.stream(optimizer=momentum) as stream:
+            list(stream.run(data))
+        assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[40]]))
