@@ -169,9 +169,10 @@ def parameters_of(model: Model) -> list[nn.Parameter]:
     return list(nn.ModuleList([layer for layer in model if isinstance(layer, nn.Module)]).parameters())
 
 
-def assert_steps_are_exact(case: Case, *, devices: int, microbatches: int, steps: int = STEPS, **options: Any) -> None:
+def assert_steps_are_exact(
+    case: Case, *, depth: int, devices: int, microbatches: int, steps: int = STEPS, **options: Any
+) -> None:
     """A pipeline with these options leaves the bits of the plain loop, step by step."""
-    depth = 8 if devices <= 4 else 2 * devices
     model = made(case, depth)
     with gapless.Pipeline(
         model, devices=devices, microbatches=microbatches, loss=case.loss, seed=SEED, **options
