@@ -164,6 +164,44 @@ def test_what_can_not_be_captured_runs_eagerly_and_is_named(layer: nn.Module, re
         assert_trains_the_same(small_gpt(), tokens_loss, batches, devices=["cuda:0"] * 2, microbatches=4)
 
 
+def test_a_weight_that_no_layer_has_is_trained_without_graphs() -> None:
+    scale = nn.Parameter(torch.ones((), device="cuda"))
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return tokens_loss(outputs * scale, target)
+
+    model, reference = small_gpt(), small_gpt()
+    x, y = ids(8)
+    with (
+        pytest.warns(UserWarning, match="none of its layers has"),
+        Pipeline(model, devices=["cuda:0"] * 2, microbatches=4, loss=loss, graphs=True) as pipe,
+    ):
+        for step in range(STEPS):
+            scale.grad = None
+            pipe.step(x, y)
+            ours, scale.grad = scale.grad, None
+            plain_step(reference, x, y, loss=loss, microbatches=4, step=step)
+            assert ours is not None
+            assert torch.equal(ours, scale.grad)  # type: ignore[arg-type]
+
+
+def test_a_closure_that_refers_to_another_tensor_is_captured_again() -> None:
+    weights = [torch.rand(61, device="cuda") for _ in range(2)]
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), target.flatten(), weight=weights[0])
+
+    model, reference = small_gpt(), small_gpt()
+    x, y = ids(8)
+    with Pipeline(model, devices=["cuda:0"] * 2, microbatches=4, loss=loss, loss_weight="sum", graphs=True) as pipe:
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                weights.reverse()
+            found = pipe.step(x, y).loss
+            plain = plain_step(reference, x, y, loss=loss, microbatches=4, step=step, loss_weight="sum").loss
+            assert torch.equal(found, plain)  # type: ignore[arg-type]
+
+
 def test_what_changes_between_steps_is_seen() -> None:
     model, reference = small_gpt(), small_gpt()
     *_, last = model.parameters()

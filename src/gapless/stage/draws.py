@@ -43,11 +43,12 @@ class Draws:
         self._number = 0  # of the next one there
         self.on_gpu: set[int] = set()  # layers that were seen to draw there
         self._captured: Mapping[int, torch.Generator] | None = None  # of the layers, while a CUDA graph is captured
+        self._first_run: dict[int, int] = {}  # in which of the runs of a capture each of them has drawn
 
     @contextlib.contextmanager
     def captured(self, generators: Mapping[int, torch.Generator]) -> Iterator[None]:
         """Around the capture of a CUDA graph: each layer draws from the one that is registered for it."""
-        self._captured = generators
+        self._captured, self._first_run = generators, {}
         try:
             yield
         finally:
@@ -102,6 +103,8 @@ class Draws:
         if self._captured is not None:
             if device.type != "cuda" or self.layer not in self._captured:
                 raise UncapturableError(f"a layer draws on the {device.type}, or only now and then")
+            if self._first_run.setdefault(self.layer, self._run) != self._run:
+                raise UncapturableError("a layer started again, and would draw other numbers")
             return self._captured[self.layer]
         place = (self.step, self.microbatch, self.layer)
         generator = self._generators.get(device)

@@ -16,19 +16,21 @@ What can't be captured runs eagerly, and is named once. A microbatch whose backw
 again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import microbatch as mb
 from .autocast import autocast_is_on
-from .likeness import ForwardCall, Likeness, Likenesses
-from .places import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, fixed_grads, grads_aside
+from .cell import Stray
+from .draws import UncapturableError
+from .likeness import Flight, ForwardCall, Likenesses
+from .places import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .replay import Pool, captured
 from .seeds import seed_of
 from .stage import Stage, Then
+from .tie import Place, Tie
 from .trial import Trial
 from .unchanged import why_not
 
@@ -36,26 +38,17 @@ Graphs = Literal["auto"] | bool
 _SHARED = -1  # as the number of a pool
 
 
-class _Flight:
-    """A microbatch under way whose forward was replayed."""
-
-    def __init__(self, like: Likeness, asked: ForwardCall) -> None:
-        self.like, self.asked = like, asked
-        self.number = -1
-        self.slot: GraphedMicrobatch | None = None  # None: to be recomputed
-        self.trial: Trial | None = None
-
-
 class GraphedStage(Stage):
-    """`tried`: graphs are taken where a microbatch shows that they are equal and faster."""
+    """The first microbatch of its likeness runs both ways, and what graphs do differently ends them. `tried`: they must
+    be faster too.
+    """
 
     def __init__(self, *args: Any, tried: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tried = tried
-        parts = [*self.layers, *([] if self.loss is None else [self.loss])]
-        self._likenesses = Likenesses(parts, lambda: self._why_not(parts), lambda: self._number)
+        self._likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])])
         self._loss_dtype: torch.dtype | None = None
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
         self._pools: dict[int, Pool] = {}  # of each number, and one that all share
 
@@ -65,6 +58,16 @@ class GraphedStage(Stage):
         if self._likenesses.reason is not None:
             return f"no graphs: {self._likenesses.reason}"
         return "graphs" if self._likenesses.captured else "graphs after a few steps"
+
+    def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
+        def noted(place: Place, parameter: Tensor) -> None:
+            likenesses.foreign = True
+            if stray is not None:
+                stray(place, parameter)
+
+        likenesses = self._likenesses
+        likenesses.number = number
+        super().tie(number, ties, noted)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class GraphedStage(Stage):
         asked = ForwardCall(
             inputs, target, weight, want_outputs, defer, keep, step, microbatch if place is None else place
         )
-        if self._likenesses.begin(step):
+        if self._likenesses.begin(step, self._why_not):
             self._pools, self._free = {}, set()
         like = self._likenesses.of(asked)
         if like is None:
@@ -94,12 +97,12 @@ class GraphedStage(Stage):
                 self._loss_dtype = handed[1].dtype
             return handed
         light = self.remat == "stage" and not keep
-        flight = self._flights[microbatch] = _Flight(like, asked)
+        flight = self._flights[microbatch] = Flight(like, asked)
         handed = (self._light if light else self._full)(microbatch, flight)
         if handed is None:
             del self._flights[microbatch]
             return self._eagerly(microbatch, asked, then)
-        handed = handed.copied()
+        handed = handed.copied() if flight.trial is None else flight.trial.handed
         if then is not None:
             then(handed)
         return handed
@@ -123,7 +126,7 @@ class GraphedStage(Stage):
         """A forward whose graph stays, as that of a recompute does; layers go on to be rebuilt one by one."""
         return asked._replace(keep=self.remat == "stage")
 
-    def _light(self, microbatch: int, flight: _Flight) -> LeftTree | None:
+    def _light(self, microbatch: int, flight: Flight) -> LeftTree | None:
         """A forward that keeps nothing."""
         made = flight.like.light
         if made is None:
@@ -133,10 +136,10 @@ class GraphedStage(Stage):
             self._forget(microbatch)
         else:
             made.take(*flight.asked[:3])
-        made.forward.run(self._seed(flight))
+        self._run(flight, made, flight.asked)
         return made.handed
 
-    def _full(self, microbatch: int, flight: _Flight) -> LeftTree | None:
+    def _full(self, microbatch: int, flight: Flight) -> LeftTree | None:
         """A forward whose backward can follow."""
         number = min(self._free, default=sum(each.slot is not None for each in self._flights.values()))
         asked, slot = flight.asked, flight.like.slots.get(number)
@@ -149,30 +152,33 @@ class GraphedStage(Stage):
             slot.take(*asked[:3])
         self._free.discard(number)
         flight.number, flight.slot = number, slot
-        self._run(flight, slot)
+        self._run(flight, slot, self._kept(asked))
         flight.asked = asked._replace(inputs=None, target=None)
         return slot.handed
 
-    def _run(self, flight: _Flight, slot: GraphedMicrobatch) -> None:
+    def _run(self, flight: Flight, made: GraphedMicrobatch, asked: ForwardCall) -> None:
+        """Replays a forward. The first of its likeness runs eagerly too, and what that makes is what goes on."""
         seed, like = self._seed(flight), flight.like
-        if self.tried and like.trial is None:
-            like.trial = flight.trial = trial = Trial()
-            shadow = -1 - flight.asked.place
-            eager = trial.timed(lambda: self._eagerly(shadow, self._kept(flight.asked)), graphed=False)
-            trial.timed(lambda: slot.forward.run(seed), graphed=True)
-            trial.compare(eager, slot.handed.copied())
-        else:
-            slot.forward.run(seed)
+        if like.trial is not None:
+            made.forward.run(seed)
+            return
+        like.trial = flight.trial = trial = Trial()
+        trial.handed = trial.timed(lambda: self._eagerly(flight.shadow, asked), graphed=False)
+        trial.timed(lambda: made.forward.run(seed), graphed=True)
+        trial.compare(trial.handed, made.handed.copied())
 
     def _capture_forward(self, microbatch: int, asked: ForwardCall, number: int) -> GraphedMicrobatch | None:
         draws = self._calls.draws
         try:
             slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
             fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
+            versions = slot.inputs.versions + slot.target.versions
             slot.forward, handed = captured(
                 lambda: self._eagerly(microbatch, fixed), self._pool(number), draws, draws.on_gpu
             )
             slot.handed = LeftTree(handed)
+            if versions != slot.inputs.versions + slot.target.versions:
+                raise UncapturableError("a layer changes its input in place")
         except Exception as error:
             self._failed(error, number)
             if microbatch in self._work:
@@ -184,8 +190,8 @@ class GraphedStage(Stage):
         flight = self._flights.get(microbatch)
         if flight is None:
             super().recompute(microbatch)
-        elif flight.slot is None and self._full(microbatch, flight) is None:
-            del self._flights[microbatch]
+        elif flight.slot is None and (self._likenesses.reason is not None or self._full(microbatch, flight) is None):
+            self._leave(microbatch)
             self._eagerly(microbatch, self._kept(flight.asked))
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -220,18 +226,20 @@ class GraphedStage(Stage):
         if half is None:
             self._run_again(name, microbatch, flight, grads)
             return None
-        seed, replay = self._seed(flight), half.replay
+        seed, replay, added = self._seed(flight), half.replay, half.added
         if flight.trial is not None:
-            self._try(name, flight.trial, -1 - flight.asked.place, grads, half, lambda: replay.run(seed))
+            found, added = self._try(name, flight, grads, half)
         else:
             replay.run(seed)
-        found = half.found()
+            found = half.found()
         if then is not None:
             then(found)
-        half.add()
+        add_grads(added)
         if name != "I":
-            self._land(microbatch)
-            if flight.trial is not None and (why := flight.trial.verdict()) is not None:
+            if flight.trial is not None:
+                flight.trial.over = True
+            self._leave(microbatch)
+            if flight.trial is not None and (why := flight.trial.verdict(faster=self.tried)) is not None:
                 self._likenesses.give_up(why, quietly=flight.trial.equal)
         return found
 
@@ -257,30 +265,41 @@ class GraphedStage(Stage):
             super().backward_weight(microbatch)
         return found
 
-    def _run_again(self, name: str, microbatch: int, flight: _Flight, grads: Grads) -> None:
+    def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
         """The forward, eagerly, and for a W the half before it, which has added its part already."""
         assert flight.slot is not None
+        if name not in flight.slot.halves:  # and never will be: the graph that it starts from is gone
+            flight.like.slots.pop(flight.number, None)
+            self._pools.pop(flight.number, None)
         if microbatch in self._work:
             self._forget(microbatch)
-        self._land(microbatch)
+        self._leave(microbatch)
         slot, asked = flight.slot, flight.asked
-        inputs, target = _copied(slot.inputs.tree), _copied(slot.target.tree)  # another microbatch may come there
+        inputs, target = slot.inputs.copied(), slot.target.copied()  # another microbatch may come there
         self._eagerly(microbatch, self._kept(asked)._replace(inputs=inputs, target=target))
         if name == "W":
             with grads_aside(self.parameters()):
                 super().backward_input(microbatch, slot.halves["I"].again())
 
     def _try(
-        self, name: str, trial: Trial, shadow: int, grads: Grads, half: GraphedHalf, replay: Callable[[], None]
-    ) -> None:
+        self, name: str, flight: Flight, grads: Grads, half: GraphedHalf
+    ) -> tuple[Grads, list[tuple[nn.Parameter, Tensor]]]:
+        """What the eager run makes, which is held against the replay."""
+        trial, seed = flight.trial, self._seed(flight)
+        assert trial is not None
         with grads_aside(self.parameters()) as added:
-            eager = trial.timed(lambda: self._backward(name, shadow, grads), graphed=False)
-        trial.timed(replay, graphed=True)
+            eager: Grads = trial.timed(lambda: self._backward(name, flight.shadow, grads), graphed=False)
+        trial.timed(lambda: half.replay.run(seed), graphed=True)
         trial.compare([eager, [each for _, each in added]], [half.found(), [each for _, each in half.added]])
+        return eager, added
 
     # -- what a graph takes for granted -------------------------------------------------------------------------------
 
-    def _why_not(self, parts: list[Any]) -> str | None:
+    def _why_not(self) -> str | None:
+        if self._likenesses.foreign:
+            return "it trains a parameter that none of its layers has"
+        if self._calls.statistics.moved:
+            return "a batch norm counts what it sees"
         if self._shared:
             return "another stage uses a weight of its own too"
         if self.num_compiled:
@@ -291,9 +310,9 @@ class GraphedStage(Stage):
             return "a layer draws in a way that can't be seen"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
-        return why_not(parts, self.parameters())
+        return why_not(self._likenesses.parts, self.parameters())
 
-    def _seed(self, flight: _Flight) -> Callable[[int], int]:
+    def _seed(self, flight: Flight) -> Callable[[int], int]:
         asked, calls = flight.asked, self._calls
         return lambda layer: seed_of(calls.draws.seed, asked.step, calls.first_microbatch + asked.place, layer)
 
@@ -307,24 +326,26 @@ class GraphedStage(Stage):
         self._pools.pop(number, None)
         self._likenesses.failed(error)
 
-    def _land(self, microbatch: int) -> None:
+    def _leave(self, microbatch: int) -> None:
+        """It is no longer under way as graphs."""
         flight = self._flights.pop(microbatch)
-        self._free.add(flight.number)
-        if (shadow := -1 - flight.asked.place) in self._work:
-            self._forget(shadow)
+        if flight.slot is not None:
+            self._free.add(flight.number)
+        if flight.trial is not None:
+            if flight.shadow in self._work:
+                self._forget(flight.shadow)
+            if not flight.trial.over:
+                flight.like.trial = None
+
+    def finish(self) -> None:
+        super().finish()
+        self._likenesses.end()
 
     def drop(self) -> None:
         for microbatch, flight in list(self._flights.items()):
             if microbatch in self._work and flight.slot is not None:  # captured in part
                 flight.like.slots.pop(flight.number, None)
                 self._pools.pop(flight.number, None)  # it may end with its graphs
-            if flight.slot is None:
-                del self._flights[microbatch]
-            else:
-                self._land(microbatch)
+            self._leave(microbatch)
         super().drop()
-
-
-def _copied(tree: Any) -> Any:
-    tensors, shape = mb.flatten(tree)
-    return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)
+        self._likenesses.end()

@@ -40,15 +40,32 @@ class Likeness:
         self.trial: Trial | None = None
 
 
+class Flight:
+    """A microbatch under way whose forward was replayed."""
+
+    def __init__(self, like: Likeness, asked: ForwardCall) -> None:
+        self.like, self.asked = like, asked
+        self.number = -1
+        self.slot: GraphedMicrobatch | None = None  # None: to be recomputed
+        self.trial: Trial | None = None
+
+    @property
+    def shadow(self) -> int:
+        """The number of its eager twin, where it is tried."""
+        return -1 - self.asked.place
+
+
 class Likenesses:
     """Of one stage, until there is a `reason` for it to run eagerly."""
 
-    def __init__(self, parts: Sequence[Any], why_not: Callable[[], str | None], number: Callable[[], int]) -> None:
-        self._parts, self._why_not, self._number = parts, why_not, number
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self.number = 0  # of the stage
+        self.foreign = False  # it was seen to train a parameter that none of its layers has
         self.reason: str | None = None
         self._known: dict[Any, Likeness] = {}
         self._seen: Unchanged | None = None
-        self._changes, self._failures, self._step = 0, 0, -1
+        self._changes, self._in_a_row, self._failures, self._step = 0, 0, 0, -1
 
     @property
     def captured(self) -> bool:
@@ -60,8 +77,12 @@ class Likenesses:
         if self.reason is not None or (type(asked.weight) is float and not asked.weight):
             return None
         weight = _made(asked.weight) if isinstance(asked.weight, Tensor) else None
-        key = (_made(asked.inputs), _made(asked.target), weight, asked.want_outputs, asked.defer, asked.keep)
-        like = self._known.get(key)
+        try:
+            key = (_made(asked.inputs), _made(asked.target), weight, asked.want_outputs, asked.defer, asked.keep)
+            like = self._known.get(key)
+        except (TypeError, RuntimeError):  # a set, a sparse tensor
+            self.give_up("what is in its inputs can't be compared")
+            return None
         if like is None:
             if len(self._known) == _MOST:
                 self.give_up(f"its inputs come in more than {_MOST} shapes")
@@ -69,25 +90,32 @@ class Likenesses:
             like = self._known[key] = Likeness()
         if like.last != asked.step:
             like.steps, like.last = like.steps + 1, asked.step
-        return like if like.steps > _WARM_UP else None
+        tries = like.trial is not None and not like.trial.over  # till it is known, others run eagerly
+        return like if like.steps > _WARM_UP and not tries else None
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: int, why_not: Callable[[], str | None]) -> bool:
         """Before a forward; whether there are to be no graphs from now on but new ones."""
         if step == self._step or self.reason is not None:
             return False
         self._step = step
-        if (reason := self._why_not()) is not None:
+        if (reason := why_not()) is not None:
             self.give_up(reason)
             return True
-        now = Unchanged(self._parts)
+        now = Unchanged(self.parts)
         if now == self._seen:
+            self._in_a_row = 0
             return False
         self._changes += self.captured
-        if self._changes > _MOST_CHANGES:
+        self._in_a_row += 1
+        if self._changes > _MOST_CHANGES or self._in_a_row > 2 * _MOST_CHANGES:
             self.give_up("what its layers are made of changes from step to step")
         self._known.clear()
         self._seen = now
         return True
+
+    def end(self) -> None:
+        """The step is over, or has failed: before the next forward everything is looked at again."""
+        self._step = -1
 
     def failed(self, error: Exception) -> None:
         """A capture did. Torch says so with a RuntimeError; anything else may be the layers' own, and come again."""
@@ -100,7 +128,7 @@ class Likenesses:
         self.reason = reason
         self._known.clear()
         if not quietly:
-            warnings.warn(f"stage {self._number()} runs without CUDA graphs: {reason}", stacklevel=2)
+            warnings.warn(f"stage {self.number} runs without CUDA graphs: {reason}", stacklevel=2)
 
 
 def _made(tree: Any) -> Any:

@@ -25,6 +25,16 @@ class FixedTree:
         self._places = [each.detach() for each in tensors]
         self.take(tree)
 
+    def copied(self) -> Any:
+        """Another one, which nobody overwrites."""
+        tensors, shape = mb.flatten(self.tree)
+        return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)
+
+    @property
+    def versions(self) -> list[int]:
+        """That change where a layer changes its inputs in place."""
+        return [each._version for each in self._places]
+
     def take(self, tree: Any) -> None:
         """The values of another one that is made alike."""
         _copy(self._places, mb.flatten(tree)[0])
@@ -75,18 +85,23 @@ class GraphedHalf:
         made = iter(_copies([each for each in self._found if each is not None]))
         return [None if each is None else next(made) for each in self._found]
 
-    @torch.no_grad()
     def add(self) -> None:
-        """Adds what the last replay has left to the parameters' `.grad`, whether these were set to None or not."""
-        fresh = [(parameter, each) for parameter, each in self.added if parameter.grad is None]
-        more = [(parameter.grad, each) for parameter, each in self.added if parameter.grad is not None]
-        if more:
-            torch._foreach_add_([grad for grad, _ in more], [each for _, each in more])
-        if fresh:
-            made = [torch.empty_like(parameter) for parameter, _ in fresh]
-            _copy(made, [each for _, each in fresh])
-            for (parameter, _), grad in zip(fresh, made, strict=True):
-                parameter.grad = grad
+        """Adds what the last replay has left to the parameters' `.grad`."""
+        add_grads(self.added)
+
+
+@torch.no_grad()
+def add_grads(added: Sequence[tuple[Parameter, Tensor]]) -> None:
+    """Adds these to the parameters' `.grad`, whether those were set to None or not."""
+    fresh = [(parameter, each) for parameter, each in added if parameter.grad is None]
+    more = [(parameter.grad, each) for parameter, each in added if parameter.grad is not None]
+    if more:
+        torch._foreach_add_([grad for grad, _ in more], [each for _, each in more])
+    if fresh:
+        made = [torch.empty_like(parameter) for parameter, _ in fresh]
+        _copy(made, [each for _, each in fresh])
+        for (parameter, _), grad in zip(fresh, made, strict=True):
+            parameter.grad = grad
 
 
 class GraphedMicrobatch:
@@ -148,6 +163,8 @@ def fixed_grads(grads: Grads) -> Grads:
 def _place(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda" or tensor.layout != torch.strided:
         raise UncapturableError(f"a tensor is on the {tensor.device.type} or has the layout {tensor.layout}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UncapturableError("a tensor is the conjugate or the negative of another, which is in its place")
     return borrowed(tensor.detach())
 
 

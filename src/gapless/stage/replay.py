@@ -47,8 +47,8 @@ def captured(run: Callable[[], T], pool: Pool, draws: Draws, layers: Collection[
     device = torch.device("cuda", torch.cuda.current_device())
     generators = {layer: torch.Generator(device) for layer in layers}
     graph = _graph(generators)
-    collects = gc.isenabled()
     with exclusively():
+        collects = gc.isenabled()
         gc.disable()
         try:
             try:
