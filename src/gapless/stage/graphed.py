@@ -12,8 +12,7 @@ from its R on.
 AccumulateGrad is no part of a graph: `.grad` is None while a backward is captured, so that what arrives there is left
 in the pool, and is added to the `.grad` of the user's after each replay.
 
-What can't be captured runs eagerly, and is named once. A microbatch whose backward can't be replayed runs its forward
-again.
+What can't be captured runs eagerly, and is named once. Where a backward can't be replayed, its forward runs again.
 """
 
 from collections.abc import Callable, Sequence
@@ -226,11 +225,11 @@ class GraphedStage(Stage):
         if half is None:
             self._run_again(name, microbatch, flight, grads)
             return None
-        seed, replay, added = self._seed(flight), half.replay, half.added
+        added = half.added
         if flight.trial is not None:
             found, added = self._try(name, flight, grads, half)
         else:
-            replay.run(seed)
+            half.replay.run(self._seed(flight))
             found = half.found()
         if then is not None:
             then(found)

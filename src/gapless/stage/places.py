@@ -85,10 +85,6 @@ class GraphedHalf:
         made = iter(_copies([each for each in self._found if each is not None]))
         return [None if each is None else next(made) for each in self._found]
 
-    def add(self) -> None:
-        """Adds what the last replay has left to the parameters' `.grad`."""
-        add_grads(self.added)
-
 
 @torch.no_grad()
 def add_grads(added: Sequence[tuple[Parameter, Tensor]]) -> None:
