@@ -113,9 +113,12 @@ def trained(
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(group, clip)
             behind = {"stashing": len(own) - 1 - stage, "vertical": len(own) - 1, "2bw": 1}[kind]
-            factor = 1.0
+            factor = following = 1.0
             if annealed_over is not None:
-                factor = 1.0 / max(behind, 1) ** (1.0 - min(minibatch / annealed_over, 1.0))
+                factor, following = (
+                    1.0 / max(behind, 1) ** (1.0 - min(update / annealed_over, 1.0))
+                    for update in (minibatch, minibatch + 1)
+                )
             if stepper is not None:
                 rate = stepper.param_groups[0]["lr"]
                 stepper.param_groups[0]["lr"] = rate * factor
@@ -125,7 +128,7 @@ def trained(
                 then.step()
             history[stage].append([each.detach().clone() for each in group])
             used[stage].append(
-                [_ahead(each, stepper, behind, factor) if ahead else each.detach().clone() for each in group]
+                [_ahead(each, stepper, behind, following) if ahead else each.detach().clone() for each in group]
             )
     return losses, history
 

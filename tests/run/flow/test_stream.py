@@ -272,6 +272,49 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert all(torch.isfinite(each).all() for each in model.parameters())
 
 
+class Stumbles(torch.optim.SGD):
+    """At a certain step, when it has changed the weights."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 4:
+            raise ValueError("as told")
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+
+@pytest.mark.parametrize("by", ["optimizer", "scheduler"])
+def test_an_update_that_fails_alike_on_all_stages_is_half_made_and_not_whole(by: str) -> None:
+    with asked() as pipe:
+        stream = pipe.stream(
+            optimizer=(lambda params: Stumbles(params, lr=0.1)) if by == "optimizer" else momentum,
+            scheduler=None if by == "optimizer" else one_cycle,
+        )
+        with pytest.raises(ValueError, match=r"as told|Tried to step 4 times") as failed:
+            list(stream.run(batches(9)))
+        assert "an update is half made: stage 0 at 3 and a part of the next, stage 1 at 3" in failed.value.__notes__[-1]
+        for use in (stream.state_dict, pipe.state_dict, lambda: list(stream.run(batches(1)))):
+            with pytest.raises(GaplessError, match="go on from a state that was saved before"):
+                use()
+
+
+@pytest.mark.parametrize("ignored", [slice(0, 2), slice(0, 8)])
+def test_a_microbatch_of_ignored_targets_does_not_count_in_the_loss(ignored: slice) -> None:
+    x, y = torch.randn(8, 6), torch.randint(6, (8,))
+    y[ignored] = -100
+    pipe = gapless.Pipeline(make("linear"), devices=2, schedule="2bw", microbatches=4, loss=F.cross_entropy)
+    with pipe, pipe.stream(optimizer=momentum) as stream:
+        (result,) = stream.run([(x, y)])
+    with torch.no_grad():
+        expected = F.cross_entropy(make("linear")(x), y)
+    torch.testing.assert_close(result.loss, expected.nan_to_num(0.0))
+
+
 def test_evaluation_after_a_drain_uses_the_newest_weights_and_changes_nothing() -> None:
     data, model = batches(10), make("blocks")
     plain = copy.deepcopy(model)

@@ -44,6 +44,23 @@ def test_weight_bytes_are_those_of_the_formula(kind: str, correction: Any, froze
     assert found == [[each * linear + (1 if frozen else each) * norm for each in kept]] * 3
 
 
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
+def test_there_is_no_version_more_while_an_update_is_made(kind: str) -> None:
+    most: dict[int, int] = {}
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for number, device in enumerate(stream._devices):
+                if device.updater.optimizer is self:
+                    most[number] = max(most.get(number, 0), device.versions.num_bytes)
+            super().step(closure)
+
+    with pipeline(kind) as pipe, pipe.stream(optimizer=lambda params: Counts(params, lr=0.1)) as stream:
+        list(stream.run(batches(9)))
+        stream.drain()
+        assert [most[number] for number in range(4)] == stream.weight_bytes
+
+
 def what_is_there(stream: Stream) -> tuple[int, int, list[int], list[int]]:
     """Parameters and tensors of this process, and of each stage versions and leaves to be used again."""
     gc.collect()

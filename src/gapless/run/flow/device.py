@@ -79,6 +79,7 @@ class FlowDevice:
         self._losses: list[Tensor] = []
         self._at = ("before its first forward", -1)
         self.idle = False  # it waits for the caller, or for its replicas
+        self.is_torn = False  # an update has failed after it had begun: weights and optimizer are between two
         self.update_seconds = 0.0  # of the processor, in all updates
         self.failure: tuple[float, BaseException] | None = None  # and when it came
 
@@ -133,6 +134,7 @@ class FlowDevice:
     def begin_at(self, start: int) -> None:
         """The versions were restored, of which none is older than `start`: the next minibatch is the newest's."""
         self.rule = replace(self.rule, start=start)
+        self.is_torn = False
         self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
@@ -186,7 +188,8 @@ class FlowDevice:
         return True
 
     def _note(self, number: int, loss: Tensor, weight: float) -> None:
-        self._losses.append(loss * weight)
+        # One without any weight does not count, whatever it is: a mean over nothing is no number.
+        self._losses.append(loss * weight if weight else torch.zeros_like(loss))
         minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
             self._neighbours.say(minibatch, torch.stack(self._losses).sum())
@@ -232,9 +235,11 @@ class FlowDevice:
     def _make(self, minibatch: int, grads: Grads) -> None:
         versions, began = self.versions, time.thread_time()
         oldest = self.rule.version(minibatch + 1)  # from it on each one has its users, under way or to come
-        self.updater.now(minibatch)
+        self.updater.check(minibatch, dict(zip(versions.parameters, grads, strict=True)))
+        self.is_torn = True
+        versions.forget(oldest)
         keep = versions.newest >= oldest
         versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)
-        versions.forget(oldest)
+        self.is_torn = False
         self.stage.finish()
         self.update_seconds += time.thread_time() - began

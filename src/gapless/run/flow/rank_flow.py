@@ -254,7 +254,7 @@ class RankFlow:
                 raise error
             why = f"failed {noted_place(error)}: {in_short(error)}"
         why = why and f"rank {self._rank} {why}"
-        own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why)
+        own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why, self._device.is_torn)
         rows = self._footing.everywhere([own, self._batches.passed])
         self._batches.finish(rows[self._seat.replica * self._seat.num_devices][1])
         return [Stopped(*each) for each, _ in rows]
@@ -271,7 +271,11 @@ class RankFlow:
         news = self._watch.news
         gone = news is not None and news.kind in ("dead", "silent")
         known, stages = self._watch.tally.known(len(self._ranks) - gone), self._seat.num_devices
-        return [Stopped(place % stages, rank, known.get(rank)) for place, rank in enumerate(self._ranks)]
+        torn = {self._rank} if self._device.is_torn else set()
+        return [
+            Stopped(place % stages, rank, known.get(rank), is_torn=rank in torn)
+            for place, rank in enumerate(self._ranks)
+        ]
 
     def _is_lost(self, error: BaseException) -> bool:
         return isinstance(error, TransportError) or is_lost(error)

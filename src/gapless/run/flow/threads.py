@@ -160,7 +160,7 @@ class ThreadFlow:
 
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come."""
-        return [Stopped(device.rule.stage, 0, device.updated) for device in self._devices]
+        return [Stopped(each.rule.stage, 0, each.updated, is_torn=each.is_torn) for each in self._devices]
 
     def _cuda_lanes(self) -> list[CudaLane]:
         return [lane for lane in self._lanes if isinstance(lane, CudaLane)]

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,44 +29,50 @@ class Updater:
     ahead: bool = False
     annealed_over: int | None = None
     minibatch: int = 0
+    _norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def now(self, minibatch: int) -> None:
-        """What comes next is the update with this one."""
+    def check(self, minibatch: int, grads: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """What comes next is the update with this one, and these gradients. Raises before anything has changed."""
         self.minibatch = minibatch
-
-    def step(self) -> None:
-        """The parameters have their gradients. The norm that is clipped is the stage's own: without a flush there is
-        no moment at which all stages have theirs.
-        """
         if self.optimizer is None:
             return
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        grads = [each.grad for each in parameters if each.grad is not None]
-        if any(grad.is_sparse for grad in grads):
+        found = [grads[each] for group in self.optimizer.param_groups for each in group["params"]]
+        own = [each for each in found if each is not None]
+        if any(grad.is_sparse for grad in own):
             raise GaplessError(
                 f"a gradient at stage {self.stage} is sparse, which a stream can't take: use sparse=False"
             )
-        norm = nn.utils.get_total_norm(grads)
-        if not math.isfinite(norm.item()):
+        self._norm = nn.utils.get_total_norm(own)
+        if not math.isfinite(self._norm.item()):
             raise GaplessError(
                 f"a gradient of minibatch {self.minibatch} at stage {self.stage} is not finite, and its update was not "
                 "made: lower the learning rate, or clip with clip="
             )
+
+    def step(self) -> None:
+        """The parameters have their gradients, which were checked. The norm that is clipped is the stage's own: without
+        a flush there is no moment at which all stages have theirs.
+        """
+        if self.optimizer is None:
+            return
         if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
-        with self._lr():
+            parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+            nn.utils.clip_grads_with_norm_(parameters, self.clip, self._norm)
+        with self._lr(self.minibatch):
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
 
     def predict(self) -> Mapping[Tensor, Tensor]:
-        """The weights as they are expected to be when the gradient of the minibatch that uses them is applied."""
+        """The weights as they are expected to be when the gradient of the minibatch that uses them is applied, with the
+        learning rate of the next update.
+        """
         if self.optimizer is None or not self.ahead:
             return {}
-        with self._lr():
+        with self._lr(self.minibatch + 1):
             return predictions(self.optimizer, self.delay)
 
-    def _lr(self) -> AbstractContextManager[None]:
+    def _lr(self, update: int) -> AbstractContextManager[None]:
         if self.optimizer is None or self.annealed_over is None:
             return nullcontext()
-        return scaled_lr(self.optimizer, lr_by_delay(self.delay, self.minibatch, self.annealed_over))
+        return scaled_lr(self.optimizer, lr_by_delay(self.delay, update, self.annealed_over))
