@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gapless
 from gapless.errors import ConfigError, GaplessError
 from gapless.run.flow.stream import Stream
+from gapless.run.flow.stream_state import _KEYS
 from tests.run.flow import reference
 from tests.run.flow.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower, weights
 
@@ -209,6 +210,117 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed() -> None:
         assert all(map(torch.equal, before, weights(pipe)))
     with pipeline("stashing", partition=[2, 2, 4]) as pipe, pytest.raises(ConfigError, match="has other parameters"):
         stream_of(pipe, "stashing", scheduler=slower).load_state_dict(state)
+
+
+def saved_by(optimizer: Any, count: int = 3, **options: Any) -> Any:
+    """The states of a stream and of its model."""
+    with (
+        pipeline("stashing", make("linear"), **options) as pipe,
+        stream_of(pipe, "stashing", optimizer=optimizer) as one,
+    ):
+        list(one.run(batches(count)))
+        return copy.deepcopy([one.state_dict(), pipe.state_dict()])
+
+
+@pytest.mark.parametrize(("of", "into"), [(momentum, adam), (adam, momentum)])
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_changed(of: Any, into: Any) -> None:
+    state, whole = saved_by(of)
+    with pipeline("stashing", make("linear")) as pipe:
+        pipe.load_state_dict(whole)
+        stream = stream_of(pipe, "stashing", optimizer=into)
+        before = copy.deepcopy(stream.state_dict())
+        for versions in (True, False):
+            with pytest.raises(
+                ConfigError, match=r"what (SGD|Adam) keeps for 0\.weight, but the stream has (SGD|Adam)"
+            ):
+                stream.load_state_dict(state, versions=versions)
+        assert stream.state_dict()["stages"]["0"]["optimizer"] == before["stages"]["0"]["optimizer"]
+        assert stream.minibatches == 0
+        assert len(list(stream.run(batches(2)))) == 2
+
+
+@pytest.mark.parametrize("lacks", [*_KEYS, "all"])
+def test_what_is_no_state_of_a_stream_is_refused(lacks: str) -> None:
+    state, whole = saved_by(momentum, 1)
+    state.pop(lacks, None)
+    with pipeline("stashing", make("linear")) as pipe:
+        pipe.load_state_dict(whole)
+        with pytest.raises(ConfigError, match="this is no state of a stream"):
+            stream_of(pipe, "stashing").load_state_dict(whole if lacks == "all" else state)
+
+
+def by_shape(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [[each for each in params if each.ndim == ndim] for ndim in (1, 2)]
+    return torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups], momentum=0.9)
+
+
+def test_a_group_without_parameters_is_restored() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(6, 6, bias=place < 2) for place in range(4)))
+
+    with pipeline("stashing", model(), devices=2) as pipe, stream_of(pipe, "stashing", optimizer=by_shape) as stream:
+        list(stream.run(batches(3)))
+        state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
+        list(stream.run(batches(3)))
+        stream.drain()
+        expected = weights(pipe)
+    with pipeline("stashing", model(), devices=2) as pipe:
+        pipe.load_state_dict(whole)
+        with stream_of(pipe, "stashing", optimizer=by_shape) as stream:
+            stream.load_state_dict(state)
+            list(stream.run(batches(3)))
+        assert all(map(torch.equal, weights(pipe), expected))
+
+
+@pytest.mark.parametrize("versions", [True, False])
+def test_weights_in_other_places_are_told_from_those_of_the_state(versions: bool) -> None:
+    state, whole = saved_by(momentum)
+    whole["3.weight"] = whole["3.weight"].flip(0)
+    with pipeline("stashing", make("linear")) as pipe:
+        pipe.load_state_dict(whole)
+        with pytest.raises(ConfigError, match=r"\(3\.weight\): load the model's state first"):
+            stream_of(pipe, "stashing").load_state_dict(state, versions=versions)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.scale * outputs, target)
+
+
+def test_the_state_of_a_loss_is_asked_for_by_name() -> None:
+    def made(loss: nn.Module) -> gapless.Pipeline:
+        return gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=loss)
+
+    loss = Scaled()
+    with made(loss) as pipe, pipe.stream(optimizer=momentum) as stream:
+        list(stream.run(batches(2)))
+        state, whole = copy.deepcopy([stream.state_dict(), pipe.state_dict()])
+    other = Scaled()
+    with made(other) as pipe:
+        pipe.load_state_dict(whole)
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ConfigError, match="load the loss's own state too"):
+            stream.load_state_dict(state)
+        other.load_state_dict(loss.state_dict())
+        stream.load_state_dict(state)
+        assert stream.minibatches == 2
+
+
+def test_the_state_of_other_replicas_starts_anew() -> None:
+    state, whole = saved_by(momentum, 3)
+    state["replicas"] = 4
+    with pipeline("stashing", make("linear")) as pipe:
+        pipe.load_state_dict(whole)
+        stream = stream_of(pipe, "stashing")
+        with pytest.raises(ConfigError, match="versions for 4 replicas"):
+            stream.load_state_dict(state)
+        stream.load_state_dict(state, versions=False)
+        assert [result.minibatch for result in stream.run(batches(1))] == [12]
 
 
 class Odd(torch.optim.lr_scheduler.StepLR):

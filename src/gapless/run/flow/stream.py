@@ -20,7 +20,7 @@ from torch import Tensor
 from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.flow.device import END, End, Fed, FlowDevice
 from gapless.run.flow.stopped import LEAVES, Stopped, counts, is_whole
-from gapless.run.flow.stream_state import State, load, state_of
+from gapless.run.flow.stream_state import State, loading, state_of
 from gapless.run.flow.threads import Said
 from gapless.stage.autocast import autocast_is_on
 from gapless.stage.settings import settings
@@ -240,9 +240,19 @@ class Stream:
         """
         self.drain()
         self.check_whole()
-        own = state_of(self._devices, versions=versions)
+        own: State = {}
+        fault: Exception | None = None
+        try:
+            own = state_of(self._devices, versions=versions)
+        except Exception as error:  # which is of one stage, and others wait
+            fault = error
+        if not whole:
+            if fault is not None:
+                raise fault
+            return own
         with self._held():
-            return self._flow.gathered(own) if whole else own
+            self._flow.meet({}, fault)
+            return self._flow.gathered(own)
 
     def load_state_dict(self, state: Mapping[str, Any], *, versions: bool = True) -> None:
         """Goes on from a state. The model's own state is loaded before. Without `versions`, or if the state has none,
@@ -250,12 +260,14 @@ class Stream:
         """
         self.drain()
         fault: Exception | None = None
+        load: Callable[[], object] = tuple
         try:
-            load(self._devices, state, versions=versions)
-        except ConfigError as error:
+            load = loading(self._devices, state, versions=versions)
+        except Exception as error:  # which is of one stage, and others wait
             fault = error
         with self._held():
-            self._flow.meet({"minibatches": state["minibatches"]}, fault)
+            self._flow.meet({} if fault is not None else {"minibatches": state["minibatches"]}, fault)
+        load()
         self._stopped = ()
         self._ready.clear()
         self._fed = self._passed = self._devices[0].updated
