@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind
 from gapless.schedule.endless import Endless, flow
 
@@ -57,3 +58,23 @@ def test_a_wrong_value_is_found() -> None:
         good.prologue, tuple(map(tuple, late)), good.epilogue, good.ahead, 1, 1, good.placement, "without updates"
     )
     assert not all(report.ok for report in bad.verified().values())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "microbatches", "words"),
+    [
+        ((), 1, "every stage needs at least 1"),
+        ((0, 1), 1, "every stage needs at least 1"),
+        ((1, 1), 0, "has no update"),
+        ((2, 1), 4, "replicas take minibatches of 1 microbatch"),
+        ((1, 1, 1), 2, "shorter than the pipeline of 3 devices"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(replicas: tuple[int, ...], microbatches: int, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        flow("any", replicas, microbatches)
+
+
+def test_no_minibatches_make_no_schedule() -> None:
+    with pytest.raises(ScheduleError, match="give at least 1"):
+        flow("any", [1, 1]).unrolled(-1)

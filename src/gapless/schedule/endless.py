@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import Placement, line, replicated
 from gapless.schedule.verify import Report, verify
@@ -36,6 +37,8 @@ class Endless:
 
     def unrolled(self, minibatches: int) -> Schedule:
         """For so many of them."""
+        if minibatches < 1:
+            raise ScheduleError(f"{minibatches} minibatches make no schedule: give at least 1")
         periods = max(0, -(-(minibatches - self.ahead) // self.minibatches))
         rows = []
         for first, again, last in zip(self.prologue, self.period, self.epilogue, strict=True):
@@ -69,6 +72,19 @@ def flow(name: str, replicas: Sequence[int], microbatches: int = 1) -> Endless:
     take minibatches of one in turn.
     """
     devices = sum(replicas)
+    if min(replicas, default=0) < 1:
+        raise ScheduleError(f"replicas are {list(replicas)}, but every stage needs at least 1: give a number per stage")
+    if microbatches < 1:
+        raise ScheduleError(f"a minibatch of {microbatches} microbatches has no update: give at least 1")
+    if microbatches > 1 and devices > len(replicas):
+        raise ScheduleError(
+            f"replicas take minibatches of 1 microbatch, but these have {microbatches}: give 1, or 1 replica per stage"
+        )
+    if 1 < microbatches < devices:
+        raise ScheduleError(
+            f"minibatches of {microbatches} microbatches are shorter than the pipeline of {devices} devices: give as "
+            "many or more, or 1"
+        )
     minibatches = lcm(*replicas)
     warm_ups = [(devices - 1 - sum(replicas[:stage])) // count for stage, count in enumerate(replicas)]
     first_backward = max(warm_up * count for warm_up, count in zip(warm_ups, replicas, strict=True))

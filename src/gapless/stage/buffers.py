@@ -107,7 +107,7 @@ class Buffers:
 
     def _all(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for layer, hidden in self._layers:
-            for module, name in _owned(layer):
+            for module, name in owned_by(layer):
                 value, norm = module._buffers.get(name), isinstance(module, _BatchNorm)
                 if value is None or (norm and not hidden):
                     continue
@@ -116,7 +116,7 @@ class Buffers:
                 yield module, name, value
 
 
-def _owned(layer: nn.Module) -> Iterable[Owned]:
+def owned_by(layer: nn.Module) -> Iterable[Owned]:
     """Of a traced model a layer has those that it uses: others of the same module may be another stage's, which changes
     them at the same time.
     """

@@ -246,6 +246,49 @@ def test_a_forward_that_fails_leaves_the_model_at_its_minibatch(where: int) -> N
         assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[9]]))
 
 
+class Counts(nn.Linear):
+    """Its forwards, in a buffer that it replaces."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("never", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count = self.count + 1
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("fault", ["forward", "gradient"])
+def test_buffers_are_not_ahead_of_the_weights_after_a_failure(schedule: str, fault: str) -> None:
+    """A run that failed and went on leaves the buffers of one that never did."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Counts(), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    microbatches, data, plain = 1 if schedule == "pipedream" else 3, batches(6), model()
+    bad = torch.full((8, 6), torch.inf) if fault == "gradient" else torch.zeros(8, 5)
+    with asked(plain, schedule, microbatches=microbatches) as pipe, pipe.stream(optimizer=momentum) as stream:
+        list(stream.run(data))
+    other = model()
+    with asked(other, schedule, microbatches=microbatches) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        # Targets of another shape fail in the last stage, when the first has gone on.
+        with pytest.raises((GaplessError, RuntimeError)):
+            list(stream.run([*data[:3], (data[3][0], bad), *data[4:]]))
+        assert stream.minibatches == 3
+        with stream:
+            list(stream.run(data[3:]))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
 def test_a_backward_that_fails_breaks_the_stream_and_says_where_each_stage_is() -> None:
     model = make("linear")
     model[3] = Fails(backward_at=4)

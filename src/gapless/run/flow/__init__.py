@@ -7,6 +7,7 @@ updater       what a stage does at an update: checks, clips, steps its own optim
 device        one device: forwards, backwards and updates, in the order of the schedule, until there is nothing more
 stream_state  all that a stream is made of besides the model, as plain values
 threads       devices as threads of one process, and the queues between them
+earlier_buffers  what forwards change goes back with minibatches that are dropped
 siblings      replicas of a stage, which make the same updates
 same_batches  the first and the last rank are fed the same
 rank_flow     a device as one rank of many, and its links to the others

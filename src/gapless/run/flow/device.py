@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GaplessError, note_place
+from gapless.run.flow.earlier_buffers import EarlierBuffers
 from gapless.run.flow.rule import Rule
 from gapless.run.flow.siblings import Grads, Round, Siblings
 from gapless.run.flow.updater import Updater
@@ -77,6 +78,7 @@ class FlowDevice:
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
         self._losses: list[Tensor] = []
+        self._buffers = EarlierBuffers()
         self._at = ("before its first forward", -1)
         self.idle = False  # it waits for the caller, or for its replicas
         self.is_torn = False  # an update has failed after it had begun: weights and optimizer are between two
@@ -100,6 +102,7 @@ class FlowDevice:
         """Until nothing more comes; then nothing is under way, and another run goes on from there."""
         open_, ahead, neighbours, whole = True, self.rule.ahead, self._neighbours, False
         self._over = False
+        self._buffers.begin(self.stage.layers)
         try:
             while True:
                 if open_:
@@ -135,11 +138,13 @@ class FlowDevice:
         """The versions were restored, of which none is older than `start`: the next minibatch is the newest's."""
         self.rule = replace(self.rule, start=start)
         self.is_torn = False
+        self._buffers.clear()
         self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
         """What is left of a flow that failed: of a minibatch that can't be updated with nothing remains."""
         self.stage.drop()
+        self._buffers.put_back(self.updated)
         self._losses.clear()
         self._begun = self._ended = self.updated * self.rule.microbatches
         for version in self.versions:
@@ -163,6 +168,7 @@ class FlowDevice:
         self.versions.use(self.rule.version(minibatch))
         try:
             if place == 0:
+                self._buffers.keep(minibatch)
                 neighbours.check(minibatch)
             if not self._last:
                 self.stage.forward(
@@ -242,4 +248,5 @@ class FlowDevice:
         versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)
         self.is_torn = False
         self.stage.finish()
+        self._buffers.forget(minibatch)
         self.update_seconds += time.thread_time() - began
