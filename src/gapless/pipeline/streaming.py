@@ -15,6 +15,7 @@ from gapless.pipeline.arguments import at_least_one, one_of
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.flow.correction import check_predictable
+from gapless.run.flow.crew import pair_of
 from gapless.run.flow.device import Fed, FlowDevice
 from gapless.run.flow.nesterov import DelayedNesterov
 from gapless.run.flow.rule import Rule
@@ -70,8 +71,8 @@ def make_stream(
         raise ConfigError(f"vertical=True is for pipedream, and the schedule is {recipe}: leave it out")
     if clip is not None and not clip > 0:
         raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
-    if in_flight is not None and in_flight < 1:
-        raise ConfigError(f"in_flight is {in_flight}, but at least 1 minibatch must be under way")
+    if in_flight is not None:
+        at_least_one("in_flight", in_flight)
     flow, names = _flow(world), _names(staged)
     stages, kind = len(staged.partition), "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
     devices: list[FlowDevice] = []
@@ -171,7 +172,7 @@ def _cut(
     staged: StagedModel, made_of: Mapping[int, Stage], options: Options, batch: Any, stream: Stream
 ) -> Sequence[Fed]:
     """What a loader gives, in microbatches, for a stream that was made of these stages."""
-    inputs, target = batch if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+    inputs, target = pair_of(batch, stream.fed)
     count, traced = options.microbatches, isinstance(staged.model, Captured)
     if (size := mb.batch_size(inputs, options.batch_dims)) < count:
         raise ConfigError(

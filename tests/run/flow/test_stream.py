@@ -416,6 +416,52 @@ def test_a_minibatch_that_is_too_small_is_refused() -> None:
         assert len(list(stream.run(batches(2)))) == 2
 
 
+def test_a_batch_that_is_no_pair_is_refused_by_its_number() -> None:
+    (x, y), *_ = batches(1)
+    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+        with pytest.raises(ConfigError, match="minibatch 2 is a tuple of 3, but it must be inputs and a target"):
+            list(stream.run([(x, y), (x, y), (x, x, y)]))
+        assert stream.minibatches == 2
+
+
+@pytest.mark.parametrize("value", [2.5, 0, True])
+def test_whole_minibatches_are_under_way(value: Any) -> None:
+    with asked() as pipe, pytest.raises(ConfigError, match=r"in_flight is .*, but it must be a whole number"):
+        pipe.stream(optimizer=momentum, in_flight=value)
+
+
+def test_a_loader_that_raises_leaves_a_stream_that_is_drained() -> None:
+    def loader() -> Any:
+        yield from batches(3)
+        raise OSError("no more disk")
+
+    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+        with pytest.raises(OSError, match="no more disk") as failed:
+            list(stream.run(loader()))
+        assert failed.value.__notes__ == ["gapless: the model is at minibatch 3, and so are all stages"]
+        assert len(pipe.state_dict()) == 16
+
+
+@pytest.mark.parametrize("leave", ["break", "raise", "interrupt"])
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_run_has_the_results_of_its_own_loader(leave: str, drain: bool) -> None:
+    def loader() -> Any:
+        yield from batches(4)
+        raise KeyboardInterrupt if leave == "interrupt" else OSError("as told")
+
+    with asked() as pipe, pipe.stream(optimizer=momentum) as stream:
+        if leave == "break":
+            for _ in stream.run(batches(9)):
+                break
+        else:
+            with pytest.raises((OSError, KeyboardInterrupt)):
+                list(stream.run(loader()))
+        if drain:
+            stream.drain()
+        before = stream.fed
+        assert [result.minibatch for result in stream.run(batches(5))] == list(range(before, before + 5))
+
+
 def test_leaving_a_loop_early_drains_what_was_fed() -> None:
     with asked() as pipe:
         with pipe.stream(optimizer=momentum) as stream:

@@ -88,6 +88,11 @@ class Stream:
         self.is_running = False
 
     @property
+    def fed(self) -> int:
+        """How many minibatches have come in."""
+        return self._fed
+
+    @property
     def minibatches(self) -> int:
         """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage. With
         replicas, how many groups.
@@ -96,10 +101,13 @@ class Stream:
         return min(device.updated for device in self._devices)
 
     def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
-        """A result for each minibatch of the loader, in order."""
+        """A result for each minibatch of the loader, in order. What an earlier run has fed, before it was left, trains
+        the model too, and its results are dropped.
+        """
         batches, more = iter(loader), True
         self.check_whole()
         self._check_caller()
+        earlier = self._fed
         try:
             while more or self._passed < self._fed:
                 while more and self._fed - self._passed < self._in_flight:
@@ -108,8 +116,12 @@ class Stream:
                     if more:
                         self._feed(batch)
                 if self._passed < self._fed:
-                    yield self._next()
-        except (KeyboardInterrupt, SystemExit) as error:
+                    result = self._next()
+                    if self._passed > earlier:
+                        yield result
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # the loader's, or the caller is to leave
             self._leave(error)
             raise
 
