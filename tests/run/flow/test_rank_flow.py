@@ -25,6 +25,7 @@ from gapless.bench.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 from tests.run.flow.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
+from tests.run.flow.test_stream_state import Odd
 from tests.run.flow.test_stream_traced import net
 from tests.run.forked import Launch
 
@@ -335,8 +336,14 @@ def refused() -> None:
             pipe.stream(
                 optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau if rank == 1 else slower
             )
+        odd = pipe.stream(optimizer=momentum, scheduler=Odd if rank == 1 else slower)
+        with pytest.raises(ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't go on .*keeps a object"):
+            odd.state_dict()
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(batches(3)))
+        state = stream.state_dict()
+        with pytest.raises(ConfigError, match="no state of a stream"):
+            stream.load_state_dict({} if rank == 1 else state)
         if rank == 1:
             with torch.no_grad():
                 next(iter(pipe.parameters())).mul_(2)
