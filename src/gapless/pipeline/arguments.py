@@ -207,7 +207,7 @@ def world_of(
 
 def graphs_of(graphs: Graphs, devices: Sequence[torch.device]) -> Graphs:
     """As asked, where there is a GPU."""
-    if graphs not in (False, True, "auto"):
+    if not isinstance(graphs, bool) and graphs != "auto":  # 1 is no True here
         raise ConfigError(f"graphs is {graphs!r}, but it must be False, True or 'auto'")
     if graphs is True and all(device.type != "cuda" for device in devices):
         raise ConfigError("graphs=True is for GPUs, and every device is a CPU: leave it out, or give graphs='auto'")
