@@ -573,6 +573,20 @@ def test_a_traced_pipeline_prints_the_modules_of_its_stages() -> None:
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
+def test_steps_are_measured_when_asked_with_the_same_bits() -> None:
+    model, found = mlp(), []
+    for measured in ([False, False, False], [False, True, False]):
+        with pipeline(copy.deepcopy(model)) as pipe:
+            losses = []
+            for pipe.timeline in measured:
+                result = pipe.step(X, Y)
+                assert (result.timeline is not None) is pipe.timeline
+                losses.append(result.loss)
+            found.append((losses, [each.grad for each in pipe.parameters()]))
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("remat", ["none", "stage"])
 @pytest.mark.parametrize("schedule", VARIED)
 def test_a_measured_timeline_has_the_actions_of_the_schedule_in_an_order_that_respects_dependencies(

@@ -80,7 +80,7 @@ class Pipeline:
     example            inputs to trace the model with, now; by default the first batch, when it comes
     batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
     intra_op_threads   of a CPU device; by default the caller's, shared among the devices
-    timeline           measure every step
+    timeline           measure every step; `pipe.timeline` may be changed between steps, on every rank alike
     timeout            under a mesh: give up after so many seconds without a sign of life, or of work, from any rank
     transport          under a mesh: "auto", "memory" (of one host), "nccl" or "gloo"
     graphs             on GPUs, actions as CUDA graphs: False, True, or "auto", where they are equal and faster
@@ -122,6 +122,7 @@ class Pipeline:
         self._close = close_with(self, self._world.close)
         self.seed = seed
         self.steps = 0  # done so far; random numbers depend on it
+        self.timeline = timeline
         self._nothing = nn.Parameter(torch.empty(0))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         with self._closed_if_it_fails(), self._world.making():
@@ -192,7 +193,7 @@ class Pipeline:
         with self._world.call("in a step"):
             self._staged.follow()
             prepared = self._staged.prepared([apart(part) for part in batch.parts])
-            program = self._staged.program(len(batch.parts), inference=False)
+            program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
             counted = self._staged.weighed(batch, prepared)
             weights = self._world.weights(program, inputs, target, counted, self.microbatches, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)

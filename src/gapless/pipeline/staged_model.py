@@ -57,7 +57,7 @@ class StagedModel:
         self.has_first = 0 in self._here  # inputs are used in this process
         self.has_last = schedule.num_stages - 1 in self._here  # outputs and losses are made in it
         self._is_whole = len(world.here) == len(world.devices)
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
         self._uses: Uses = {}  # which stages use a parameter
         self._split = False  # every backward, whatever the schedule says
@@ -160,9 +160,9 @@ class StagedModel:
             return self.model.weighed(prepared, batch, options.loss_weight)
         return weighed(options.loss, options.loss_weight, batch)
 
-    def program(self, microbatches: int, *, inference: bool) -> Program:
+    def program(self, microbatches: int, *, inference: bool, recorded: bool = False) -> Program:
         """For so many microbatches; made once."""
-        key = (microbatches, inference)
+        key = (microbatches, inference, recorded)
         if key not in self._programs:
             options, schedule = self._options, self._schedule
             if microbatches != options.microbatches:
@@ -170,7 +170,6 @@ class StagedModel:
             if inference:
                 schedule = forward_only(schedule)
             loss: Callable[[Any, Any], Tensor | None] = _own_loss if options.loss is own_loss else options.loss
-            recorded = options.timeline and not inference
             self._programs[key] = self._world.program(
                 schedule, self.stages, loss, options.schedules.costs, recorded=recorded
             )
