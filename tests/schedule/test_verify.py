@@ -74,6 +74,16 @@ def test_a_correct_schedule_has_no_violations() -> None:
             "0: 0F0 0SEND_F0 0F1 0SEND_F1\n1: 1RECV_F1 1RECV_F0 1F0 1F1",
             ["1.0 order: 1RECV_F1 comes before 1RECV_F0, which device 0 sends first"],
         ),
+        # Each of these three was accepted: the first two hang, and the third runs as if it trained.
+        (
+            "0: 0F0 0SEND_F0 0RECV_B0\n1: 1RECV_F0 1F0",
+            ["0.2 complete: 0RECV_B0 is for nothing that crosses between devices"],
+        ),
+        (
+            "0: 0F0 0SEND_F0\n1: 1RECV_F0 1F0 1SEND_F0",
+            ["1.2 complete: 1SEND_F0 is for nothing that crosses between devices"],
+        ),
+        ("0: 0F0 0R0", ["0.1 complete: 0R0 is for no backward: the schedule has none"]),
         (
             "0: 0SEND_F0 0F0\n1: 1RECV_F0 1F0",
             [

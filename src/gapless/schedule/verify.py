@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.action import BACKWARDS, TRANSFERS, Action, Kind, Schedule
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
 from gapless.schedule.pools import most_unsent, receive_buffers
 from gapless.schedule.routes import Channel, messages, transfer
@@ -56,7 +56,7 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     _refuse_strangers(schedule)
     refuse_holes(schedule)
     places, violations = _places(schedule)
-    violations += _incomplete(schedule, num_microbatches, num_stages)
+    violations += _incomplete(schedule, places, num_microbatches, num_stages)
     if Kind.UPDATE in schedule.kinds:
         violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule), *unmade_versions(schedule)]
     violations += _out_of_place(schedule, places)
@@ -100,7 +100,9 @@ def _places(schedule: Schedule) -> tuple[dict[Action, tuple[int, int]], list[Vio
 _BITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRAD: 4, Kind.WEIGHT_GRAD: 8}
 
 
-def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: int | None) -> Iterator[Violation]:
+def _incomplete(
+    schedule: Schedule, places: dict[Action, tuple[int, int]], num_microbatches: int | None, num_stages: int | None
+) -> Iterator[Violation]:
     """Every stage runs every microbatch: F, and B or both I and W (no backward at all is a schedule for inference)."""
     M = max(schedule.num_microbatches, num_microbatches or 0)
     S = max(schedule.num_stages, num_stages or 0)
@@ -110,6 +112,9 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
             there[stage * M + microbatch] |= _BITS[kind]
     if schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}):
         there = bytearray(found | 2 for found in there)
+        for action, place in places.items():
+            if action.kind is Kind.RECOMPUTE:
+                yield Violation("complete", *place, f"{action} is for no backward: the schedule has none")
     for index, bits in enumerate(there):
         wanted = 1 | 4 | 8 if bits & (4 | 8) else 1 | 2  # F, I and W, or F and B
         if bits == wanted:
@@ -123,14 +128,18 @@ def _incomplete(schedule: Schedule, num_microbatches: int | None, num_stages: in
 
 
 def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
-    """Where transfers are written out, all are: what crosses has its SEND and its RECV, and both in the same order."""
+    """Where transfers are written out, all are: what crosses has its SEND and its RECV, both in the same order, and
+    nothing else has.
+    """
     if not schedule.has_transfers:
         return
+    wanted: set[Action] = set()
     for channel, numbers in messages(schedule)[0].items():
         source, target, name = channel
         pairs = []
         for message in numbers:
             pair = transfer(channel, message)
+            wanted.update(pair)
             for device, action in zip((source, target), pair, strict=True):
                 if action not in places:
                     reason = f"{action} is missing: the {name} crosses from device {source} to device {target}"
@@ -142,6 +151,9 @@ def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) 
             if places[second] < places[first]:
                 reason = f"{second} comes before {first}, which device {source} sends first"
                 yield Violation("order", *places[second], reason)
+    for action in schedule.optional - wanted:
+        if action.kind in TRANSFERS:
+            yield Violation("complete", *places[action], f"{action} is for nothing that crosses between devices")
 
 
 def _out_of_place(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
