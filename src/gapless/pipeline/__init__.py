@@ -1,6 +1,7 @@
 """The facade, in reading order:
 
 pipeline      the object that trains: a table of contents
+held_model    its model as the user sees it: parameters, state, mode
 arguments     what a user asks for, checked
 options       what was asked for, and what all ranks must have been asked for alike
 schedules     the schedule for any number of microbatches

@@ -20,6 +20,7 @@ from gapless.model.capture import Captured, own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.pipeline import arguments
+from gapless.pipeline.held_model import HeldModel
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Pipeline:
+class Pipeline(HeldModel):
     """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
@@ -264,57 +265,6 @@ class Pipeline:
         """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
         return self._world.clip(list(self._staged.module.parameters()), max_norm, norm_type)
 
-    # -- the model --------------------------------------------------------------------------------------------------
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """Layers per stage; of a traced model none before it is traced."""
-        return self._staged.partition
-
-    def module(self) -> nn.Module:
-        """The plain model, with the trained weights."""
-        self._follow()
-        return self._staged.module
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this process; under a mesh an empty one on a rank that has none, since optimizers want some."""
-        mine = [parameter for _, parameter in self.named_parameters()]
-        yield from mine or ([] if self._world.one_process else [self._nothing])
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this process, under the model's names."""
-        self._follow()
-        return ((name, each) for name, each in self._staged.module.named_parameters() if self._staged.holds(each))
-
-    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
-        `whole` what is held there.
-        """
-        self._follow(whole=True)
-        return self._world.state(self._staged.module, whole)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Under a mesh every rank takes what it needs, from a whole state or its own."""
-        self._follow()
-        loaded = self._world.load(self._staged.module, state, strict)
-        for stream in self._streams:
-            stream.reloaded()
-        return loaded
-
-    def train(self, mode: bool = True) -> "Pipeline":
-        """As of the model; `evaluate` changes modes for itself."""
-        self._follow()
-        self._staged.module.train(mode)
-        return self
-
-    def eval(self) -> "Pipeline":
-        return self.train(False)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the model; gradients of steps with `sync=False` are dropped too."""
-        self._follow()
-        self._world.zero_grad(self._staged.module, set_to_none)
-
     @property
     def compile_seconds(self) -> float:
         """How long the calls lasted in which compiled layers were compiled: the cold start."""
@@ -342,9 +292,3 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return "\n".join([*self._staged.described(), *self._world.described()])
-
-    def _follow(self, *, whole: bool = False) -> None:
-        """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
-        check_drained(self._streams, whole=whole)
-        if not self._world.busy:
-            self._staged.follow()

@@ -9,5 +9,6 @@ team          a thread for each device
 channels      what carries tensors from device to device, and how threads do it
 lanes         what a device computes on: a CPU thread, or a CUDA stream
 thread_state  what torch keeps per thread and the caller has set
+named_state   what optimizers keep, by the names of parameters
 clip          the norm of all gradients
 """

@@ -15,15 +15,14 @@ The newest weights are the model's own, in its own state. Nothing here needs pic
 
 import ctypes
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from gapless.errors import ConfigError
 from gapless.run.flow.device import FlowDevice
+from gapless.run.named_state import like, load_named_state, named_state, plain
 
 State = dict[str, Any]
 _KEYS = ("minibatches", "rule", "start", "num_stages", "replicas", "stages")
@@ -37,9 +36,9 @@ def state_of(devices: Sequence[FlowDevice], *, versions: bool) -> State:
         held, updater = device.versions, device.updater
         stage: State = {"parameters": list(held.names), "weights": [_fingerprint(each) for each in held.parameters]}
         if updater.optimizer is not None:
-            stage["optimizer"] = _optimizer_state(updater.optimizer, _names(device))
+            stage["optimizer"] = named_state(updater.optimizer, _names(device))
         if updater.scheduler is not None:
-            stage["scheduler"] = _plain(updater.scheduler.state_dict(), "the scheduler")
+            stage["scheduler"] = plain(updater.scheduler.state_dict(), "the scheduler")
             stage["scheduler_kind"] = type(updater.scheduler).__name__
         if versions:
             stage["versions"] = {
@@ -166,10 +165,14 @@ class _Saved:
         if updater.optimizer is None:
             return
         first = next(iter(self._trained(device)))
-        _load_optimizer(updater.optimizer, names, self._state, self._groups)
+        groups = [
+            self._groups[names[each["params"][0]]] if each["params"] else None
+            for each in updater.optimizer.param_groups
+        ]
+        load_named_state(updater.optimizer, names, self._state, groups)
         if updater.scheduler is not None:
             own = updater.scheduler.state_dict()
-            updater.scheduler.load_state_dict(_like(own, self._schedulers[first]))
+            updater.scheduler.load_state_dict(like(own, self._schedulers[first]))
 
     def _trained(self, device: FlowDevice) -> Iterator[str]:
         names = _names(device)
@@ -181,75 +184,6 @@ class _Saved:
 
 def _names(device: FlowDevice) -> dict[Any, str]:
     return dict(zip(device.versions.parameters, device.versions.names, strict=True))
-
-
-def _optimizer_state(optimizer: Optimizer, names: Mapping[Any, str]) -> State:
-    made = optimizer.state_dict()
-    known: dict[Any, str] = {}  # by number
-    groups = []
-    for group, saved in zip(optimizer.param_groups, made["param_groups"], strict=True):
-        own = [names[each] for each in group["params"]]
-        known.update(zip(saved["params"], own, strict=True))
-        groups.append({**saved, "params": own})
-    state = {known.get(key, key): value for key, value in made["state"].items()}
-    plain = {"state": _plain(state, "the optimizer"), "param_groups": _plain(groups, "the optimizer")}
-    return {"kind": type(optimizer).__name__, **plain}
-
-
-def _load_optimizer(
-    optimizer: Optimizer, names: Mapping[Any, str], state: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
-) -> None:
-    made = optimizer.state_dict()
-    taken, merged = {}, []
-    for group, own in zip(optimizer.param_groups, made["param_groups"], strict=True):
-        first = group["params"][:1]  # a group may be empty
-        saved = groups[names[first[0]]] if first else own
-        merged.append({**_like(own, saved), "params": own["params"]})
-        for parameter, number in zip(group["params"], own["params"], strict=True):
-            if names[parameter] in state:
-                taken[number] = _like({}, state[names[parameter]])
-    optimizer.load_state_dict({"state": taken, "param_groups": merged})
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        own = optimizer.state.get(parameter, {})
-        for key, value in state.get(names[parameter], {}).items():
-            # torch casts to the parameter's type what it takes for a moment of it, which may be something else.
-            if isinstance(value, Tensor) and value.dtype != own[key].dtype:
-                own[key] = value.detach().clone().to(own[key].device)
-
-
-def _plain(value: Any, owner: str) -> Any:
-    """The same in dicts with words as keys, and in lists."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each, owner) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, owner) for each in value]
-    raise ConfigError(
-        f"{owner} keeps a {type(value).__name__} in its state, but a stream's state has only tensors, numbers, words, "
-        "lists and dicts: use another, or leave that out of its state_dict()"
-    )
-
-
-def _like(own: Any, saved: Any) -> Any:
-    """What was saved as plain values, of the kinds that a fresh one has; tensors are copied."""
-    if isinstance(saved, Tensor):
-        return saved.detach().clone()
-    if isinstance(saved, Mapping):
-        of_own = {str(key): (key, value) for key, value in own.items()} if isinstance(own, Mapping) else {}
-        counts = isinstance(own, Counter)  # a scheduler's milestones
-        made = {}
-        for name, each in saved.items():
-            key, value = of_own.get(name, (int(name) if counts else name, None))
-            made[key] = _like(value, each)
-        return Counter(made) if counts else made
-    if isinstance(saved, list):
-        places = own if isinstance(own, list | tuple) and len(own) == len(saved) else [None] * len(saved)
-        values = [_like(place, each) for place, each in zip(places, saved, strict=True)]
-        return tuple(values) if isinstance(own, tuple) else values
-    return saved
 
 
 def _of_loss(name: str) -> bool:

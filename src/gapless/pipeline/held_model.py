@@ -1,0 +1,78 @@
+"""The model of a pipeline as its user sees it: under its own names, whatever the stages are."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from torch import nn
+
+from gapless.pipeline.staged_model import StagedModel
+from gapless.pipeline.streaming import check_drained
+from gapless.run.flow.stream import Stream
+from gapless.run.world import World
+
+
+class HeldModel:
+    """What a pipeline lets its user do with the model. Whoever asks means the model as it is now: an edit since the
+    last step is taken over first.
+    """
+
+    _world: World
+    _staged: StagedModel
+    _streams: weakref.WeakSet[Stream]
+    _nothing: nn.Parameter
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage; of a traced model none before it is traced."""
+        return self._staged.partition
+
+    def module(self) -> nn.Module:
+        """The plain model, with the trained weights."""
+        self._follow()
+        return self._staged.module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this process; under a mesh an empty one on a rank that has none, since optimizers want some."""
+        mine = [parameter for _, parameter in self.named_parameters()]
+        yield from mine or ([] if self._world.one_process else [self._nothing])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this process, under the model's names."""
+        self._follow()
+        return ((name, each) for name, each in self._staged.module.named_parameters() if self._staged.holds(each))
+
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
+        `whole` what is held there.
+        """
+        self._follow(whole=True)
+        return self._world.state(self._staged.module, whole)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Under a mesh every rank takes what it needs, from a whole state or its own."""
+        self._follow()
+        loaded = self._world.load(self._staged.module, state, strict)
+        for stream in self._streams:
+            stream.reloaded()
+        return loaded
+
+    def train(self, mode: bool = True) -> Self:
+        """As of the model; `evaluate` changes modes for itself."""
+        self._follow()
+        self._staged.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of the model; gradients of steps with `sync=False` are dropped too."""
+        self._follow()
+        self._world.zero_grad(self._staged.module, set_to_none)
+
+    def _follow(self, *, whole: bool = False) -> None:
+        """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
+        check_drained(self._streams, whole=whole)
+        if not self._world.busy:
+            self._staged.follow()
