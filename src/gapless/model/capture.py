@@ -118,7 +118,7 @@ class Captured:
             return Weighed([float(count) for count in batch.sizes])
         if loss_weight is not None:
             return told(loss_weight, batch.parts)
-        return weighed_by(countings, [flat for _, *flat in prepared], batch.sizes, batch.inputs)
+        return weighed_by(countings, [flat for _, *flat in prepared], batch.sizes, batch.parts)
 
     def _counting(self, number: int) -> Counting:
         countings = self.edition.countings

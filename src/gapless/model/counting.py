@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
+from gapless.stage import microbatch as mb
 from gapless.stage.counted import IGNORED, Weighed, number_of, unknown
 
 from .operators import draws, needed
@@ -97,16 +98,18 @@ class Counting:
 
 
 def weighed_by(
-    countings: Sequence[Counting], flats: Sequence[Sequence[Any]], counts: Sequence[int], whole: Any
+    countings: Sequence[Counting], flats: Sequence[Sequence[Any]], counts: Sequence[int], parts: Sequence[Any]
 ) -> Weighed:
-    """What microbatches count for the model's own loss; `countings` and `flats` are theirs, `whole` is all inputs."""
+    """What microbatches count for the model's own loss; `countings` and `flats` are theirs, `parts` are their
+    inputs.
+    """
     samples = [float(count) for count in counts]
     if all(each.num_losses == 0 for each in countings):
-        return unknown(counts, flats, whole)
-    if all(each.summed for each in countings) and isinstance(whole, dict) and "num_items_in_batch" in whole:
+        return unknown(counts, flats, parts)
+    if all(each.summed for each in countings) and all("num_items_in_batch" in mb.call_of(each)[1] for each in parts):
         return Weighed(samples, summed=True)  # each loss is a part of all items' mean already
     if not all(each.known and each.num_losses == countings[0].num_losses for each in countings):
-        return unknown(counts, flats, whole)
+        return unknown(counts, flats, parts)
     with torch.no_grad():
         found = [torch.stack(each(flat)).double() for each, flat in zip(countings, flats, strict=True)]
     rows = torch.stack(found).cpu().t().tolist()  # for each loss, what the microbatches count

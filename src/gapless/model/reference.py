@@ -71,6 +71,7 @@ def plain_step(
     target_dims: Any = None,
     batchnorm: BatchNorm = "microbatch",
     weight: float | Fraction = 1.0,
+    cut: bool = True,
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`.
 
@@ -87,6 +88,7 @@ def plain_step(
         "target_dims": target_dims,
         "batchnorm": batchnorm,
         "weight": weight,
+        "cut": cut,
     }
     whole, compiler = uncompiled(model)
     check_no_hooks_for_all(whole)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gapless.model.capture import Captured, own_loss
+from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.pipeline import arguments
@@ -177,6 +177,7 @@ class Pipeline(HeldModel):
         *,
         weight: float | Fraction = 1.0,
         sync: bool = True,
+        cut: bool = True,
         outputs: bool = False,
         scaler: Any = None,
     ) -> Result:
@@ -185,21 +186,22 @@ class Pipeline(HeldModel):
         `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
         `weight` is for a minibatch that takes several steps: this one's share of it, by which all losses are
         multiplied. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks those before it.
+        `cut=False`: inputs, target and outputs are lists of microbatches, each with shapes of its own.
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
         share = Share.of(weight, sync)
         self._options.schedules.check_steps()
         arguments.check_step(scaler, one_process=self._world.one_process)
-        batch = self._cut(inputs, target)
+        batch = self._batch(inputs, target, cut)
         with self._world.call("in a step"):
             self._staged.follow()
             prepared = self._staged.prepared([apart(part) for part in batch.parts])
             program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
             counted = self._staged.weighed(batch, prepared)
-            weights = self._world.weights(program, inputs, target, counted, self.microbatches, share)
+            weights = self._world.weights(program, batch.inputs, batch.target, counted, self.microbatches, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
-            result = self._run(program, weights, batch.sizes if outputs else None)
+            result = self._run(program, weights, batch if outputs else None)
             self.steps += 1
         return result
 
@@ -224,9 +226,9 @@ class Pipeline(HeldModel):
         asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
         return make_stream(self._world, self._staged, self._options, asked, self._streams)
 
-    def evaluate(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
-        """Outputs, and the loss if there is a target, in eval mode and without gradients."""
-        batch = self._cut(inputs, target)
+    def evaluate(self, inputs: Any, target: Any = None, *, cut: bool = True, outputs: bool = True) -> Result:
+        """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is that of `step`."""
+        batch = self._batch(inputs, target, cut)
         check_drained(self._streams)
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
@@ -238,21 +240,20 @@ class Pipeline(HeldModel):
                 counted = Weighed([float(size) for size in batch.sizes])
                 if has_loss:
                     counted = self._staged.weighed(batch, prepared)
-                weights = self._world.weights(program, inputs, target, counted, self.microbatches, Share())
+                both = batch.inputs, batch.target
+                weights = self._world.weights(program, *both, counted, self.microbatches, Share())
                 program.give(prepared, batch.targets if has_loss else ())
-                return self._run(program, weights, batch.sizes if outputs else None)
+                return self._run(program, weights, batch if outputs else None)
 
-    def _cut(self, inputs: Any, target: Any) -> Minibatch:
+    def _batch(self, inputs: Any, target: Any, cut: bool) -> Minibatch:
         check_no_hooks_for_all(self._called_as_a_whole)
-        needed = self._staged.has_first or isinstance(self._staged.model, Captured)
-        dims = self._options.batch_dims, self._options.target_dims
-        return Minibatch.cut(inputs, target, self.microbatches, *dims, needed=needed)
+        return self._staged.batch_of(inputs, target, cut=cut)
 
-    def _run(self, program: Program, weights: Sequence[float], merge: Sequence[int] | None) -> Result:
-        """`merge`: outputs are wanted, of microbatches of these sizes."""
+    def _run(self, program: Program, weights: Sequence[float], wanted: Minibatch | None) -> Result:
+        """`wanted`: the batch whose outputs are."""
         try:
             ran = self._world.run(program, weights)
-            merged = mb.merge(program.batch.outputs, merge) if merge and self._staged.has_last else None
+            merged = wanted.merged(program.batch.outputs) if wanted and self._staged.has_last else None
         finally:
             program.clear()
         return Result(ran.losses, ran.weights if ran.losses else (), merged, ran.timeline)

@@ -120,6 +120,14 @@ class StagedModel:
         if not self.stages:
             yield "  to be traced and cut when the first batch comes"
 
+    def batch_of(self, inputs: Any, target: Any, *, cut: bool) -> Minibatch:
+        """What a caller gives, in microbatches; without `cut` it is a list of them already."""
+        dims, most = self._options.batch_dims, self._options.microbatches
+        if not cut:
+            return Minibatch.given(inputs, target, most, dims)
+        needed = self.has_first or isinstance(self.model, Captured)
+        return Minibatch.cut(inputs, target, most, dims, self._options.target_dims, needed=needed)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def prepared(self, parts: Sequence[Any]) -> Sequence[Any]:

@@ -48,19 +48,23 @@ class Weighed:
 def weighed(loss: Any, loss_weight: mb.LossWeight, batch: Minibatch) -> Weighed:
     """What microbatches count: by their targets or, where there are none, by their inputs."""
     counts = batch.sizes
-    targets, whole = (batch.parts, batch.inputs) if batch.target is None else (batch.targets, batch.target)
+    targets, came = batch.parts if batch.target is None else batch.targets, batch.counted
     if loss_weight is not None:
         return told(loss_weight, targets)
     known = _options(loss)
     if known is None:
-        return unknown(counts, targets, whole)
+        return unknown(counts, targets, came)
     if known.get("reduction", "mean") == "sum":
         return Weighed([1.0] * len(counts), summed=True)
-    if known.get("reduction", "mean") == "mean" and "ignore_index" in known and isinstance(whole, Tensor):
+    if known.get("reduction", "mean") == "mean" and "ignore_index" in known and _are_classes(came):
         ignored, weight = known["ignore_index"], known["weight"]
-        if not whole.is_floating_point() and (weight is not None or bool((whole == ignored).any())):
+        if weight is not None or any(bool((each == ignored).any()) for each in came):
             return Weighed(torch.stack([number_of(target, ignored, weight) for target in targets]).tolist())
     return Weighed([float(count) for count in counts])
+
+
+def _are_classes(targets: Sequence[Any]) -> bool:
+    return all(isinstance(each, Tensor) and not each.is_floating_point() for each in targets)
 
 
 def told(loss_weight: Callable[[Any], Any] | Literal["sum"], targets: Sequence[Any]) -> Weighed:
@@ -70,10 +74,10 @@ def told(loss_weight: Callable[[Any], Any] | Literal["sum"], targets: Sequence[A
     return Weighed([float(loss_weight(target)) for target in targets])
 
 
-def unknown(counts: Sequence[int], targets: Sequence[Any], whole: Any) -> Weighed:
+def unknown(counts: Sequence[int], targets: Sequence[Any], came: Sequence[Any]) -> Weighed:
     """By samples, if it does not matter."""
     samples = [float(count) for count in counts]
-    if not any(bool((leaf == IGNORED).any()) for leaf in _integers(whole)):
+    if not any(bool((leaf == IGNORED).any()) for leaf in _integers(list(came))):
         return Weighed(samples)
     kept = {_kept(target) for target in targets}
     return Weighed(samples, kept=kept.pop() if len(kept) == 1 else math.nan)

@@ -91,7 +91,7 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         )
 
 
-def _as_dict(tree: Any) -> Any:
+def as_dict(tree: Any) -> Any:
     """A batch that is some other mapping, as the dict that `model(**batch)` makes of it: a tokenizer returns one."""
     is_known = type(tree) in pytree.SUPPORTED_NODES
     return dict(tree) if isinstance(tree, Mapping) and not is_known else tree
@@ -108,7 +108,7 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
     """The number of samples: the first dimension of the first tensor that has one, or the first dimension that
     `batch_dims` names.
     """
-    tree = _as_dict(tree)
+    tree = as_dict(tree)
     tensors, shape = flatten(tree, once=False)
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
@@ -126,7 +126,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     enough) of numbers and None (not cut). `size` is the number of samples where another tree decides it: the targets of
     these inputs.
     """
-    tree = _as_dict(tree)
+    tree = as_dict(tree)
     if num_microbatches < 1:
         raise ConfigError(f"{num_microbatches} microbatches: at least 1 is needed.")
     follows = size is not None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gapless.errors import ConfigError
+
 from . import microbatch as mb
 
 
@@ -16,6 +18,7 @@ class Minibatch:
     parts: Sequence[Any]
     targets: Sequence[Any]
     sizes: Sequence[int]
+    is_cut: bool = True
 
     @classmethod
     def cut(
@@ -31,6 +34,38 @@ class Minibatch:
         if target is not None:
             targets = mb.split(target, count, target_dims, size=size)
         return cls(inputs, target, parts, targets, mb.sizes(size, count))
+
+    @classmethod
+    def given(cls, inputs: Any, target: Any, microbatches: int, batch_dims: Any) -> "Minibatch":
+        """Of microbatches that the caller has made, each with shapes of its own; at most so many."""
+        for word, value in (("inputs", inputs), ("target", target)):
+            if not (isinstance(value, list) or (value is None and word == "target")):
+                raise ConfigError(
+                    f"with cut=False {word} is a list of microbatches, but it is a {type(value).__name__}"
+                )
+        if not 1 <= len(inputs) <= microbatches:
+            raise ConfigError(
+                f"{len(inputs)} microbatches were given, but there must be 1 to {microbatches}: make the pipeline with "
+                "microbatches= for the most that may come"
+            )
+        if target is not None and len(target) != len(inputs):
+            raise ConfigError(f"{len(inputs)} microbatches were given with {len(target)} targets: give one for each")
+        parts = [mb.as_dict(part) for part in inputs]
+        sizes = [mb.batch_size(part, batch_dims) for part in parts]
+        if 0 in sizes:
+            raise ConfigError(f"microbatch {sizes.index(0)} is empty (0 samples): leave it out")
+        targets = [None] * len(parts) if target is None else [mb.as_dict(each) for each in target]
+        return cls(parts, None if target is None else targets, parts, targets, sizes, is_cut=False)
+
+    @property
+    def counted(self) -> list[Any]:
+        """What tells how much microbatches count, as it came: targets or, where there are none, inputs."""
+        whole = self.inputs if self.target is None else self.target
+        return [whole] if self.is_cut else whole
+
+    def merged(self, outputs: Sequence[Any]) -> Any:
+        """Of all microbatches as one tree; or a list, where microbatches came as one."""
+        return mb.merge(outputs, self.sizes) if self.is_cut else list(outputs)
 
 
 def apart(part: Any) -> Any:

@@ -45,6 +45,7 @@ def plain_step(
     target_dims: Any = None,
     batchnorm: BatchNorm = "microbatch",
     weight: float | Fraction = 1.0,
+    cut: bool = True,
     weigh: Weigh | None = None,
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`. `weigh` tells what the
@@ -53,7 +54,10 @@ def plain_step(
     Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators
     are left reseeded. The backward runs outside of autocast, as torch advises.
     """
-    batch = Minibatch.cut(inputs, target, microbatches, batch_dims, target_dims)
+    if cut:
+        batch = Minibatch.cut(inputs, target, microbatches, batch_dims, target_dims)
+    else:
+        batch = Minibatch.given(inputs, target, microbatches, batch_dims)
     counted = weighed(loss, loss_weight, batch) if weigh is None else weigh(batch)
     counted.check_kept()
     weights = Share.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
@@ -78,7 +82,7 @@ def plain_step(
             _backward(without_loss(value, aux))
     statistics.finish()
     total = sum_in_order(losses, weights)
-    return PlainResult(total, losses, mb.merge(outputs, batch.sizes))
+    return PlainResult(total, losses, batch.merged(outputs))
 
 
 def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
