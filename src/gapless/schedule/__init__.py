@@ -6,6 +6,7 @@ dependencies  what an action needs: the one rule
 routes        where an activation and a gradient go
 costs         what actions and hops take
 memory        what an action allocates and frees
+unrolled      the actions of all devices in one list, each behind what it needs
 simulate      costs -> timeline
 timeline      who did what from when to when; bubbles and peaks
 calibration   timelines -> costs

@@ -6,16 +6,68 @@ one message at a time. Where transfers are written out, a message leaves once it
 (where a bandwidth is given, receives count as posted in time).
 """
 
-from gapless.schedule.action import Action, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import Milestones, replay
 from gapless.schedule.routes import MAKERS, SENDS, Routes
 from gapless.schedule.timeline import Timeline
+from gapless.schedule.unrolled import Unrolled, unrolled
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> Timeline:
     """Raises ScheduleError for a schedule that would hang."""
     costs = costs or Costs()
+    flat = unrolled(schedule)
+    starts, ends = _played(schedule, costs) if flat is None else _run(flat, schedule, costs)
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), costs, name or schedule.name)
+
+
+_Times = tuple[list[list[Number]], list[list[Number]]]  # per device, when its actions start and end
+
+
+def _run(flat: Unrolled, schedule: Schedule, costs: Costs) -> _Times:
+    times = costs.durations(schedule.placement)
+    durations = [duration for kind in Kind for duration in times[kind]]
+    latency = costs.latency
+    free: list[Number] = [0] * schedule.num_devices
+    starts: list[list[Number]] = [[] for _ in schedule.rows]
+    ends: list[list[Number]] = [[] for _ in schedule.rows]
+    arrivals: list[Number] = []  # of what each action has made, on the device that waits for it
+    if costs.bandwidth is None:
+        for device, place, needs in flat.steps:
+            start = free[device]
+            for number in needs:
+                when = arrivals[number]
+                if when > start:
+                    start = when
+            free[device] = end = start + durations[place]
+            starts[device].append(start)
+            ends[device].append(end)
+            arrivals.append(end + latency)
+        return starts, ends
+    transits = costs.transits(schedule.placement)
+    busy: list[Number] = [0] * flat.num_wires
+    for (device, place, needs), wire in zip(flat.steps, flat.wires, strict=True):
+        start = free[device]
+        for number in needs:
+            when = arrivals[number]
+            if when > start:
+                start = when
+        free[device] = end = start + durations[place]
+        starts[device].append(start)
+        ends[device].append(end)
+        if wire is None:
+            arrivals.append(end)
+        else:
+            link, stage = wire
+            leaves = busy[link]
+            busy[link] = leaves = (leaves if leaves > end else end) + transits[stage]
+            arrivals.append(leaves + latency)
+    return starts, ends
+
+
+def _played(schedule: Schedule, costs: Costs) -> _Times:
+    """The same for schedules that are too long to be unrolled, and for those with transfers."""
     durations = costs.durations(schedule.placement)
     latency = costs.latency
     milestones = Milestones(schedule)
@@ -47,7 +99,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
             home[base + microbatch] = device
         if wires and (arrival := wires.arrival(action, end)) is not None:
             arrivals[gives[0] + microbatch] = arrival
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), costs, name or schedule.name)
+    return starts, ends
 
 
 class Wires:

@@ -2,6 +2,7 @@
 
 wanted     what a plan is searched for
 choices    what is chosen from: pipelines, microbatches, recipes, stages per device
+bound      what no plan of a choice can be below
 drafts     a choice with its cuts and its schedule, and what each device would hold
 footprint  bytes of each device at its peak
 breakdown  where the time of a step goes

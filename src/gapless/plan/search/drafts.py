@@ -16,6 +16,7 @@ from gapless.plan.plan import Footprint
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Layer, Profile
+from gapless.plan.search.bound import Bounds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
@@ -67,6 +68,7 @@ class Drafts:
         self.devices, self.shard_optimizer = devices, shard_optimizer
         self.slack = profile.slack if slack is None else slack
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
+        self._bounds = cache(lambda samples: Bounds(self.profile(samples)))
         self._named = cache(make_schedule)
         self._plain: dict[tuple[Choice, tuple[int, ...]], Schedule] = {}
 
@@ -144,11 +146,9 @@ class Drafts:
         )
 
     def least_seconds(self, choice: Choice) -> float:
-        """What no schedule and no partition can be below: all devices busy all the time."""
-        layers = self.profile(choice.samples).layers
-        speeds = self.speeds(choice)
-        times = [layer.work for layer in layers]
-        return choice.microbatches * max(sum(times) / sum(speeds), max(times) / max(speeds))
+        """What no plan of this choice can be below."""
+        bounds, speeds = self._bounds(choice.samples), self.speeds(choice)
+        return bounds.seconds(choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches, speeds)
 
     def fits(self, draft: Draft) -> bool:
         return not over_limit(draft.held, self.limits(draft.choice))

@@ -138,7 +138,8 @@ class _Attempts:
         return [c for c in options.choices(counts, ["auto"], self.num_layers) if c.recipe == "auto"]
 
     def _try(self, asked: Iterable[Choice]) -> None:
-        choices = sorted(asked, key=self.judge.drafts.least_seconds)  # stable, so that equals stay in their order
+        enough = [c for c in asked if c.mesh.num_devices * c.stages_per_device <= self.num_layers]
+        choices = sorted(enough, key=self.judge.drafts.least_seconds)  # stable, so that equals stay in their order
         self.tried.update(choices)
         for number, choice in enumerate(choices):
             best = self.best
@@ -151,7 +152,7 @@ class _Attempts:
             elif best is not None and least > best.step_seconds:
                 self._reject(
                     choice,
-                    f"with every device always busy it would still take {show_seconds(least)}, and the best takes "
+                    f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
                     f"{show_seconds(best.step_seconds)}",
                 )
             else:

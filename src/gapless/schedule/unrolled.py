@@ -1,0 +1,74 @@
+"""A schedule unrolled: the actions of all devices in one list, each behind what it needs, with its needs as numbers.
+
+The order does not depend on the costs, so it is found once, and simulating the same schedule with other costs takes a
+fraction of the time. What comes from the same device is left out: it is there when the device is free.
+
+    0: 0F0 0F1 0B0 0B1        number   0    1    2    3    4    5    6    7
+    1: 1F0 1B0 1F1 1B1        action  0F0  0F1  1F0  1B0  1F1  1B1  0B0  0B1
+                              needs              0         1         3    5
+"""
+
+from typing import NamedTuple
+
+from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.dependencies import Milestones, replay
+from gapless.schedule.routes import MAKERS, Routes
+
+_KINDS = tuple(Kind)
+_MOST_ACTIONS = 200_000  # that are kept: a million would fill the memory
+
+
+class Unrolled(NamedTuple):
+    """Per action of the list.
+
+    steps   its device, its place in a table of all kinds and stages, and the numbers of what it needs from elsewhere
+    wires   None where nothing is sent; else the number of the wire and the stage whose input it is
+    """
+
+    steps: list[tuple[int, int, tuple[int, ...]]]
+    wires: list[tuple[int, int] | None]
+    num_wires: int
+
+
+def unrolled(schedule: Schedule) -> Unrolled | None:
+    """None where transfers are written out, and for a schedule that is too long to be kept. Raises DeadlockError for
+    one that would hang.
+    """
+    if schedule.has_transfers or schedule.num_actions > _MOST_ACTIONS:
+        return None
+    found: Unrolled | None = schedule.__dict__.get("_unrolled")
+    if found is None:
+        found = schedule.__dict__["_unrolled"] = _unrolled(schedule)  # as functools.cached_property keeps its values
+    return found
+
+
+def _unrolled(schedule: Schedule) -> Unrolled:
+    milestones = Milestones(schedule)
+    stages = schedule.num_stages
+    rank = {kind: number * stages for number, kind in enumerate(_KINDS)}
+    maker = [-1] * milestones.size  # the number of the action that reaches a milestone
+    steps: list[tuple[int, int, tuple[int, ...]]] = []
+    wires: list[tuple[int, int] | None] = []
+    numbers: dict[tuple[int, int], int] = {}
+    routes = Routes(schedule.placement)
+    known: dict[tuple[int, Kind], tuple[int, int] | None] = {}
+    replicated = schedule.placement.single is None
+    for device, action, needs, gives in replay(schedule, milestones):
+        stage, kind, microbatch = action
+        away = [maker[base + microbatch] for base in needs]
+        others = tuple(number for number in away if number >= 0 and steps[number][0] != device)
+        for base in gives:
+            maker[base + microbatch] = len(steps)
+        steps.append((device, rank[kind] + stage, others))
+        if kind not in MAKERS:
+            wires.append(None)
+            continue
+        if replicated or (stage, kind) not in known:
+            route = routes.leaving(action)
+            wire = None
+            if route is not None and route.crosses:
+                pair = route.channel[:2]
+                wire = numbers.setdefault(pair, len(numbers)), max(route.source, route.target)
+            known[stage, kind] = wire
+        wires.append(known[stage, kind])
+    return Unrolled(steps, wires, len(numbers))
