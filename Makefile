@@ -82,7 +82,7 @@ BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist work
 # tests/test_shards.py sees to it that every test file is in one of them.
 SLOW_theory := tests/bench tests/cli tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
 SLOW_models := tests/model tests/stage tests/zoo
-SLOW_lives := $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
+SLOW_lives := tests/checkpoint $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
 SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))
 SLOW_random := tests/test_random_models.py
 SLOW_exact := $(filter-out $(SLOW_random) tests/test_units.py,$(wildcard tests/test_*.py))

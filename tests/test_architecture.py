@@ -2,7 +2,7 @@
 
     errors < schedule < view
     errors < stage < model
-    {schedule, stage, model} < {plan, run} < pipeline < train < bench < cli
+    {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < bench < cli
 
 Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
 Inside `plan`:  profile < cut < plan < explain < search < planner
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "gapless"
 
 _THEORY = {"errors", "schedule"}
 _CORE = _THEORY | {"stage", "model", "units", "user_file"}
-_FACADE = _CORE | {"plan", "run", "pipeline"}
+_FACADE = _CORE | {"plan", "run", "checkpoint", "pipeline"}
 _USERS = _FACADE | {"_version", "view", "zoo"}
 MAY_IMPORT = {
     "_version": set(),
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "model": {"errors", "stage", "model"},
     "plan": _CORE | {"plan"},
     "run": _CORE | {"run", "_version"},
+    "checkpoint": _CORE | {"run", "checkpoint", "_version"},
     "pipeline": _FACADE,
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},

@@ -2,10 +2,15 @@
 
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 
+from gapless.checkpoint.saveable import Saveable
+from gapless.pipeline.options import Options
+from gapless.pipeline.saved_model import SavedModel
+from gapless.pipeline.saved_pipeline import SavedPipeline
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
 from gapless.run.flow.stream import Stream
@@ -21,6 +26,8 @@ class HeldModel:
     _staged: StagedModel
     _streams: weakref.WeakSet[Stream]
     _nothing: nn.Parameter
+    _options: Options
+    steps: int
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -56,6 +63,24 @@ class HeldModel:
         for stream in self._streams:
             stream.reloaded()
         return loaded
+
+    def save(self, folder: str | Path, optimizer: Any, scheduler: Any = None, extra: Any = None) -> None:
+        """A checkpoint: the model, the optimizer made of `parameters()`, the scheduler, steps and random numbers, and
+        what you add. It is there whole, or not at all. Any number of devices or ranks can load it.
+        """
+        self.saveable().save(folder, optimizer, scheduler, extra)
+
+    def load(self, folder: str | Path, optimizer: Any = None, scheduler: Any = None) -> Any:
+        """Goes on from a checkpoint, and returns its `extra`. Without an optimizer the model alone is loaded."""
+        extra = self.saveable().load(folder, optimizer, scheduler)
+        for stream in self._streams:
+            stream.reloaded()
+        return extra
+
+    def saveable(self) -> Saveable:
+        """As `gapless.checkpoint.Checkpoints` takes it."""
+        self._follow(whole=True)
+        return SavedPipeline(SavedModel(self._world, self._staged, self._options), self, self._nothing)
 
     def train(self, mode: bool = True) -> Self:
         """As of the model; `evaluate` changes modes for itself."""

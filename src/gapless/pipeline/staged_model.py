@@ -79,6 +79,11 @@ class StagedModel:
             self._make_stages()
 
     @property
+    def schedule(self) -> Schedule:
+        """Of a whole minibatch."""
+        return self._schedule
+
+    @property
     def uses(self) -> Uses:
         """Which stages use a parameter."""
         return self._uses

@@ -39,7 +39,7 @@ def load_named_state(
     made = optimizer.state_dict()
     taken, merged = {}, []
     for group, own, saved in zip(optimizer.param_groups, made["param_groups"], groups, strict=True):
-        merged.append({**like(own, own if saved is None else saved), "params": own["params"]})
+        merged.append({**own, **like(own, saved or {}), "params": own["params"]})
         for parameter, number in zip(group["params"], own["params"], strict=True):
             if names[parameter] in state:
                 taken[number] = like({}, state[names[parameter]])

@@ -1,7 +1,7 @@
 """One process, a thread per device: there is nobody else to talk to."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +14,24 @@ from gapless.run.execute import execute, measured
 from gapless.run.lanes import Lane, make_lane
 from gapless.run.program import Program
 from gapless.run.team import make_team
-from gapless.run.world import Evaluated, OwnStages, Parts, Ran
+from gapless.run.world import Evaluated, Gathering, OwnStages, Parts, Ran
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.tie import Tie, Tied
+
+
+class Lone:
+    """A gathering of one."""
+
+    ranks, place = (0,), 0
+
+    def everywhere(self, own: Any) -> list[Any]:
+        return [own]
+
+    def note(self, doing: str) -> None:
+        """Nobody waits."""
 
 
 class OneProcess:
@@ -104,6 +116,11 @@ class OneProcess:
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, norm_type)
+
+    @contextmanager
+    def gathered(self, doing: str) -> Iterator[Gathering]:
+        with self.team.held():
+            yield Lone()
 
     def described(self) -> Iterator[str]:
         return iter(())

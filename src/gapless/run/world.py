@@ -43,6 +43,24 @@ class Ran(NamedTuple):
     timeline: Timeline | None = None
 
 
+class Gathering(Protocol):
+    """All processes of a pipeline, which tell each other what they have to save. From one thread at a time."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """In the order in which they are heard."""
+
+    @property
+    def place(self) -> int:
+        """This one's, in that order."""
+
+    def everywhere(self, own: Any) -> list[Any]:
+        """What each has to say, as JSON can. All of them call it."""
+
+    def note(self, doing: str) -> None:
+        """What this one is at, for others who wait for it."""
+
+
 class World(Protocol):
     """The processes of a pipeline, as seen from one of them."""
 
@@ -106,6 +124,9 @@ class World(Protocol):
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients of all processes to `max_norm`; the norm before."""
+
+    def gathered(self, doing: str) -> AbstractContextManager[Gathering]:
+        """Around saving and loading, in which no step is under way, and nobody leaves."""
 
     def described(self) -> Iterator[str]:
         """How tensors get from device to device, a line for each way, if it is not within one process."""

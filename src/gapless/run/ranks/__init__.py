@@ -10,6 +10,7 @@ replicas          data parallelism: shares of a minibatch, sums of gradients
 sharded           FSDP on the layers of a stage
 shared_parameter  a parameter that several ranks hold
 footing           what a stream stands on: links to other ranks, and words that all of them exchange
+gathering         all ranks tell each other what they save
 losses            every rank learns all losses
 state_dict        the state of a model that is in parts
 clock             one time for all ranks, for timelines

@@ -27,19 +27,19 @@ class Footing(NamedTuple):
         """What each rank of the mesh has to say, as JSON can: the devices of the first replica, then those of the next.
         All of them call it.
         """
-        row = [json.loads(each) for each in _gathered(self.groups.pp, json.dumps(own).encode())]
-        rows = [json.loads(each) for each in _gathered(self.groups.dp, json.dumps(row).encode())]
+        row = [json.loads(each) for each in of_each(self.groups.pp, json.dumps(own).encode())]
+        rows = [json.loads(each) for each in of_each(self.groups.dp, json.dumps(row).encode())]
         return [each for row in rows for each in row]
 
     def of_all_stages(self, own: Any) -> list[Any]:
         """A tree of tensors and plain values of each rank of this pipeline, on the CPU. All of them call it."""
         file = io.BytesIO()
         torch.save(own, file)
-        found = (io.BytesIO(each) for each in _gathered(self.groups.pp, file.getvalue()))
+        found = (io.BytesIO(each) for each in of_each(self.groups.pp, file.getvalue()))
         return [torch.load(each, map_location="cpu", weights_only=True) for each in found]
 
 
-def _gathered(group: Any, own: bytes) -> list[bytes]:
+def of_each(group: Any, own: bytes) -> list[bytes]:
     """Of each rank of the group."""
     if group is None:
         return [own]

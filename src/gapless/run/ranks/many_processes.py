@@ -20,6 +20,7 @@ from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.clock import SharedClock
 from gapless.run.ranks.exchange import Exchange
 from gapless.run.ranks.footing import Footing
+from gapless.run.ranks.gathering import RankGathering
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
@@ -36,13 +37,12 @@ from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.team import make_team
-from gapless.run.world import Ran, TransportName
+from gapless.run.world import Evaluated, OwnStages, Parts, Ran, TransportName
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
-from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie, Tied
 
 _LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}
@@ -132,14 +132,7 @@ class ManyProcesses:
         if module is not None:
             self._sameness.compare_weights(module)
 
-    def adopt(
-        self,
-        module: nn.Module,
-        stages: Mapping[int, Stage],
-        parts: Sequence[Sequence[Any]],
-        schedule: Schedule,
-        tied: Tied,
-    ) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
         for each in self._ties:
             each.release()
         known, uses = self._homes, uses_of(parts)
@@ -169,13 +162,7 @@ class ManyProcesses:
         return away
 
     def program(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        loss: Callable[[Any, Any], Tensor | None],
-        costs: Costs | None,
-        *,
-        recorded: bool,
+        self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         channels, lanes = RankChannels(schedule, self._links), [self._lane] * self.seat.num_devices
         made = Program(
@@ -239,8 +226,7 @@ class ManyProcesses:
 
     def _break_off(self) -> None:
         self._links.break_off()
-        if self._groups.dp is not None:
-            self._groups.dp.break_off()
+        self._groups.break_off()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -328,6 +314,11 @@ class ManyProcesses:
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
         with self._together("clipping gradients", leaves=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
+
+    @contextmanager
+    def gathered(self, doing: str) -> Iterator[RankGathering]:
+        with self._team.held(), self._together(doing, leaves=False):
+            yield RankGathering(self.seat, self._groups, self._watch)
 
     def described(self) -> Iterator[str]:
         return self._links.described()

@@ -122,13 +122,27 @@ class Groups:
     pp: Group | None
     dp: Group | None
     network: Any
+    everyone: Group | None = None  # of the mesh, for checkpoints; made when it is first needed
+
+    def meeting(self, seat: Seat) -> Group | None:
+        """Of all ranks of the mesh, for what may go on beside a step. All of them call it."""
+        if self.everyone is None:
+            place = seat.ring.index(dist.get_rank())
+            self.everyone = connected("checkpoints", seat.ring, place, self.network)
+        return self.everyone
+
+    def break_off(self) -> None:
+        """Whoever waits in one of them raises; links between neighbours are broken off by themselves."""
+        for group in (self.dp, self.everyone):
+            if group is not None:
+                group.break_off()
 
     def close(self) -> None:
         """Ends threads and connections; what is still under way is lost."""
-        for group in (self.pp, self.dp):
+        for group in (self.pp, self.dp, self.everyone):
             if group is not None:
                 group.close()
-        self.pp = self.dp = self.network = None
+        self.pp = self.dp = self.everyone = self.network = None
 
 
 def make_groups(seat: Seat, network: Any) -> Groups:

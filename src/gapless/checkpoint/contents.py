@@ -1,0 +1,37 @@
+"""What is to be saved, as trees of values and tensors beside them, each under a name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gapless.checkpoint.pieces import TensorPart, piece_of
+from gapless.checkpoint.tree import Json, encode
+
+
+class Contents:
+    """Of one process. A tensor that is there under several names, as shared parameters are, is held once."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = dict(facts)
+        self.trees: dict[str, Json] = {}
+        self.parts: dict[str, TensorPart] = {}
+        self._known: dict[Any, str] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """A tree of values and tensors, which are named after their place in it."""
+        self.trees[name] = encode(value, name, self._put)
+
+    def _put(self, place: str, tensor: Tensor) -> str:
+        part = piece_of(tensor, place)
+        data, key = part.data, None
+        if part.num_bytes:
+            key = data.device, data.data_ptr(), data.dtype, data.shape, data.stride(), part.offsets, part.shape
+            if key in self._known:
+                return self._known[key]
+        while place in self.parts:
+            place += "'"
+        self.parts[place] = part
+        if key is not None:
+            self._known[key] = place
+        return place

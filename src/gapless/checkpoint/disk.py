@@ -1,0 +1,106 @@
+"""What a save does to the disk, one method each: whoever wants to see what a crash or a full disk leaves derives from
+`Disk` and drops, counts or fails its calls. Every error names its path.
+
+A file is on the disk when it is synced, a name in a folder when the folder is. Until then a crash may leave the one
+without the other: a name with nothing behind it, or a rename that never was.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_CWD = -100
+
+
+class Disk:
+    """The real one."""
+
+    def make_folder(self, path: Path) -> None:
+        """One folder, in one that is there."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, file: int, path: Path, data: memoryview) -> None:
+        """All of it."""
+        while data:
+            with naming(path):
+                data = data[os.write(file, data) :]
+
+    def sync(self, file: int, path: Path) -> None:
+        """What was written survives a crash."""
+        with naming(path):
+            os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """What was not synced may be lost."""
+        os.close(file)
+
+    def sync_folder(self, path: Path) -> None:
+        """The names in it do."""
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with naming(path):
+                os.fsync(opened)
+        finally:
+            os.close(opened)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """In one step; an empty folder or a link of that name is replaced."""
+        os.rename(path, to)
+
+    def exchange(self, path: Path, other: Path) -> None:
+        """Two folders swap their names in one step."""
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        swap: Callable[..., int] | None = getattr(libc, "renameat2", None)
+        if swap is None or swap(_AT_CWD, os.fsencode(path), _AT_CWD, os.fsencode(other), _EXCHANGE) != 0:
+            number = ctypes.get_errno() if swap is not None else errno.ENOSYS
+            raise OSError(number, os.strerror(number), str(other))
+
+    def link(self, path: Path, to: str) -> None:
+        """A symbolic link."""
+        os.symlink(to, path)
+
+    def remove(self, path: Path) -> None:
+        """A folder and all that is in it."""
+        shutil.rmtree(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Calls on an open file do not know its name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def make_folders(disk: Disk, path: Path) -> None:
+    """With those above it, each of which is to survive a crash."""
+    if not path.is_dir():
+        make_folders(disk, path.parent)
+        try:
+            disk.make_folder(path)
+        except FileExistsError:  # another rank was quicker
+            if not path.is_dir():
+                raise
+        disk.sync_folder(path.parent)
+
+
+def aside(name: str) -> str:
+    """What a checkpoint of that name is called while it is written or removed."""
+    return f".{name}.{secrets.token_hex(8)}.aside"
+
+
+def is_aside(name: str, of: str = "") -> bool:
+    """Whether it is called so: any, or that of one name."""
+    return name.startswith(f".{of}." if of else ".") and name.endswith(".aside")

@@ -1,0 +1,196 @@
+"""Tensors as blocks of bytes: what of each is here, and how it goes into a safetensors file and comes back.
+
+Files are those of torch's distributed checkpoint with its safetensors storage: its reader takes them, and so does
+every tool that reads safetensors. Here they are written piece by piece, hashed on the way and synced, which torch's
+writer can't; it makes the whole file in memory first.
+"""
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gapless.checkpoint.disk import Disk
+from gapless.checkpoint.manifest import ITEM_BYTES, FileEntry, PieceEntry, TensorEntry, open_inside
+from gapless.errors import CheckpointError, printable
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+}
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ALIGNED = 8
+_BLOCK = 4 << 20  # bytes written or read at once
+
+
+class TensorPart(NamedTuple):
+    """What is here of a tensor: all of it, or this rank's block of a DTensor."""
+
+    data: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.data.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def bytes_of(self) -> memoryview:
+        """Its own memory, which must be the CPU's and contiguous."""
+        if not self.num_bytes:
+            return memoryview(b"")
+        return memoryview((ctypes.c_ubyte * self.num_bytes).from_address(self.data.data_ptr())).cast("B")
+
+
+def piece_of(tensor: Tensor, place: str) -> TensorPart:
+    """Refuses by its place in the tree what no safetensors file can hold."""
+    if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "has no data" if tensor.is_meta else f"is {tensor.dtype}, {tensor.layout}"
+        raise CheckpointError(
+            f"{place} {kind}, which safetensors files can't hold: convert it to a dense tensor of another type"
+        )
+    if not hasattr(tensor, "device_mesh"):
+        return TensorPart(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
+    sharded: Any = tensor
+    block = _block_of(sharded)
+    local: Tensor = sharded.to_local().detach()
+    return TensorPart(local, tuple(block.offsets), tuple(tensor.shape))
+
+
+def _block_of(tensor: Any) -> Any:
+    """Which block of a DTensor is here, as torch's own checkpoints have it."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    if any(each.is_partial() for each in tensor.placements):
+        raise CheckpointError("a DTensor with partial sums has no value of its own: redistribute it before it is saved")
+    (item,) = create_default_local_save_plan({"tensor": tensor}, True).items
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def write_file(
+    disk: Disk, path: Path, pieces: Mapping[str, TensorPart], note: Callable[[str], None]
+) -> tuple[FileEntry, dict[str, PieceEntry]]:
+    """A synced safetensors file. A tensor on a GPU comes to the CPU when it is its turn."""
+    names = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
+    header, at = _header({name: pieces[name] for name in names}), 0
+    entries = {}
+    file = disk.create(path)
+    try:
+        disk.write(file, path, memoryview(header))
+        for name in names:
+            note(f"writing {name}")
+            piece = pieces[name]
+            near = piece._replace(data=piece.data.cpu().contiguous().resolve_conj().resolve_neg())
+            made, data = hashlib.sha256(), near.bytes_of()
+            for begin in range(0, len(data), _BLOCK):
+                made.update(block := data[begin : begin + _BLOCK])
+                disk.write(file, path, block)
+            begin, at = len(header) + at, at + len(data)
+            sizes = tuple(piece.data.shape)
+            entries[name] = PieceEntry(path.name, begin, len(header) + at, made.hexdigest(), piece.offsets, sizes)
+        disk.sync(file, path)
+    finally:
+        disk.close(file)
+    return FileEntry(len(header) + at, len(header), hashlib.sha256(header).hexdigest()), entries
+
+
+def _header(pieces: Mapping[str, TensorPart]) -> bytes:
+    """Of a safetensors file, with the offsets of pieces as torch's distributed checkpoint notes them."""
+    offsets = {name: {"saved_offsets": list(each.offsets)} for name, each in pieces.items()}
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    }
+    at = 0
+    for name, each in pieces.items():
+        entries[name] = {"dtype": each.dtype, "shape": list(each.data.shape), "data_offsets": [at, at + each.num_bytes]}
+        at += each.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_tensor(folder: Path, name: str, entry: TensorEntry, into: Any = None) -> Tensor:
+    """A whole tensor, or the block of it that a DTensor like `into` has here. What is read is compared with its
+    hash."""
+    dtype = _OF_NAME[entry.dtype]
+    if into is None:
+        made = torch.empty(entry.shape, dtype=dtype)
+        _fill(folder, name, entry, made, (0,) * len(entry.shape))
+        return made
+    from torch.distributed.tensor import DTensor
+
+    block = _block_of(into)
+    local = torch.empty(tuple(block.sizes), dtype=dtype)
+    _fill(folder, name, entry, local, tuple(block.offsets))
+    near = local.to(into.device)
+    whole: Tensor = DTensor.from_local(
+        near, into.device_mesh, into.placements, run_check=False, shape=into.size(), stride=into.stride()
+    )
+    return whole
+
+
+def _fill(folder: Path, name: str, entry: TensorEntry, made: Tensor, start: Sequence[int]) -> None:
+    """The block that begins at `start`, from all pieces that have some of it."""
+    for piece in entry.pieces:
+        both = [
+            (max(a, b), min(a + size, b + wanted))
+            for a, size, b, wanted in zip(piece.offsets, piece.sizes, start, made.shape, strict=True)
+        ]
+        if any(begin >= end for begin, end in both):
+            continue
+        if piece.offsets == tuple(start) and piece.sizes == tuple(made.shape):
+            _read(folder, name, piece, made)
+            return
+        found = torch.empty(piece.sizes, dtype=made.dtype)
+        _read(folder, name, piece, found)
+        there = tuple(slice(begin - at, end - at) for (begin, end), at in zip(both, piece.offsets, strict=True))
+        here = tuple(slice(begin - at, end - at) for (begin, end), at in zip(both, start, strict=True))
+        made[here] = found[there]
+
+
+def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
+    """Into a contiguous tensor, all of it."""
+    path = folder / piece.file
+    data, hashed = TensorPart(made, (), ()).bytes_of(), hashlib.sha256()
+    try:
+        with open_inside(path) as file:
+            file.seek(piece.begin)
+            for begin in range(0, len(data), _BLOCK):
+                block = data[begin : begin + _BLOCK]
+                while block:
+                    if not (count := file.readinto(block)):
+                        raise CheckpointError(
+                            f"{printable(str(path))} ends too early: it was cut off; load an earlier checkpoint"
+                        )
+                    hashed.update(block[:count])
+                    block = block[count:]
+    except OSError as error:
+        raise CheckpointError(f"{printable(str(path))} can't be read: {error.strerror}") from None
+    if hashed.hexdigest() != piece.sha256:
+        raise CheckpointError(
+            f"{printable(str(path))} is damaged: the hash of {printable(name)} does not match; load an earlier "
+            "checkpoint"
+        )

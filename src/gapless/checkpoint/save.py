@@ -1,0 +1,276 @@
+"""A save, from what is in memory to a checkpoint that is there, whole.
+
+    all ranks     meet: what each has of every tensor, and whether all can        one rank of those that have it writes
+    each rank     its file, hashed and synced, in a folder that is called otherwise
+    all ranks     meet: all files are there
+    first rank    manifest, synced; the folder, synced; renamed; the folder above, synced
+    all ranks     meet: it is there
+
+What fails on one rank fails on all, the folder goes, and an earlier checkpoint is as it was.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless._version import __version__
+from gapless.checkpoint.contents import Contents
+from gapless.checkpoint.disk import Disk, aside, make_folders
+from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers
+from gapless.checkpoint.manifest import ITEM_BYTES, NAME, FileEntry, Manifest, PieceEntry, TensorEntry
+from gapless.checkpoint.pieces import TensorPart, write_file
+from gapless.checkpoint.tree import merged
+from gapless.errors import CheckpointError, GaplessError, printable
+from gapless.run.world import Gathering
+
+_SMALL = 1 << 16  # bytes; what is smaller is written by the first rank that has it
+_FILE = "shard-{:05d}-model-00001-of-00001.safetensors"
+Offer = tuple[str, Sequence[int], Sequence[int], Sequence[int]]  # type, shape, offsets, sizes
+
+
+class SaveUnderWay:
+    """What is left to do of a save. It may be done in another thread."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        gathering: Gathering,
+        folder: Path,
+        staging: Path,
+        held: HeldFolder | None,
+        parts: Mapping[str, TensorPart],
+        manifest: Manifest,
+        then: Callable[[Manifest], None],
+    ) -> None:
+        self._disk, self._gathering, self._folder, self._staging = disk, gathering, folder, staging
+        self._held, self._manifest, self._then = held, manifest, then
+        self.parts = parts  # that this rank writes
+
+    def finish(self) -> None:
+        """When it returns the checkpoint is there, on every rank; when it raises it is not, on any."""
+        try:
+            self._finish()
+        except BaseException:
+            if self._held is not None and self._staging.is_dir():
+                _forgiving(lambda: self._disk.remove(self._staging))
+            raise
+        finally:
+            if self._held is not None:
+                self._held.give_back()
+
+    def _finish(self) -> None:
+        gathering, fault = self._gathering, None
+        written: dict[str, Any] = {}
+        try:
+            written = self._write()
+        except (OSError, GaplessError) as error:
+            fault = self._unshared(error)
+        rows = met(gathering, "save", self._folder, fault, {}, written)
+        if gathering.place == 0:
+            try:
+                self._appear(_with_files(self._manifest, rows))
+            except (OSError, GaplessError) as error:
+                fault = error
+        met(gathering, "save", self._folder, fault, {})
+
+    def _write(self) -> dict[str, Any]:
+        """This rank's file."""
+        if not self.parts:
+            return {}
+        name = _FILE.format(self._gathering.place + 1)
+        self._gathering.note("saving a checkpoint")
+        file, pieces = write_file(self._disk, self._staging / name, self.parts, self._gathering.note)
+        return {"file": [name, vars(file)], "pieces": {key: vars(each) for key, each in pieces.items()}}
+
+    def _unshared(self, error: OSError | GaplessError) -> Exception:
+        if isinstance(error, FileNotFoundError) and self._gathering.place != 0:
+            return CheckpointError(not_shared(self._folder))
+        return error
+
+    def _appear(self, manifest: Manifest) -> None:
+        disk, folder, staging = self._disk, self._folder, self._staging
+        path = staging / NAME
+        file = disk.create(path)
+        try:
+            disk.write(file, path, memoryview(manifest.text()))
+            disk.sync(file, path)
+        finally:
+            disk.close(file)
+        disk.sync_folder(staging)
+        disk.sync_folder(folder.parent)
+        if folder.is_dir() and any(folder.iterdir()):
+            _exchange(disk, staging, folder)
+            disk.sync_folder(folder.parent)
+            disk.remove(staging)  # which is the old one
+        else:
+            disk.rename(staging, folder)
+            disk.sync_folder(folder.parent)
+        self._then(manifest)
+
+
+def begin(
+    disk: Disk,
+    gathering: Gathering,
+    folder: Path,
+    contents: Callable[[], Contents],
+    then: Callable[[Manifest], None] = lambda _: None,
+) -> SaveUnderWay:
+    """All ranks can save, and agree on what. `then` is called by the first rank when the checkpoint is there."""
+    fault: Exception | None = None
+    own = Contents({})
+    staging, held = folder, None
+    try:
+        own = contents()
+        if gathering.place == 0:
+            staging, held = _staged(disk, folder)
+    except (OSError, GaplessError) as error:
+        fault = error
+    try:
+        offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
+        told = {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
+        rows = met(gathering, "save", folder, fault, {}, told)
+        owners = [f"rank {rank}" for rank in gathering.ranks]
+        facts = {
+            **merged([row["facts"] for row in rows], owners),
+            "gapless": __version__,
+            "torch": str(torch.__version__),
+            "time": time.time(),
+            "processes": len(rows),
+        }
+        tensors, mine = _shared_out([row["offers"] for row in rows], gathering.place, owners)
+        manifest = Manifest(facts, merged([row["trees"] for row in rows], owners), tensors, {})
+        parts = {name: own.parts[name] for name in mine}
+        staging = folder.with_name(rows[0]["staging"])
+        return SaveUnderWay(disk, gathering, folder, staging, held, parts, manifest, then)
+    except BaseException:
+        if held is not None:
+            _forgiving(lambda: disk.remove(staging))
+            held.give_back()
+        raise
+
+
+def met(
+    gathering: Gathering, doing: str, folder: Path, fault: Exception | None, same: Mapping[str, Any], own: Any = None
+) -> list[Any]:
+    """What each rank has to say, when all are well and have the `same`; otherwise all of them raise."""
+    words = "" if fault is None else _words(fault, doing, folder)
+    rows = gathering.everywhere([words, same, own])
+    if fault is not None:
+        raise CheckpointError(words) from (fault if isinstance(fault, OSError) else None)
+    for rank, (told, _, _) in zip(gathering.ranks, rows, strict=True):
+        if told:
+            raise CheckpointError(f"rank {rank} can't {doing}: {told}")
+    merged([each for _, each, _ in rows], [f"rank {rank}" for rank in gathering.ranks])
+    return [each for _, _, each in rows]
+
+
+def _words(fault: Exception, doing: str, folder: Path) -> str:
+    if not isinstance(fault, OSError):
+        return str(fault)
+    path = printable(str(fault.filename or folder))
+    kept = "; an earlier checkpoint is as it was" if doing == "save" else ""
+    return f"can't {doing} {printable(str(folder))}: {path}: {fault.strerror or fault}{kept}"
+
+
+def not_shared(folder: Path) -> str:
+    """What a rank says that does not see what the first one has made."""
+    return (
+        f"{printable(str(folder.absolute()))} on {socket.gethostname()} is not the folder that the first rank has: "
+        "save to a folder that all ranks share, such as one on a network file system"
+    )
+
+
+def folder_of(path: str | Path) -> Path:
+    """As the user has written it, from the root."""
+    folder = Path(os.path.abspath(path))
+    if not folder.name:
+        raise CheckpointError(f"{printable(str(path))!r} is no name for a folder")
+    return folder
+
+
+def _staged(disk: Disk, folder: Path) -> tuple[Path, HeldFolder | None]:
+    """A folder to write to, beside the one it will be, after what may be replaced was looked at."""
+    if folder.is_symlink():
+        raise CheckpointError(f"{printable(str(folder))} is a link: save to another name, or to what it leads to")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{printable(str(folder))} is a file: save to another name")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / NAME).is_file():
+        raise CheckpointError(
+            f"{printable(str(folder))} has other files in it, and is no checkpoint: save to a new folder, such as "
+            f"{printable(str(folder / 'checkpoint'))}"
+        )
+    make_folders(disk, folder.parent)
+    remove_leftovers(disk, folder.parent, folder.name)
+    staging = folder.with_name(aside(folder.name))
+    disk.make_folder(staging)
+    return staging, HeldFolder.of(staging)
+
+
+def _shared_out(
+    offers: Sequence[Mapping[str, Offer]], place: int, owners: Sequence[str]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """All tensors, as yet without pieces, and the names of those that this rank writes. Replicas have the same, so each
+    writes its share.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    have: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for rank, each in enumerate(offers):
+        for name, (dtype, shape, offsets, block) in each.items():
+            known = tensors.setdefault(name, (dtype, tuple(shape), owners[rank]))
+            if known[:2] != (dtype, tuple(shape)):
+                raise CheckpointError(
+                    f"{name} is {known[0]} {known[1]} on {known[2]} and {dtype} {tuple(shape)} on {owners[rank]}: all "
+                    "ranks have the same model and optimizer"
+                )
+            if 0 in block and 0 not in shape:
+                continue  # a rank without a part of it
+            key = name, tuple(offsets)
+            have.setdefault(key, []).append(rank)
+            sizes[key] = math.prod(block) * ITEM_BYTES[dtype]
+    load, mine = [0] * len(offers), []
+    for key, ranks in have.items():
+        writes = ranks[0] if sizes[key] < _SMALL else min(ranks, key=lambda rank: load[rank])
+        load[writes] += sizes[key]
+        if writes == place:
+            mine.append(key[0])
+    return {name: TensorEntry(dtype, shape, ()) for name, (dtype, shape, _) in tensors.items()}, mine
+
+
+def _with_files(manifest: Manifest, rows: Iterable[Mapping[str, Any]]) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    pieces: dict[str, list[PieceEntry]] = {name: [] for name in manifest.tensors}
+    for row in rows:
+        if row:
+            name, entry = row["file"]
+            files[name] = FileEntry(**entry)
+            for key, each in row["pieces"].items():
+                pieces[key].append(PieceEntry(**each))
+    tensors = {
+        name: TensorEntry(each.dtype, each.shape, tuple(pieces[name])) for name, each in manifest.tensors.items()
+    }
+    return Manifest(manifest.facts, manifest.trees, tensors, files)
+
+
+def _exchange(disk: Disk, staging: Path, folder: Path) -> None:
+    try:
+        disk.exchange(staging, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{printable(str(folder))} is there, and this file system can't replace a folder in one step "
+            f"({error.strerror}): save to a new folder"
+        ) from None
+
+
+def _forgiving(call: Callable[[], None]) -> None:
+    """After a failure: what can't be removed is left to the next save."""
+    try:
+        call()
+    except OSError:
+        return

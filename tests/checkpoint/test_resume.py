@@ -1,0 +1,105 @@
+"""Going on from a checkpoint has the bits of going on without one, whatever saves it and whatever loads it."""
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.checkpoint.training import SCHEDULES, Training, assert_as_in, left, training
+from tests.run.forked import Launch
+
+STEPS = 3  # before the save, and as many after it
+MANY = 50
+COUNTS = (1, 2, 4, 8)
+TRANSPORTS = {1: "auto", 2: "gloo", 4: "memory", 8: "auto"}
+
+
+def on_devices(count: int) -> Training:
+    return training(devices=count, schedule=SCHEDULES[count])
+
+
+@cache
+def uninterrupted(steps: int) -> dict[str, Tensor]:
+    whole = on_devices(1)
+    whole.run(2 * steps)
+    return left(whole)
+
+
+def saved_on_devices(folder: Path, count: int, steps: int) -> None:
+    each = on_devices(count)
+    with each.pipe:
+        each.run(steps)
+        each.save(folder / f"devices-{count}", {"position": steps})
+
+
+def resumes(each: Training, folder: Path, steps: int) -> None:
+    torch.manual_seed(99)  # what is drawn next comes from the checkpoint
+    with each.pipe:
+        assert each.load(folder) == {"position": steps}
+        assert each.pipe.steps == steps
+        each.run(steps)
+        assert_as_in(uninterrupted(steps), left(each))
+
+
+def on_ranks() -> Training:
+    count = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("pp",))
+    return training(mesh=mesh, schedule=SCHEDULES[count], transport=TRANSPORTS[count])
+
+
+def save_on_ranks(folder: str, steps: str) -> None:
+    each = on_ranks()
+    with each.pipe:
+        each.run(int(steps))
+        each.save(Path(folder) / f"ranks-{dist.get_world_size()}", {"position": int(steps)})
+
+
+def resume_on_ranks(steps: str, *folders: str) -> None:
+    for folder in folders:
+        resumes(on_ranks(), Path(folder), int(steps))
+
+
+def save_and_resume_on_ranks(folder: str, steps: str, *folders: str) -> None:
+    save_on_ranks(folder, steps)
+    resume_on_ranks(steps, *folders)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 2), (2, 1)])
+def test_a_resume_on_other_devices_and_another_schedule_has_the_same_bits(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    saved_on_devices(tmp_path, before, STEPS)
+    resumes(on_devices(after), tmp_path / f"devices-{before}", STEPS)
+
+
+def test_ranks_and_devices_resume_from_each_other_with_the_same_bits(launch: Launch, tmp_path: Path) -> None:
+    saved_on_devices(tmp_path, 4, STEPS)
+    ours = tmp_path / "ranks-2"
+    launch(save_and_resume_on_ranks, 2, str(tmp_path), str(STEPS), str(tmp_path / "devices-4"), str(ours))
+    resumes(on_devices(2), ours, STEPS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["devices-4", "ranks-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_steps_a_resume_and_fifty_more_equal_a_hundred_from_any_count_to_any(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Sixteen of sixteen for devices, as many for ranks, and as many each way between them."""
+    for count in COUNTS:
+        saved_on_devices(tmp_path, count, MANY)
+        launch(save_on_ranks, count, str(tmp_path), str(MANY), timeout=300)
+    folders = [tmp_path / f"{kind}-{count}" for kind, count in product(("devices", "ranks"), COUNTS)]
+    equal = 0
+    for count in COUNTS:
+        for folder in folders:
+            resumes(on_devices(count), folder, MANY)
+            equal += 1
+        launch(resume_on_ranks, count, str(MANY), *map(str, folders), timeout=600)
+        equal += len(folders)
+    print(f"{equal} of {2 * len(COUNTS) * len(folders)} resumes are equal")
