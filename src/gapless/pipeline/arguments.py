@@ -13,6 +13,7 @@ from gapless.model.layers import Layers, cost_of, more_than_its_layers
 from gapless.model.materialise import on_meta
 from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
+from gapless.plan.search.replicate import Replication
 from gapless.run.one_process import OneProcess
 from gapless.run.world import TransportName, World
 from gapless.schedule.action import Kind, Schedule
@@ -34,8 +35,10 @@ def named(value: Any) -> str:
 
 def check_options(schedule: Any, loss: Any, loss_weight: Any) -> None:
     """They are of the kinds that are understood."""
-    if not isinstance(schedule, str | Schedule | Plan):
-        raise ConfigError(f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule or a Plan")
+    if not isinstance(schedule, str | Schedule | Plan | Replication):
+        raise ConfigError(
+            f"schedule is a {type(schedule).__name__}, but it must be a name, a Schedule, a Plan or a Replication"
+        )
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss is {loss!r:.40}, but it must be a function of the outputs and the target")
     if loss is not None and not _takes_two(loss):
@@ -110,6 +113,36 @@ def check_plan(
         faults.append("costs are not those of the plan")
     if faults:
         raise ConfigError(f"{'; '.join(faults)}: leave out what the plan says, or make another")
+
+
+def check_replication(found: Replication, partition: Sequence[int] | None, replicas: Sequence[int] | None) -> None:
+    """Nothing else was asked for than what it says."""
+    asked = (("partition", partition, found.partition), ("replicas", replicas, found.replicas))
+    for name, own, has in asked:
+        if own is not None and tuple(own) != has:
+            raise ConfigError(f"{name} is {list(own)}, but the Replication has {list(has)}: leave it out")
+
+
+def check_replicas(replicas: Any, schedule: Any, world: World) -> None:
+    """Of each stage, on ranks of their own."""
+    if replicas is None:
+        return
+    if not isinstance(replicas, Sequence) or isinstance(replicas, str):
+        raise ConfigError(f"replicas is {replicas!r:.40}, but it must be a list with a number for each stage")
+    for count in replicas:
+        at_least_one("a number in replicas", count)
+    if schedule != "pipedream":
+        raise ConfigError("replicas= is for schedule='pipedream', which runs in streams: leave it out, or use dp")
+    if world.one_process and max(replicas, default=1) > 1:
+        raise ConfigError(
+            "replicas= is for mesh=, with a rank for every replica, and devices= are of one process: run it under "
+            "torchrun with mesh=init_device_mesh('cpu', (ranks,), mesh_dim_names=('pp',))"
+        )
+    if world.num_replicas > 1:
+        raise ConfigError(
+            f"the mesh has {world.num_replicas} replicas of the whole pipeline (dp), and replicas= gives each stage "
+            "its own: use a mesh of pp alone, or leave out replicas="
+        )
 
 
 def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.staged_model import StagedModel, in_eval_mode
 from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
 from gapless.plan.plan import Plan
+from gapless.plan.search.replicate import Replication
 from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
 from gapless.run.team import close_with
@@ -57,12 +58,13 @@ class Pipeline(HeldModel):
                        process, a thread for each
     mesh               instead of devices, one process for each, under torchrun: a torch DeviceMesh with a dimension pp,
                        and dp and tp if wanted; every rank makes the same calls
-    schedule           a name from `gapless schedules`, a Schedule, or a Plan, which brings microbatches, partition,
-                       remat and costs
+    schedule           a name from `gapless schedules`, a Schedule, a Plan, which brings microbatches, partition,
+                       remat and costs, or a Replication, which brings partition and replicas
     microbatches       into how many parts a minibatch is cut
     loss               loss(outputs, target), a scalar; without it the model's own: its `.loss`, `["loss"]` or scalar
     stages_per_device  by default what the schedule needs
     partition          layers per stage; by default balanced by parameters
+    replicas           for pipedream under a mesh of pp alone: on how many ranks each stage is; they take turns
     costs              for schedules that are made from costs, and for the choice between a B and I W
     memory_limit       for `auto`
     seed               of everything random in the layers, together with step, microbatch and layer
@@ -95,9 +97,10 @@ class Pipeline(HeldModel):
         mesh: "DeviceMesh | None" = None,
         microbatches: int | None = None,
         loss: Loss | None = None,
-        schedule: str | Schedule | Plan = "1f1b",
+        schedule: str | Schedule | Plan | Replication = "1f1b",
         stages_per_device: int | None = None,
         partition: Sequence[int] | None = None,
+        replicas: Sequence[int] | None = None,
         costs: Costs | None = None,
         memory_limit: Number | str | None = None,
         objective: Objective = "makespan",
@@ -131,6 +134,11 @@ class Pipeline(HeldModel):
             model, compiler = uncompiled(model)
             traced = layers is None and not is_sequence(model)
             arguments.check_compiled(model, traced=traced)
+            if isinstance(schedule, Replication):
+                arguments.check_replication(schedule, partition, replicas)
+                partition, replicas = schedule.partition, schedule.replicas
+                schedule, microbatches = "pipedream", microbatches or 1
+            arguments.check_replicas(replicas, schedule, self._world)
             if isinstance(schedule, Plan):
                 arguments.check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
                 arguments.check_cuts(schedule, model, traced=traced)
@@ -138,7 +146,7 @@ class Pipeline(HeldModel):
                 costs, stages_per_device = schedule.costs, schedule.stages_per_device
             each = arguments.stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
             self._options = Options(
-                Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat),
+                Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas),
                 arguments.at_least_one("microbatches", microbatches),
                 own_loss if loss is None else loss,
                 loss_weight,

@@ -9,6 +9,7 @@ from gapless.plan.plan import Plan
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower import Passes, lowered
+from gapless.schedule.placement import Placement, replicated
 from gapless.schedule.recipes import find_recipe, make_schedule
 from gapless.schedule.timeline import Objective
 from gapless.stage.stage import Remat
@@ -25,6 +26,7 @@ class Schedules:
     memory_limit: Number | str | None
     objective: Objective
     remat: Remat | Sequence[Remat]
+    replicas: Sequence[int] | None = None  # of each stage, where these are on ranks of their own
 
     def made(self, microbatches: int) -> Schedule:
         asked = self.asked
@@ -47,11 +49,16 @@ class Schedules:
                 costs=self.costs,
                 memory_limit=self.memory_limit,
                 objective=self.objective,
+                replicas=self.replicas,
             )
         again = [stage for stage, kind in enumerate(self.remat_of(schedule.num_stages)) if kind == "stage"]
         if Kind.RECOMPUTE in schedule.kinds:  # it says itself what is recomputed
             again = []
         return lowered(schedule, self.costs, Passes(fuse=True, recompute=again))
+
+    def placement_of(self, schedule: Schedule) -> Placement:
+        """Where its stages are: a schedule of few microbatches does not name all replicas."""
+        return schedule.placement if self.replicas is None else replicated(self.replicas)
 
     @property
     def streams(self) -> str:

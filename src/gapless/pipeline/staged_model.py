@@ -51,11 +51,12 @@ class StagedModel:
     ) -> None:
         self._world, self._schedule, self._options = world, schedule, options
         self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
-        self._here = [stage for stage, device in enumerate(self._homes) if device in world.here]
+        self.placement = options.schedules.placement_of(schedule)
+        self._here = [stage for stage, cycle in enumerate(self.placement.cycles) if {*cycle} & {*world.here}]
         self._devices = [world.devices[device] for device in self._homes]
         self.last_device = self._devices[-1]
-        self.has_first = 0 in self._here  # inputs are used in this process
-        self.has_last = schedule.num_stages - 1 in self._here  # outputs and losses are made in it
+        # Inputs are used in this process, and outputs and losses made in it; of replicas that is the first of each.
+        self.has_first, self.has_last = self._homes[0] in world.here, self._homes[-1] in world.here
         self._is_whole = len(world.here) == len(world.devices)
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
@@ -120,6 +121,8 @@ class StagedModel:
                 names = self.model.edition.names
                 name = names[stage] if names else "to be traced again, since the model was edited"
             where = f"stage {stage} on device {device} ({self._world.devices[device]})"
+            if len(cycle := self.placement.cycles[stage]) > 1:
+                where = f"stage {stage} on devices {cycle[0]} to {cycle[-1]} ({self._world.devices[device]} each)"
             yield f"  {where}: {name}, {size:,} parameters{remat}"
             first += count
         if not self.stages:
@@ -278,7 +281,7 @@ class StagedModel:
         return stages
 
     def _adopt(self, parts: list[list[Any]]) -> None:
-        self._world.adopt(self.module, self.stages, parts, self._schedule, self._options.tied)
+        self._world.adopt(self.module, self.stages, parts, self.placement, self._options.tied)
         self._uses = uses_of(parts)
 
     def _parts(self) -> list[list[Any]]:

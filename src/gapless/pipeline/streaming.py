@@ -24,6 +24,8 @@ from gapless.run.flow.threads import ThreadFlow
 from gapless.run.flow.updater import Updater
 from gapless.run.one_process import OneProcess
 from gapless.run.world import World
+from gapless.schedule.endless import forwards_ahead
+from gapless.schedule.placement import Placement
 from gapless.stage import microbatch as mb
 from gapless.stage.minibatch import Minibatch, apart
 from gapless.stage.share import Share
@@ -73,7 +75,16 @@ def make_stream(
         raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
     if in_flight is not None:
         at_least_one("in_flight", in_flight)
-    flow, names = _flow(world), _names(staged)
+    placement = staged.placement
+    replicas = [len(cycle) for cycle in placement.cycles]
+    in_turns = max(replicas) > 1
+    if vertical and in_turns:
+        raise ConfigError(
+            "vertical=True gives a minibatch one version at all stages, but stages with different replicas have made "
+            "different updates: leave it out, or leave out replicas="
+        )
+    ahead = forwards_ahead(replicas)
+    flow, names = _flow(world, placement), _names(staged)
     stages, kind = len(staged.partition), "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
     devices: list[FlowDevice] = []
 
@@ -87,9 +98,11 @@ def make_stream(
             kind,  # type: ignore[arg-type]
             number,
             stages,
+            ahead[number],
             options.microbatches,
-            replicas=world.num_replicas,
-            replica=world.replica,
+            replicas=replicas[number] if in_turns else world.num_replicas,
+            replica=placement.cycles[number].index(world.here[0]) if in_turns else world.replica,
+            turns=tuple(replicas) if in_turns else (),
         )
         then = None if scheduler is None or made is None else _scheduler(scheduler, made)
         updater = Updater(number, rule.delay, made, then, clip, correction == "spectrain", annealed_over)
@@ -111,13 +124,13 @@ def make_stream(
         flow.meet(facts, fault)
 
     cut = partial(_cut, staged, staged.stages, options)
-    least = -(-stages // options.microbatches)  # NOAM, in minibatches
-    stream = Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + 1)
+    least = -(-replicas[0] * (ahead[0] + 1) // options.microbatches)  # NOAM, in minibatches of all replicas
+    stream = Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + replicas[0])
     others.add(stream)
     return stream
 
 
-def _flow(world: World) -> "ThreadFlow | RankFlow":
+def _flow(world: World, placement: Placement) -> "ThreadFlow | RankFlow":
     if isinstance(world, OneProcess):
         return ThreadFlow(world.lanes, world.team)
     from gapless.run.flow.rank_flow import RankFlow
@@ -128,7 +141,7 @@ def _flow(world: World) -> "ThreadFlow | RankFlow":
     seat = world.seat
     if len(seat.ring) != seat.num_devices * seat.num_replicas:
         raise ConfigError("a device of the mesh has several ranks (tp), which a stream can't use: leave out tp")
-    return RankFlow(world.footing)
+    return RankFlow(world.footing, placement)
 
 
 def _maker(optimizer: Any, correction: Correction | None, lr: float | None) -> MakeOptimizer:
@@ -179,10 +192,11 @@ def _cut(
             f"a minibatch of {size} samples can't be cut into {count} microbatches, and in a stream each must have as "
             "many: drop the last minibatch of the loader (drop_last=True)"
         )
-    if stream.is_running and not (staged.has_first or staged.has_last or traced):
+    has_first, has_last = (stage in made_of for stage in (0, len(staged.partition) - 1))
+    if stream.is_running and not (has_first or has_last or traced):
         return [Fed(None, None, 0.0)] * count  # that there is one is all that counts here
     dims = options.batch_dims, options.target_dims
-    minibatch = Minibatch.cut(inputs, target, count, *dims, needed=staged.has_first or traced)
+    minibatch = Minibatch.cut(inputs, target, count, *dims, needed=has_first or traced)
     prepared = _prepared(staged, minibatch, stream)
     if staged.stages is not made_of:
         raise ConfigError("the model was edited since the stream was made: make a new stream")

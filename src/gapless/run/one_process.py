@@ -17,6 +17,7 @@ from gapless.run.team import make_team
 from gapless.run.world import Evaluated, Gathering, OwnStages, Parts, Ran
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.placement import Placement
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.tie import Tie, Tied
@@ -64,10 +65,10 @@ class OneProcess:
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
         """There is nobody to agree with."""
 
-    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
             each.release()
-        devices = [self.devices[schedule.placement.device(stage, 0)] for stage in range(schedule.num_stages)]
+        devices = [self.devices[each] for each in placement.homes]
         self._ties = tie(module, stages, uses_of(parts), devices, tied)
 
     def program(

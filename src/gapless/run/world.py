@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gapless.run.program import Program
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.placement import Placement
 from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
@@ -79,9 +80,9 @@ class World(Protocol):
         it, if one is given: by the first call its weights must be the same everywhere.
         """
 
-    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         """These stages are here: what several stages share is tied, and copies start with the same values. `parts` are
-        the layers of each stage, also of those elsewhere.
+        the layers of each stage, also of those elsewhere, and `placement` says where they are.
         """
 
     def program(

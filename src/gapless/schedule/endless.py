@@ -66,6 +66,13 @@ class Endless:
         return action.microbatch if action.kind is Kind.UPDATE else action.microbatch // self.microbatches
 
 
+def forwards_ahead(replicas: Sequence[int]) -> list[int]:
+    """How many forwards a replica of each stage runs before its first backward: of the minibatches that the devices
+    after it, and its own other replicas, have under way, its share.
+    """
+    return [(sum(replicas[stage:]) - 1) // count for stage, count in enumerate(replicas)]
+
+
 def flow(name: str, replicas: Sequence[int], microbatches: int = 1) -> Endless:
     """Every device is some forwards ahead, as many as its stage's replicas need to hear of the first gradient, and then
     runs one forward and one backward; an update follows the last backward of each minibatch of `microbatches`. Replicas
@@ -86,7 +93,7 @@ def flow(name: str, replicas: Sequence[int], microbatches: int = 1) -> Endless:
             "many or more, or 1"
         )
     minibatches = lcm(*replicas)
-    warm_ups = [(devices - 1 - sum(replicas[:stage])) // count for stage, count in enumerate(replicas)]
+    warm_ups = forwards_ahead(replicas)
     first_backward = max(warm_up * count for warm_up, count in zip(warm_ups, replicas, strict=True))
     ahead = minibatches * -(-first_backward // (minibatches * microbatches))
     prologue, period, epilogue = [], [], []

@@ -184,3 +184,75 @@ def replicated(
             steppers[stage].step()
             history[stage].append([each.detach().clone() for each in group])
     return losses, history
+
+
+def in_turns(
+    model: nn.Sequential,
+    partition: Sequence[int],
+    replicas: Sequence[int],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+    ahead: bool = False,
+    ends: Sequence[int] = (),
+) -> tuple[list[Tensor], list[list[list[Tensor]]], list[list[int]]]:
+    """With R_s replicas of stage s: its updates take groups of R_s minibatches, and k = floor(m / R_s) uses version
+    max(0, k - w_s), w_s = floor((R - 1 - R_0 - ... - R_{s-1}) / R_s). A stream that ends before minibatch m applies
+    what has come of a group, and its groups begin anew with m. The losses, all versions of the weights of each stage,
+    and how many of these there are besides the first, of each stage, before every minibatch and at the end.
+    """
+    model = copy.deepcopy(model)
+    own = _own(model, partition)
+    steppers = [optimizer(group) for group in own]
+    schedulers = [None if scheduler is None else scheduler(each) for each in steppers]
+    late = [(sum(replicas) - 1 - sum(replicas[:stage])) // replicas[stage] for stage in range(len(own))]
+    history = [[[each.detach().clone() for each in group]] for group in own]
+    used = [[stage[0]] for stage in history]
+    came: list[list[list[Tensor]]] = [[] for _ in own]
+    origin, before = 0, [0] * len(own)
+    losses, counts = [], []
+
+    def update(stage: int) -> None:
+        group = own[stage]
+        for place, each in enumerate(group):
+            total = came[stage][0][place].clone()
+            for other in came[stage][1:]:
+                total += other[place]
+            each.data, each.grad = history[stage][-1][place].clone(), total / len(came[stage])
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(group, clip)
+        steppers[stage].step()
+        if schedulers[stage] is not None:
+            schedulers[stage].step()  # type: ignore[union-attr]
+        history[stage].append([each.detach().clone() for each in group])
+        used[stage].append(
+            [_ahead(each, steppers[stage], late[stage], 1.0) if ahead else each.detach().clone() for each in group]
+        )
+        came[stage].clear()
+
+    for minibatch in range(len(batches) + 1):
+        counts.append([len(stage) - 1 for stage in history])
+        if minibatch in ends or minibatch == len(batches):
+            for stage in range(len(own)):
+                if came[stage]:
+                    update(stage)
+            origin, before = minibatch, [len(stage) - 1 for stage in history]
+        if minibatch == len(batches):
+            break
+        for stage, group in enumerate(own):
+            k = before[stage] + (minibatch - origin) // replicas[stage]
+            for each, value in zip(group, used[stage][max(0, k - late[stage])], strict=True):
+                each.data, each.grad = value.clone(), None
+        x, y = batches[minibatch]
+        value = loss(_outputs(model, x, partial(gapless.seed_of, seed, minibatch, 0)), y)
+        value.backward()
+        losses.append(value.detach())
+        for stage, group in enumerate(own):
+            came[stage].append([each.grad.clone() for each in group if each.grad is not None])
+            if len(came[stage]) == replicas[stage]:
+                update(stage)
+    return losses, history, [*counts, [len(stage) - 1 for stage in history]]

@@ -1,18 +1,20 @@
 """Training without a flush: minibatches follow each other through the stages, and weights are updated on the way.
 
-rule             which version of its weights a stage uses for which minibatch
-correction       what is done about the delay between a gradient and the weights it is applied to
-nesterov         an optimizer that looks ahead, made for delays
-updater          what a stage does at an update: checks, clips, steps its own optimizer
-device           one device: forwards, backwards and updates, in the order of the schedule, until there is nothing more
-stream_state     all that a stream is made of besides the model, as plain values
-threads          devices as threads of one process, and the queues between them
-earlier_buffers  what forwards change goes back with minibatches that are dropped
-siblings         replicas of a stage, which make the same updates
-same_batches     the first and the last rank are fed the same
-rank_flow        a device as one rank of many, and its links to the others
-stopped          where each stage is when a stream has stopped, and why
-stream           what a user iterates over: feeds minibatches, hands out results, stops in order
+rule               which version of its weights a stage uses for which minibatch
+correction         what is done about the delay between a gradient and the weights it is applied to
+nesterov           an optimizer that looks ahead, made for delays
+updater            what a stage does at an update: checks, clips, steps its own optimizer
+device             one device: forwards, backwards and updates, in the order of the schedule, until nothing more comes
+stream_state       all that a stream is made of besides the model, as plain values
+threads            devices as threads of one process, and the queues between them
+earlier_buffers    what forwards change goes back with minibatches that are dropped
+siblings           replicas of a stage, which make the same updates
+siblings_in_turns  the same for replicas that take turns in the minibatches of one loader
+same_batches       the first and the last rank are fed the same
+rank_neighbours    the ranks before and after a device, and how minibatches go to their replicas
+rank_flow          a device as one rank of many
+stopped            where each stage is when a stream has stopped, and why
+stream             what a user iterates over: feeds minibatches, hands out results, stops in order
 
 Replicas of a whole model that do not wait for each other:
 

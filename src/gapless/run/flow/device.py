@@ -4,6 +4,8 @@
 
 Each device follows what it is handed: microbatches one way, gradients the other, and at the end of each the word that
 nothing more comes. A forward that fails ends the flow there: what is before it is finished everywhere, on both sides.
+
+Where replicas of a stage take turns, a flow may end in the middle of a group: its gradients wait here for the next one.
 """
 
 import time
@@ -16,7 +18,7 @@ from torch import Tensor
 from gapless.errors import GaplessError, note_place
 from gapless.run.flow.earlier_buffers import EarlierBuffers
 from gapless.run.flow.rule import Rule
-from gapless.run.flow.siblings import Grads, Round, Siblings
+from gapless.run.flow.siblings import Grads, Siblings
 from gapless.run.flow.updater import Updater
 from gapless.stage.stage import Stage
 from gapless.stage.versions import Versions
@@ -60,7 +62,7 @@ class Neighbours(Protocol):
 
 
 class FlowDevice:
-    """One stage on its device. `updated` minibatches have gone into its weights."""
+    """One stage on its device. `updated` minibatches have gone into its weights; with replicas, groups of these."""
 
     def __init__(
         self,
@@ -74,6 +76,9 @@ class FlowDevice:
         self.rule, self.stage, self.versions = rule, stage, versions
         self.updater, self._siblings = updater, siblings
         self._over = False  # no other round of the replicas comes
+        self.waiting = 0  # minibatches of a group that is not complete, and the gradient of this replica's own
+        self.gradient: Grads | None = None
+        self.ends = False  # the next flow is the last: a group that is not complete goes into the weights as it is
         self._neighbours = neighbours
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
@@ -95,8 +100,14 @@ class FlowDevice:
         return self.versions.newest
 
     @property
-    def is_last(self) -> bool:
-        return self._last
+    def at(self) -> int:
+        """The minibatch that comes next, as the caller counts them: those before it are done."""
+        return self.rule.first(self.updated) + self.waiting if self.rule.in_turns else self.updated
+
+    @property
+    def next(self) -> int:
+        """The same, in minibatches of this replica."""
+        return self.updated + (self.gradient is not None)
 
     def run(self) -> None:
         """Until nothing more comes; then nothing is under way, and another run goes on from there."""
@@ -104,13 +115,10 @@ class FlowDevice:
         self._over = False
         self._buffers.begin(self.stage.layers)
         try:
-            while True:
-                if open_:
+            while open_ or self._begun > self._ended:
+                if open_ and self._begun - self._ended <= ahead:
                     open_ = self._forward()
-                if self._begun - self._ended > ahead or (not open_ and self._begun > self._ended):
-                    if not self._backward():
-                        break
-                elif not open_:
+                elif not self._backward():
                     break
             whole = True
         except BaseException as error:  # other devices have made updates that this one never will
@@ -120,11 +128,11 @@ class FlowDevice:
                 neighbours.hand_on(END)
             if not self._first:
                 neighbours.hand_back(END)
-            neighbours.settle()
             if not self._over:
-                mean, _ = self._met(None)
-                if mean is not None and whole:  # a group that is not complete, and this stage stays as its replicas are
-                    self._make(self.updated, mean)
+                self._meet(make=whole)  # of a group that is not complete this stage makes what its replicas make
+            neighbours.settle()
+            if self.ends:
+                self.rule = self.rule.anew(self.at, self.updated)
         except BaseException as error:
             self._failed(error)
         self._drop_the_rest()
@@ -133,10 +141,14 @@ class FlowDevice:
         if self.failure is None:
             note_place(error, self.place())
             self.failure = time.monotonic(), error
+            self.is_torn = self.is_torn or self.ends  # others have ended a group that this stage has not
 
-    def begin_at(self, start: int) -> None:
-        """The versions were restored, of which none is older than `start`: the next minibatch is the newest's."""
-        self.rule = replace(self.rule, start=start)
+    def begin_at(self, start: int, origin: tuple[int, int], waiting: int, gradient: Grads | None) -> None:
+        """The versions were restored, of which none is older than `start`: the next minibatch is the newest's, or one
+        in the middle of its group.
+        """
+        self.rule = replace(self.rule, start=start, origin=origin)
+        self.waiting, self.gradient = waiting, gradient
         self.is_torn = False
         self._buffers.clear()
         self._drop_the_rest()
@@ -144,9 +156,9 @@ class FlowDevice:
     def _drop_the_rest(self) -> None:
         """What is left of a flow that failed: of a minibatch that can't be updated with nothing remains."""
         self.stage.drop()
-        self._buffers.put_back(self.updated)
+        self._buffers.put_back(self.next)
         self._losses.clear()
-        self._begun = self._ended = self.updated * self.rule.microbatches
+        self._begun, self._ended = (each * self.rule.microbatches for each in (self.next, self.updated))
         for version in self.versions:
             self.versions.grads(version)
 
@@ -164,12 +176,14 @@ class FlowDevice:
             neighbours.hand_on(END)
             return False
         self._at = ("in the forward", self.rule.number(minibatch))
-        step, of_replica = self.rule.number(minibatch), place - self.rule.replica * self.rule.microbatches
+        step, of_replica = self.rule.number(minibatch), place
+        if not self.rule.in_turns:  # the stage itself counts microbatches of all replicas
+            of_replica -= self.rule.replica * self.rule.microbatches
         self.versions.use(self.rule.version(minibatch))
         try:
             if place == 0:
                 self._buffers.keep(minibatch)
-                neighbours.check(minibatch)
+                neighbours.check(self.rule.counted(minibatch))
             if not self._last:
                 self.stage.forward(
                     number, given, step=step, place=of_replica, defer=self.stage.split, then=neighbours.hand_on
@@ -198,13 +212,17 @@ class FlowDevice:
         self._losses.append(loss * weight if weight else torch.zeros_like(loss))
         minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
-            self._neighbours.say(minibatch, torch.stack(self._losses).sum())
+            self._neighbours.say(self.rule.counted(minibatch), torch.stack(self._losses).sum())
             self._losses.clear()
 
     def _backward(self) -> bool:
         """Whether there was one: where a later stage has failed, the rest has no gradient."""
         number, neighbours = self._ended, self._neighbours
         minibatch, place = divmod(number, self.rule.microbatches)
+        if self.gradient is not None:  # from an earlier flow
+            self._ended += 1
+            self._meet()
+            return not self._over
         grads = None if self._last else neighbours.next_gradient()
         if grads is END:
             return False
@@ -221,22 +239,27 @@ class FlowDevice:
         versions = self.versions
         self._at = ("in the update", self.rule.number(minibatch))
         assert versions.newest == minibatch
-        grads = versions.grads(self.rule.version(minibatch))
+        self.gradient = versions.grads(self.rule.version(minibatch))
         for parameter in versions.parameters:
             if parameter.grad is not None:
                 raise GaplessError(
                     "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
                     "a stage use its weights while a stream runs"
                 )
-        mean, self._over = self._met(grads)
-        assert mean is not None
-        self._make(minibatch, mean)
+        self._meet()
 
-    def _met(self, grads: Grads | None) -> Round:
+    def _meet(self, *, make: bool = True) -> None:
+        """The next round of the replicas, and the update that it gives."""
         self.idle = True
-        found = self._siblings.meet(grads)
+        mean, self._over, self.waiting = self._siblings.meet(self.gradient, ends=self.ends)
         self.idle = False
-        return found
+        if mean is not None or self.rule.replica >= self.waiting:
+            self.gradient = None
+        if mean is not None and make:
+            end = self.at
+            self._make(self.updated, mean)
+            if self.waiting:
+                self.waiting, self.rule = 0, self.rule.anew(end, self.updated)
 
     def _make(self, minibatch: int, grads: Grads) -> None:
         versions, began = self.versions, time.thread_time()

@@ -17,155 +17,56 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.rank_neighbours import RankNeighbours
 from gapless.run.flow.same_batches import Batches
 from gapless.run.flow.siblings import Alone, SiblingRanks, Siblings
+from gapless.run.flow.siblings_in_turns import SiblingsInTurns
 from gapless.run.flow.stopped import Stopped
 from gapless.run.flow.threads import Said
-from gapless.run.lanes import CudaLane, Parcel
+from gapless.run.lanes import CudaLane
 from gapless.run.ranks.agreement import differences
 from gapless.run.ranks.footing import Footing
 from gapless.run.ranks.watch.blame import in_short, is_lost
-from gapless.run.ranks.wire.channel import PASSED, Incoming, Outgoing
+from gapless.run.ranks.wire.channel import PASSED
 from gapless.run.thread_state import CallerState
+from gapless.schedule.placement import Placement
 
 _LOG = logging.getLogger("gapless")
-_END = "end"  # no activation and no gradient is a bare word
-
-
-class RankNeighbours:
-    """The ranks before and after, and the caller on this one."""
-
-    def __init__(self, footing: Footing, parts: "queue.SimpleQueue[Fed | End]", said: Said, batches: Batches) -> None:
-        seat, links = footing.seat, footing.links
-        self._lane, self._parts, self._said = footing.lane, parts, said
-        self.check = batches.check
-        here, count = seat.device, seat.num_devices
-        self._first, self._last = here == 0, here == count - 1
-        links.connect(
-            [
-                channel
-                for each in range(count - 1)
-                for channel in ((each, each + 1, "activation"), (each + 1, each, "gradient"))
-            ]
-        )
-        self._ups: Outgoing | None = None if self._first else links.outgoing(here - 1, "gradient")
-        self._downs: Outgoing | None = None if self._last else links.outgoing(here + 1, "activation")
-        self._from_before: Incoming | None = None if self._first else links.incoming(here - 1, "activation")
-        self._from_after: Incoming | None = None if self._last else links.incoming(here + 1, "gradient")
-        self._told = [links.outgoing(each, PASSED) for each in range(count - 1)] if self._last else []
-        # In parcels, but for carriers that keep to a stream. In memory of the host, tensors go as they are.
-        self._in_parcels = {
-            end
-            for end, other in ((self._from_before, here - 1), (self._downs, here + 1))
-            if links.in_parcels and end is not None and not links.in_stream(other, "activation")
-        } | {
-            end
-            for end, other in ((self._ups, here - 1), (self._from_after, here + 1))
-            if links.in_parcels and end is not None and not links.in_stream(other, "gradient")
-        }
-        self._coming: set[Incoming] = set()
-        self._going: set[Outgoing] = set()
-        self._saying = False
-
-    def begin(self) -> None:
-        """Another flow."""
-        self._coming = {each for each in (self._from_before, self._from_after) if each is not None}
-        self._going = {each for each in (self._ups, self._downs) if each is not None}
-        self._saying = self._last
-
-    def next_part(self) -> Fed | End:
-        part = self._parts.get()
-        if isinstance(part, End) or not isinstance(self._lane, CudaLane):
-            return part
-        inputs = self._lane.unpack(Parcel(part.inputs, part.event, borrowed=True)) if self._first else None
-        target = self._lane.unpack(Parcel(part.target, part.event, borrowed=True)) if self._last else None
-        return Fed(inputs, target, part.weight)
-
-    def next_activation(self) -> Any:
-        return self._next(self._from_before)
-
-    def next_gradient(self) -> Any:
-        return self._next(self._from_after)
-
-    def _next(self, incoming: Incoming | None) -> Any:
-        assert incoming is not None
-        if incoming not in self._coming:
-            return END
-        tree = incoming.get()
-        if isinstance(tree, str):
-            self._coming.discard(incoming)
-            return END
-        return self._lane.unpack(Parcel(tree)) if incoming in self._in_parcels else tree
-
-    def hand_on(self, activation: Any) -> None:
-        if self._downs is not None:
-            self._hand(self._downs, activation, idle=True)  # what comes next needs a gradient
-        elif self._saying:
-            self._saying = False
-            self._tell(_END)
-            self._said.put((-1, None))
-
-    def hand_back(self, gradient: Any) -> None:
-        assert self._ups is not None
-        self._hand(self._ups, gradient, idle=False)
-
-    def _hand(self, outgoing: Outgoing, tree: Any, *, idle: bool) -> None:
-        if tree is not END:
-            if outgoing in self._in_parcels:
-                outgoing.put(self._lane.pack(tree))
-            elif idle:
-                outgoing.put_now(tree)
-            else:
-                outgoing.put(tree)
-        elif outgoing in self._going:
-            self._going.discard(outgoing)
-            with contextlib.suppress(RuntimeError):  # there may be nobody any more
-                outgoing.hand(_END)
-
-    def say(self, minibatch: int, loss: Tensor) -> None:
-        if loss.is_cuda:
-            torch.cuda.current_stream(loss.device).synchronize()
-        self._said.put((minibatch, loss))
-        self._tell([loss.detach()])
-
-    def _tell(self, words: Any) -> None:
-        for each in self._told:
-            with contextlib.suppress(RuntimeError):
-                each.hand(words)
-
-    def settle(self) -> None:
-        for incoming in (self._from_after, self._from_before):
-            while incoming in self._coming:
-                self._next(incoming)
 
 
 class RankFlow:
     """Runs the device of this rank, and hears the losses from the last one."""
 
-    def __init__(self, footing: Footing) -> None:
+    def __init__(self, footing: Footing, placement: Placement) -> None:
         self._footing, self._seat, self._watch = footing, footing.seat, footing.watch
         self._parts: queue.SimpleQueue[Fed | End] = queue.SimpleQueue()
         self.said: Said = queue.SimpleQueue()
-        last = self._seat.num_devices - 1
-        self._losses = None if self._seat.device == last else footing.links.incoming(last, PASSED)
-        self._batches = Batches(footing)
-        self._neighbours = RankNeighbours(footing, self._parts, self.said, self._batches)
+        self._placement, here = placement, self._seat.device
+        self._cycle = placement.cycles[placement.stages[here][0]]
+        self._last = placement.cycles[-1]
+        self._losses = {each: footing.links.incoming(each, PASSED) for each in self._last if each != here}
+        self._own: Said = self.said if self._last == (here,) else queue.SimpleQueue()
+        self._batches = Batches(footing, placement)
+        self._neighbours = RankNeighbours(footing, placement, self._parts, self._own, self._batches)
         self._device: FlowDevice | None = None
+        self._fed = 0
         self._ranks = self._seat.ring  # those of one replica after those of another
-        self._rank = self._seat.pp_ranks[self._seat.device]
+        self._rank = self._seat.pp_ranks[here]
 
-    def siblings(self, parameters: Sequence[Tensor]) -> Siblings:
-        """The same stage in other replicas of the pipeline."""
-        group = self._footing.groups.dp
+    def siblings(self, parameters: Sequence[nn.Parameter]) -> Siblings:
+        """The same stage on other ranks: in other replicas of the pipeline, or in this one."""
+        group, cycle = self._footing.groups.dp, self._cycle
+        if len(cycle) > 1:
+            return SiblingsInTurns(self._footing.links, cycle, cycle.index(self._seat.device), parameters)
         return Alone() if group is None else SiblingRanks(group, parameters)
 
-    def neighbours(self, device: int) -> RankNeighbours:
-        """Of that device, which is the one here."""
-        assert device == self._seat.device
+    def neighbours(self, stage: int) -> RankNeighbours:
+        """Of that stage, which is the one here."""
+        assert stage in self._placement.stages[self._seat.device]
         return self._neighbours
 
     def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
@@ -185,15 +86,16 @@ class RankFlow:
     def start(self, devices: Sequence[FlowDevice]) -> None:
         """The device runs until its rank or another one has ended the flow."""
         (device,) = devices
-        for each in (self._parts, self.said):
+        for each in (self._parts, self.said, self._own):
             while not each.empty():
                 each.get()
         self._device, state, lane = device, CallerState(), self._footing.lane
-        self._neighbours.begin()
-        self._batches.begin(device.updated)
+        self._fed = device.at
+        self._neighbours.begin(device)
+        self._batches.begin(device.at, device.rule.origin[0])
         if isinstance(lane, CudaLane):
             lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
-        listening = threading.Thread(target=self._listen, args=(device.updated,), name="gapless losses", daemon=True)
+        listening = threading.Thread(target=self._listen, args=(device,), name="gapless losses", daemon=True)
 
         def run() -> None:
             listening.start()
@@ -201,7 +103,7 @@ class RankFlow:
                 with lane.entered(), state.entered(), self._watch.whereabouts.flowing(device):
                     device.run()
                 if device.failure is not None and self._is_lost(device.failure[1]):
-                    self._watch.tally.tell(self._rank, device.updated)
+                    self._watch.tally.tell(self._rank, device.at)
             finally:
                 listening.join()
                 self.said.put((-1, None))
@@ -211,22 +113,44 @@ class RankFlow:
         self._footing.team.begin([run], lambda: self.feed(END))
         self._watch.whereabouts.call = ""  # the caller goes its way
 
-    def _listen(self, minibatch: int) -> None:
-        """To the last device, until it has no more to say."""
-        if self._losses is None:
+    def _listen(self, device: FlowDevice) -> None:
+        """To the last stage, until it has no more to say: to each of its replicas in turn."""
+        if self._own is self.said:  # which hears itself
             return
+        minibatch, count = device.at, len(self._last)
+        speaking = set(self._last)
         with contextlib.suppress(RuntimeError):  # the device knows why
-            while not isinstance(words := self._losses.next(), str):
-                self.said.put((minibatch, words[0].to(self._seat.torch_device)))
-                minibatch += 1
+            while len(speaking) == count:
+                source = self._last[(minibatch - device.rule.origin[0]) % count]
+                loss = self._heard(source)
+                if loss is None:
+                    speaking.discard(source)
+                else:
+                    self.said.put((minibatch, loss))
+                    minibatch += 1
         self.said.put((-1, None))
+        with contextlib.suppress(RuntimeError):
+            for source in speaking if len(speaking) < count else ():
+                while self._heard(source) is not None:
+                    pass
+
+    def _heard(self, source: int) -> Tensor | None:
+        """A loss, or None: there is no other."""
+        if source == self._seat.device:
+            return self._own.get()[1]
+        words = self._losses[source].next()
+        return None if isinstance(words, str) else words[0].to(self._seat.torch_device)
 
     def compare(self, minibatch: int, batch: Any) -> None:
         """With that of the rank at the other end of the pipeline, now and then."""
         self._batches.note(minibatch, batch)
 
     def feed(self, part: Fed | End) -> None:
-        self._parts.put(part)
+        assert self._device is not None
+        rule = self._device.rule
+        if isinstance(part, End) or not rule.in_turns or (self._fed - rule.number(0)) % rule.replicas == 0:
+            self._parts.put(part)
+        self._fed += 1
 
     def hear(self) -> tuple[int, Tensor | None]:
         """What is said next. A rank that was asked to leave does so between two minibatches."""
@@ -254,26 +178,31 @@ class RankFlow:
                 raise error
             why = f"failed {noted_place(error)}: {in_short(error)}"
         why = why and f"rank {self._rank} {why}"
-        own = Stopped(self._seat.device, self._rank, self._device.updated, fed, why, self._device.is_torn)
+        stage, first = self._device.rule.stage, self._seat.replica * self._seat.num_devices
+        own = Stopped(stage, self._rank, self._device.at, fed, why, self._device.is_torn)
         rows = self._footing.everywhere([own, self._batches.passed])
-        self._batches.finish(rows[self._seat.replica * self._seat.num_devices][1])
+        self._batches.finish([passed for _, passed in rows[first : first + self._seat.num_devices]])
         return [Stopped(*each) for each, _ in rows]
 
     def gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """With the stages of all ranks of this pipeline."""
-        stages = {key: each for row in self._footing.of_all_stages(state["stages"]) for key, each in row.items()}
+        stages: dict[str, Any] = {}
+        for row in self._footing.of_all_stages(state["stages"]):
+            for key, each in row.items():
+                waiting = {**stages.get(key, {}).get("waiting", {}), **each.get("waiting", {})}  # of all replicas
+                stages[key] = {**each, "waiting": waiting} if "waiting" in each else each
         return {**state, "stages": stages}
 
     def broken_off(self) -> Sequence[Stopped]:
         """How far each stage has come, as far as it is known, when ranks can't ask each other."""
         assert self._device is not None
-        self._watch.tally.tell(self._rank, self._device.updated)
+        self._watch.tally.tell(self._rank, self._device.at)
         news = self._watch.news
         gone = news is not None and news.kind in ("dead", "silent")
-        known, stages = self._watch.tally.known(len(self._ranks) - gone), self._seat.num_devices
+        known, devices = self._watch.tally.known(len(self._ranks) - gone), self._placement.stages
         torn = {self._rank} if self._device.is_torn else set()
         return [
-            Stopped(place % stages, rank, known.get(rank), is_torn=rank in torn)
+            Stopped(devices[place % len(devices)][0], rank, known.get(rank), is_torn=rank in torn)
             for place, rank in enumerate(self._ranks)
         ]
 

@@ -19,34 +19,37 @@ Grads = Sequence[Tensor | None]
 
 
 class Round(NamedTuple):
-    """What an update is made of: the mean, or None where nobody had anything; and whether it was the last."""
+    """What an update is made of: the mean, or None where there is none to make; whether it was the last; and, of a
+    group in turns that is not complete, how many minibatches have come.
+    """
 
     mean: Grads | None
     is_last: bool
+    waiting: int = 0
 
 
 class Siblings(Protocol):
     """The replicas of a stage, as one of them sees them."""
 
-    def meet(self, own: Grads | None) -> Round:
-        """The next round; None: this one has nothing more."""
+    def meet(self, own: Grads | None, *, ends: bool) -> Round:
+        """The next round; None: this one has nothing more. `ends`: no later run will bring the rest of a group."""
 
 
 class Alone:
     """A stage without replicas."""
 
-    def meet(self, own: Grads | None) -> Round:
+    def meet(self, own: Grads | None, *, ends: bool) -> Round:
         return Round(own, own is None)
 
 
 class SiblingRanks:
-    """On other ranks, which a group connects."""
+    """On other ranks, which a group connects; each has a loader of its own."""
 
     def __init__(self, group: Any, parameters: Sequence[Tensor]) -> None:
         self._group, self._parameters = group, parameters
         self._head = _padded(1 + len(parameters))  # whether there is something, and what
 
-    def meet(self, own: Grads | None) -> Round:
+    def meet(self, own: Grads | None, *, ends: bool) -> Round:
         sizes = [_padded(each.numel() * each.element_size()) for each in self._parameters]
         mine = torch.zeros(self._head + sum(sizes), dtype=torch.uint8)
         if own is not None:

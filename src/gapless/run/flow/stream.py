@@ -80,7 +80,7 @@ class Stream:
     ) -> None:
         self._flow, self._devices, self._cut, self._held = flow, devices, cut, held
         self._in_flight = in_flight
-        self._fed = self._passed = devices[0].updated
+        self._fed = self._passed = devices[0].at
         self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
         self._running = ExitStack()
         self._settings: tuple[Any, ...] = ()
@@ -95,10 +95,10 @@ class Stream:
     @property
     def minibatches(self) -> int:
         """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage. With
-        replicas, how many groups.
+        replicas (`dp`), how many groups. Where replicas take turns, those of a group that waits for its rest count.
         """
         self.check_whole()
-        return min(device.updated for device in self._devices)
+        return min(device.at for device in self._devices)
 
     def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
         """A result for each minibatch of the loader, in order. What an earlier run has fed, before it was left, trains
@@ -136,14 +136,16 @@ class Stream:
         if self.is_running and settings() != self._settings:
             self.drain()
 
-    def _start(self) -> None:
+    def _start(self, *, ends: bool = False) -> None:
         if not self.is_running:
             with ExitStack() as entered:
                 entered.enter_context(self._held())
-                self._flow.meet({}, self._fault())
+                self._flow.meet({"end of the stream": ends}, self._fault())
                 self._settings = settings()
                 self._running = entered.pop_all()
             self.is_running = True
+            for device in self._devices:
+                device.ends = ends
             self._flow.start(self._devices)
 
     def _fault(self) -> ConfigError | None:
@@ -174,8 +176,17 @@ class Stream:
         return self._ready.popleft()
 
     def drain(self) -> None:
-        """Finishes what is under way: all stages have made the same updates then. What has failed is raised here."""
+        """Finishes what is under way: all stages have made the same updates then. What has failed is raised here. Where
+        replicas take turns, the gradients of a group that is not complete wait for the rest of it.
+        """
         self._drain()
+
+    def _end(self) -> None:
+        """A group that waits for its rest goes into the weights as it is; the next minibatch begins another one."""
+        self._drain()
+        if any(device.rule.in_turns for device in self._devices) and self._stopped and is_whole(self._stopped):
+            self._start(ends=True)
+            self._drain()
 
     def _drain(self, why: str = "") -> None:
         if self.is_running:
@@ -192,7 +203,7 @@ class Stream:
                 self.is_running = False
                 for device in self._devices:
                     device.versions.put_back()
-                self._fed = self._devices[0].updated
+                self._fed = self._devices[0].at
                 self._ready.extend(self._said())
                 self._passed = self._fed - len(self._ready)
             self._check_stopped(why)
@@ -227,8 +238,9 @@ class Stream:
 
     def _is_torn(self, feds: Sequence[int]) -> bool:
         """Ranks of one pipeline were fed different numbers of minibatches, or replicas more than a group can lack."""
-        stages = self._devices[0].rule.stages
-        rows = [set(feds[start : start + stages]) for start in range(0, len(feds), stages)]
+        rule = self._devices[0].rule
+        ranks = len(feds) if rule.in_turns else rule.stages
+        rows = [set(feds[start : start + ranks]) for start in range(0, len(feds), ranks)]
         return any(len(row) > 1 for row in rows) or max(feds) - min(feds) > 1
 
     def _leave(self, error: BaseException) -> None:
@@ -282,7 +294,7 @@ class Stream:
         load()
         self._stopped = ()
         self._ready.clear()
-        self._fed = self._passed = self._devices[0].updated
+        self._fed = self._passed = self._devices[0].at
 
     @property
     def weight_bytes(self) -> list[int]:
@@ -314,7 +326,7 @@ class Stream:
                 yield self._result(minibatch, loss)
 
     def _result(self, minibatch: int, loss: Tensor) -> Passed:
-        return Passed(self._devices[0].rule.number(minibatch), loss)
+        return Passed(self._devices[0].rule.shown(minibatch), loss)
 
     def check_whole(self) -> None:
         """Raises if the stages have made different updates, and names them."""
@@ -329,6 +341,6 @@ class Stream:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            self.drain()
+            self._end()
         else:
             self._leave(error)

@@ -2,13 +2,16 @@
 
     minibatches   how many have gone into the weights: the next one has this number, so its seeds go on
     rule, start   which version a minibatch uses
-    replicas      of every stage: minibatches are groups of as many
+    replicas      of every stage: minibatches are groups of as many; a list, of each stage, where they take turns
     stages        by number   parameters   names, as the model has them
                               weights      a hash of each, to tell whether the model's state was loaded too
                               optimizer    as torch's, with names in place of numbers, and the name of its class
                               scheduler    and, in `scheduler_kind`, the name of its class
                               versions     by number, what a minibatch still to come will use: names and tensors, of
                                            each version those that differ from the version after it
+                              updates      only where replicas take turns: how many the stage has made; `origin`, a
+                                           minibatch and the group that began with it; and `waiting`, by minibatch the
+                                           gradients of a group that is not complete
 
 The newest weights are the model's own, in its own state. Nothing here needs pickle to be saved.
 """
@@ -16,12 +19,14 @@ The newest weights are the model's own, in its own state. Nothing here needs pic
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from gapless.errors import ConfigError
 from gapless.run.flow.device import FlowDevice
+from gapless.run.flow.rule import Rule
+from gapless.run.flow.siblings import Grads
 from gapless.run.named_state import like, load_named_state, named_state, plain
 
 State = dict[str, Any]
@@ -30,7 +35,7 @@ _KEYS = ("minibatches", "rule", "start", "num_stages", "replicas", "stages")
 
 def state_of(devices: Sequence[FlowDevice], *, versions: bool) -> State:
     """Of a stream that is drained. Tensors are not copied."""
-    rule, newest = devices[0].rule, devices[0].updated
+    rule, newest = devices[0].rule, devices[0].at
     stages = {}
     for device in devices:
         held, updater = device.versions, device.updater
@@ -40,15 +45,38 @@ def state_of(devices: Sequence[FlowDevice], *, versions: bool) -> State:
         if updater.scheduler is not None:
             stage["scheduler"] = plain(updater.scheduler.state_dict(), "the scheduler")
             stage["scheduler_kind"] = type(updater.scheduler).__name__
-        if versions:
+        if not versions:
+            _check_none_waits(device.waiting)
+        else:
             stage["versions"] = {
                 str(version): {held.names[place]: value for place, value in kept.items()}
                 for version, kept in held.kept().items()
             }
+            if rule.in_turns:
+                stage |= _turns_of(device)
         stages[str(device.rule.stage)] = stage
     start = rule.start if versions else newest
-    values = (newest, rule.kind, start, rule.stages, rule.replicas, stages)
+    values = (newest, rule.kind, start, rule.stages, _replicas(rule), stages)
     return dict(zip(_KEYS, values, strict=True))
+
+
+def _replicas(rule: Rule) -> int | list[int]:
+    return list(rule.turns) if rule.in_turns else rule.replicas
+
+
+def _turns_of(device: FlowDevice) -> State:
+    """How far a stage is whose replicas take turns, and the gradient that waits here."""
+    rule, waiting = device.rule, {}
+    if device.gradient is not None:
+        named = zip(device.versions.names, device.gradient, strict=True)
+        waiting[str(rule.number(device.updated))] = {name: grad.detach() for name, grad in named if grad is not None}
+    return {
+        "updates": device.updated,
+        "start": rule.start,
+        "origin": list(rule.origin),
+        "came": device.waiting,
+        "waiting": waiting,
+    }
 
 
 def loading(devices: Sequence[FlowDevice], state: Mapping[str, Any], *, versions: bool) -> Callable[[], None]:
@@ -62,12 +90,12 @@ def loading(devices: Sequence[FlowDevice], state: Mapping[str, Any], *, versions
             f"this is no state of a stream, since it has no {', '.join(lacks)}: pass what the state_dict() of a stream "
             "has returned, and load the model's with the pipeline's own load_state_dict"
         )
-    newest, stages, replicas = state["minibatches"], state["stages"], devices[0].rule.replicas
+    stages = state["stages"]
     versions = versions and all("versions" in stage for stage in stages.values())
     if versions:
         _check_same(devices, state)
-    elif state["replicas"] != replicas:  # the next group has no minibatch that came before
-        newest = -(-newest * state["replicas"] // replicas)
+    else:
+        _check_none_waits(sum(len(stage.get("waiting", ())) for stage in stages.values()))
     saved = _Saved(list(stages.values()))
     for device in devices:
         saved.check(device)
@@ -75,15 +103,60 @@ def loading(devices: Sequence[FlowDevice], state: Mapping[str, Any], *, versions
     def load() -> None:
         for device in devices:
             saved.load(device)
+            if not versions:
+                begins = _Begins.anew(device, state)
+            elif device.rule.in_turns:
+                begins = _Begins.in_turns(device, stages[str(device.rule.stage)])
+            else:
+                begins = _Begins(state["minibatches"], state["start"])
             kept = stages[str(device.rule.stage)]["versions"] if versions else {}
             places = {name: place for place, name in enumerate(device.versions.names)}
             device.versions.restore(
-                newest,
+                begins.newest,
                 {int(version): {places[name]: value for name, value in each.items()} for version, each in kept.items()},
             )
-            device.begin_at(state["start"] if versions else newest)
+            device.begin_at(*begins[1:])
 
     return load
+
+
+class _Begins(NamedTuple):
+    """Where a device goes on: its newest version, the oldest one, and how minibatches make groups."""
+
+    newest: int
+    start: int
+    origin: tuple[int, int] = (0, 0)
+    waiting: int = 0
+    gradient: Grads | None = None
+
+    @classmethod
+    def anew(cls, device: FlowDevice, state: Mapping[str, Any]) -> "_Begins":
+        """No version is older, and the next group has no minibatch that came before."""
+        replicas, rule = state["replicas"], device.rule
+        done = state["minibatches"] * (1 if isinstance(replicas, list) else replicas)
+        newest = -(-done // rule.replicas)
+        return cls(newest, newest, (done, newest) if rule.in_turns else (0, 0))
+
+    @classmethod
+    def in_turns(cls, device: FlowDevice, stage: Mapping[str, Any]) -> "_Begins":
+        """In the middle of a group, perhaps."""
+        minibatch, group = stage["origin"]
+        rule = device.rule.anew(minibatch, group)
+        own = stage["waiting"].get(str(rule.number(stage["updates"])))
+        gradient = None
+        if own is not None:
+            named = zip(device.versions.names, device.versions.parameters, strict=True)
+            gradient = [own[name].detach().clone().to(each.device) if name in own else None for name, each in named]
+        return cls(stage["updates"], stage["start"], rule.origin, stage["came"], gradient)
+
+
+def _check_none_waits(count: int) -> None:
+    """Without versions groups begin anew, so nothing may be left of the last one."""
+    if count:
+        raise ConfigError(
+            f"{count} gradients wait for the rest of their group, and a state without versions would lose them: take "
+            "and load it with versions, or end the stream before, as leaving its `with` does"
+        )
 
 
 def _check_same(devices: Sequence[FlowDevice], state: Mapping[str, Any]) -> None:
@@ -96,13 +169,20 @@ def _check_same(devices: Sequence[FlowDevice], state: Mapping[str, Any]) -> None
                 f"the state has versions for {state['rule']} with {state['num_stages']} stages, but the stream is "
                 f"{rule.kind} with {rule.stages}: {way_out}"
             )
-        if state["replicas"] != rule.replicas:
+        if state["replicas"] != _replicas(rule):
             raise ConfigError(
                 f"the state has versions for {state['replicas']} replicas, whose updates take as many minibatches, but "
-                f"the stream has {rule.replicas}: {way_out}"
+                f"the stream has {_replicas(rule)}: {way_out}"
             )
         if saved is None or saved["parameters"] != held.names:
             raise ConfigError(f"stage {rule.stage} has other parameters than in the state: {way_out}")
+        if rule.in_turns:
+            own = rule.anew(*saved["origin"]).number(saved["updates"])
+            if rule.replica < saved["came"] and str(own) not in saved["waiting"]:
+                raise ConfigError(
+                    f"the state lacks the gradient of minibatch {own} at stage {rule.stage}, which waits for its "
+                    "group: load what this rank has saved, or a whole state"
+                )
         shapes = dict(zip(held.names, held.parameters, strict=True))
         for version, kept in saved["versions"].items():
             for name, value in kept.items():

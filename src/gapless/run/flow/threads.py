@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.run.flow.device import END, End, Fed, FlowDevice
 from gapless.run.flow.siblings import Alone, Siblings
@@ -108,7 +108,7 @@ class ThreadFlow:
         one_memory = all(isinstance(lane, CpuLane) for lane in self._lanes)
         return ThreadNeighbours(self._queues, device, self._lanes[device], one_memory=one_memory)
 
-    def siblings(self, parameters: Sequence[Tensor]) -> Siblings:
+    def siblings(self, parameters: Sequence[nn.Parameter]) -> Siblings:
         """No stage has replicas here."""
         return Alone()
 

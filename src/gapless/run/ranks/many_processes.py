@@ -40,6 +40,7 @@ from gapless.run.team import make_team
 from gapless.run.world import Evaluated, OwnStages, Parts, Ran, TransportName
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.placement import Placement
 from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
@@ -132,14 +133,13 @@ class ManyProcesses:
         if module is not None:
             self._sameness.compare_weights(module)
 
-    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, schedule: Schedule, tied: Tied) -> None:
+    def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
             each.release()
         known, uses = self._homes, uses_of(parts)
-        devices = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
-        self._homes = Homes(self.seat.device, parts, devices, uses)
+        self._homes = Homes(self.seat.device, parts, placement.cycles, uses)
         self._holders = []
-        here = [self.seat.torch_device] * schedule.num_stages
+        here = [self.seat.torch_device] * placement.num_stages
         self._ties = tie(module, stages, uses, here, tied, self._away(uses))
         for parameter, holders in self._holders:
             holders.share_value(parameter)

@@ -9,12 +9,15 @@ from gapless.run.world import Parts
 
 
 class Homes:
-    """Seen from one device. `parts` are the layers of each stage, `devices` their devices, `uses` the stages that use a
-    parameter.
+    """Seen from one device. `parts` are the layers of each stage, `cycles` their devices, which are several where a
+    stage has replicas, `uses` the stages that use a parameter.
     """
 
-    def __init__(self, device: int, parts: Parts = (), devices: Sequence[int] = (), uses: Uses | None = None) -> None:
-        self._device, self._parts, self.devices = device, parts, devices
+    def __init__(
+        self, device: int, parts: Parts = (), cycles: Sequence[Sequence[int]] = (), uses: Uses | None = None
+    ) -> None:
+        self._device, self._parts, self._cycles = device, parts, cycles
+        self.devices = [cycle[0] for cycle in cycles]
         self._parameters = dict(uses or {})  # held: the id() of one that is gone may be another tensor's
         self._buffers: dict[Tensor, list[int]] = {}
 
@@ -40,7 +43,7 @@ class Homes:
         if not self.known:
             return True
         stages = self._stages(tensor)
-        return self._device == 0 if stages is None else any(self.devices[s] == self._device for s in stages)
+        return self._device == 0 if stages is None else any(self._device in self._cycles[s] for s in stages)
 
     def home(self, tensor: Tensor) -> int:
         """The device that answers for it, if several hold it."""

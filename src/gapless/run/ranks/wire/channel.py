@@ -25,8 +25,8 @@ PASSED = "passed"
 """What another thread than the device's waits for, so that it comes by itself."""
 SMALL = 64 << 10
 _PATIENCE = 0.5  # seconds
-_TAGS = {PASSED: 0, "activation": 2, "gradient": 4, "loss": 6}
-_TAGS_OF_SHARED = {"tied": 8, "total": 10}
+_TAGS = {PASSED: 0, "activation": 2, "gradient": 4, "loss": 6, "update": 8}
+_TAGS_OF_SHARED = {"tied": 10, "total": 12}
 
 
 def tag_of(kind: str) -> int:
