@@ -302,3 +302,39 @@ def test_ctrl_c_ends_measuring_soon(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "gapless: stopped\n")
+
+
+VGG16 = Path(__file__).parents[2] / "examples" / "profiles" / "vgg16.txt"
+
+
+def test_a_plan_without_a_flush_has_replicas_of_stages(gapless: Command) -> None:
+    found = json.loads(gapless(f"plan {VGG16} --devices 4 --bandwidth 1GB/s --no-flush pipedream --json").out)
+    assert (found["replicas"], found["partition"], found["seconds"]) == ([3, 1], [17, 23], pytest.approx(0.205520896))
+    assert [stage["weight_versions"] for stage in found["stages"]] == [2, 1]
+    out = gapless(f"plan {VGG16} --devices 4 --bandwidth 1GB/s --latency 50ms --no-flush --memory 20GiB").out
+    assert "times as fast as one device" in out
+    code, _, err = gapless(f"plan {VGG16} --devices 2 --no-flush --memory 1GiB")
+    assert (code, err) == (
+        2,
+        "gapless: no stages of these 40 layers fit on 2 devices in 1 GiB: use more devices, or larger ones\n",
+    )
+
+
+def test_a_profile_of_pipedream_is_planned_with_a_flush_too(gapless: Command) -> None:
+    found = json.loads(gapless(f"plan {VGG16} -K 2 --bandwidth 10GB/s --minibatch 4 --schedules 1f1b --json").out)
+    assert sum(found["best"]["partition"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--no-flush --schedules 1f1b", "--no-flush plans from a profile, for equal devices, and --schedules is not"),
+        ("--bandwidth 25Gb/s", "--bandwidth is '25Gb/s', but it must be a bandwidth such as '100 GB/s'"),
+        ("--latency 8", "--latency is '8', but a time of at most 1 seconds is expected"),
+        ("--no-flush other", "argument --no-flush: invalid choice: 'other'"),
+    ],
+)
+def test_links_and_forms_that_make_no_sense_are_refused(gapless: Command, line: str, message: str) -> None:
+    code, out, err = gapless(f"plan {VGG16} {line}")
+    assert (code, out) == (2, "")
+    assert message in err

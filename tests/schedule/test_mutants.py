@@ -114,6 +114,6 @@ def test_verify_finds_every_mutant_that_can_not_be_carried_out_and_accepts_the_o
 @pytest.mark.slow
 @pytest.mark.timeout(840)
 def test_verify_and_the_judge_agree_on_thousands_of_mutants() -> None:
-    count, wrong = held_against_the_judge(((2, 2), (2, 3), (3, 3)), 20, seed=2)
+    count, wrong = held_against_the_judge(((2, 2), (2, 3), (3, 3)), 80, seed=2)
     print(f"{count:,} mutants, {wrong:,} of them wrong")
-    assert count > 30_000
+    assert count > 8_000

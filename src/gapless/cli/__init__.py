@@ -8,7 +8,7 @@ show          draw a schedule
 simulate      time and memory of a schedule
 compare       all schedules, ranked
 verify        check a schedule in a file
-plan          cut a model and choose a schedule for it; plan_report is what it prints
+plan          cut a model and choose a schedule for it; plan_report is what it prints, no_flush without a flush
 train         train what a config describes
 bench         run a benchmark; its options are the parameters of the benchmark's `run`
 

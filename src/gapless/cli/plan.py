@@ -4,17 +4,20 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gapless import units
 from gapless.cli import options, terminal
+from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
-from gapless.plan.profile.profile import SLACK, Profile
+from gapless.plan.profile.profile import SLACK, Link, Profile
+from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
 from gapless.view import text
@@ -27,8 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="PROFILE",
-        help="a JSON file with the costs of the layers (docs/planning.md), or a .toml config with a model and data, "
-        "which is then measured (docs/training.md)",
+        help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/planning.md); or "
+        "a .toml config with a model and data, which is then measured (docs/training.md)",
     )
     options.add_values(
         parser.add_argument_group("devices and sizes"),
@@ -37,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--speeds", str, None, "X,X", "speeds of the devices, if they differ; 1 is as profiled"),
         ("--minibatch", int, None, "N", "samples in a step (default: from the file)"),
         ("--microbatches -M", int, None, "M", "number of microbatches (default: try several)"),
+        ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
+        ("--latency", str, None, "T", "of that link, as 20us (default 0)"),
     )
     options.add_values(
         parser.add_argument_group("measuring a config"),
@@ -46,6 +51,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     searched = parser.add_argument_group("search")
     names = ("--schedules", options.words, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
     options.add_values(searched, names)
+    searched.add_argument(
+        "--no-flush",
+        nargs="?",
+        const="ring",
+        choices=tuple(FORMS),
+        help="plan stages and their replicas for training without a flush instead, as PipeDream does; pipedream counts "
+        "times as its optimizer does, ring (the default) as they are here",
+    )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
     options.add_values(
@@ -61,6 +74,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plans, writes the files that were asked for, and prints the report or JSON."""
     _check(arguments)
+    if arguments.no_flush:
+        return _without_flush(arguments)
     try:
         profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
     finally:
@@ -79,7 +94,7 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     for name in ("seconds", "profile"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
-    profile = read_profile(arguments.source)
+    profile = _profile(arguments)
     count = arguments.devices or 4
     memories = _listed("--memory", arguments.memory, count, _memory) or [None] * count
     speeds = _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
@@ -93,7 +108,47 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     return profile, found
 
 
+def _profile(arguments: argparse.Namespace) -> Profile:
+    """The profile of the file, with the link that was asked for."""
+    profile = read_profile(arguments.source)
+    if arguments.bandwidth is None and arguments.latency is None:
+        return profile
+    bandwidth = _quantity(arguments, "bandwidth", units.BANDWIDTH)
+    link = Link("link", None, _quantity(arguments, "latency", units.LATENCY) or 0.0, bandwidth)
+    return replace(profile, links=(link,))
+
+
+def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity) -> float | None:
+    try:
+        given = getattr(arguments, name)
+        return None if given is None else units.read(given, quantity)
+    except ConfigError as error:
+        raise ConfigError(f"--{name} {error}") from None
+
+
+def _without_flush(arguments: argparse.Namespace) -> int:
+    others = ("html", "svg", "perfetto", "write", "speeds", "schedules", "minibatch", "microbatches")
+    wrong = [name for name in others if getattr(arguments, name) is not None]
+    if wrong or arguments.source.endswith(".toml"):
+        what = f"--{wrong[0]}" if wrong else "a config"
+        raise ConfigError(
+            f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
+        )
+    memory = _listed("--memory", arguments.memory, 1, _memory) or [None]
+    report, data = planned(_profile(arguments), arguments.devices or 4, arguments.no_flush, memory[0])
+    if arguments.json:
+        terminal.print_json(data)
+    else:
+        terminal.say(report)
+    return 0
+
+
 def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
+    if arguments.bandwidth is not None or arguments.latency is not None:
+        raise ConfigError(
+            "--bandwidth and --latency are for a profile, and a config's links are measured: write what is measured "
+            "with --profile, and plan that"
+        )
     if arguments.shard_optimizer:
         raise ConfigError(
             "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what is measured with "

@@ -24,6 +24,7 @@ from typing import Any
 from gapless import units
 from gapless.errors import ConfigError, printable
 from gapless.plan.profile.contention import ALONE, Contention
+from gapless.plan.profile.pipedream_graph import is_graph, parse_graph
 from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile, Seconds, Sizes
 from gapless.user_file import read_user_file
 
@@ -43,8 +44,12 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """A profile from its file."""
-    return read_user_file(path, parse_profile, "a profile", "is a JSON file")
+    """A profile from its file, ours or PipeDream's."""
+    return read_user_file(path, partial(_of_text, name=Path(path).stem), "a profile", "is a JSON file")
+
+
+def _of_text(text: str, name: str) -> Profile:
+    return parse_graph(text, name) if is_graph(text) else parse_profile(text)
 
 
 def profile_text(profile: Profile) -> str:
