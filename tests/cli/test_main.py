@@ -53,7 +53,7 @@ def test_an_unknown_option_suggests_the_nearest(gapless: Command) -> None:
 
 def environment() -> dict[str, str]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return {**os.environ, "PYTHONPATH": root}
+    return {**os.environ, "PYTHONPATH": os.path.join(root, "src")}
 
 
 def seconds_used(process: int) -> float:

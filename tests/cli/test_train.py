@@ -16,12 +16,19 @@ from tests.train.configs import GPT, write
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the runs go."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_it_shows_the_pipeline_the_steps_and_a_summary(gapless: Command, tmp_path: Path) -> None:
     code, out, err = gapless(f"train {write(tmp_path)}")
     assert (code, err) == (0, "")
     pipeline, steps, summary = out.strip().split("\n\n")
     assert pipeline.splitlines()[0].startswith("Pipeline: zb-h1, 2 devices, 2 stages, 4 microbatches, predicted bubble")
     assert pipeline.splitlines()[1].startswith("  stage 0 on device 0 (cpu): layers 0 to ")
+    assert pipeline.splitlines()[-1] == "run: runs/mine"
     first, last = steps.splitlines()
     assert re.fullmatch(r"step 1 of 6   loss \d\.\d+ +\d+\.\d ms per step   [\d.]+ samples/s", first)
     assert last.startswith("step 6 of 6   loss ")
@@ -38,7 +45,7 @@ def test_json_is_one_object_and_the_same_losses_every_time(gapless: Command, tmp
     assert found["loss"] == found["losses"][-1]
     assert found["plan"] is found["partition"] is found["predicted_step_seconds"] is None
     for options in ("", "--schedule gpipe", "--devices 3 --schedule zb-v"):  # all in the plain loop's bits
-        assert json.loads(gapless(f"train {config} --json {options}").out)["losses"] == found["losses"]
+        assert json.loads(gapless(f"train {config} --fresh --json {options}").out)["losses"] == found["losses"]
 
 
 def test_a_loss_may_import_what_lies_beside_it_while_it_runs(gapless: Command, tmp_path: Path) -> None:
@@ -73,17 +80,18 @@ def test_a_plan_is_made_first_and_compared_with_what_came(gapless: Command, tmp_
 def test_a_plan_in_a_file_is_taken_as_it_is(gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan = write(tmp_path), tmp_path / "plan.json"
     assert gapless(f"plan {config} --seconds 0.01 --schedules gpipe -M 2 --write {plan} --json").code == 0
-    monkeypatch.chdir(tmp_path.parent)
-    found = json.loads(gapless(f"train {config} --plan {plan.relative_to(tmp_path.parent)} --json").out)
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    found = json.loads(gapless(f"train {config} --plan ../plan.json --json").out)
     written = json.loads(plan.read_text())
     assert found["plan"] == "gpipe on 2 devices, 2 microbatches of 3"
     assert found["partition"] == written["partition"]
     assert found["predicted_step_seconds"] == written["step_seconds"]
-    assert found["losses"] == json.loads(gapless(f"train {config} --microbatches 2 --json").out)["losses"]
-    assert gapless(f"train {config} --plan {plan} --devices 4").err == (
+    assert found["losses"] == json.loads(gapless(f"train {config} --microbatches 2 --fresh --json").out)["losses"]
+    assert gapless(f"train {config} --fresh --plan {plan} --devices 4").err == (
         "gapless: the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 4 devices: make one for these\n"
     )
-    code, _, err = gapless(f"train {config} --plan {plan} --microbatches 3")
+    code, _, err = gapless(f"train {config} --fresh --plan {plan} --microbatches 3")
     assert (code, err) == (
         2,
         "gapless: microbatches is 3, but the plan has 2: leave out what the plan says, or make another\n",
@@ -96,8 +104,8 @@ def test_a_loss_that_is_not_finite_ends_it_with_exit_code_1(gapless: Command, tm
     assert code == 1
     assert out.startswith("Pipeline: ")
     assert err == (
-        "gapless: stopped after 0 of 6 steps: the loss of step 1 is nan; a smaller learning rate or clip = 1.0 may "
-        "help\n"
+        "gapless: stopped after 0 of 6 steps: the loss of step 1 is nan, in microbatch 0 of 4; a smaller learning rate "
+        "or clip = 1.0 may help\n"
     )
 
 
@@ -131,7 +139,7 @@ def test_a_file_that_is_none_is_one_sentence(gapless: Command) -> None:
 def test_the_help_shows_an_example(gapless: Command) -> None:
     code, out, _ = gapless("train --help")
     assert code == 0
-    assert "example: gapless train examples/gpt.toml --plan auto" in out
+    assert "example: gapless train --example > my.toml; gapless train my.toml --set train.steps=50" in out
 
 
 def test_the_example_trains(gapless: Command) -> None:
@@ -152,10 +160,10 @@ def test_ctrl_c_says_how_far_it_got(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert re.fullmatch(r"gapless: stopped after \d+ of 1000000 steps, last loss \d\.\d+\n", err)
+    assert re.fullmatch(r"gapless: stopped after \d+ of 1000000 steps\n", err)
 
 
-@pytest.mark.parametrize("command", ["train {config}", "plan {config}", "bench tiny"])
+@pytest.mark.parametrize("command", ["plan {config}", "bench tiny"])
 def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
     gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -166,24 +174,40 @@ def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
     assert (code, out) == (2, "")
     assert "runs in one process, but torchrun started 2, and each would do the whole job" in err
     assert "docs/cluster.md" in err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert gapless(f"train {write(tmp_path)} --steps 1").code == 0
 
 
-def test_torchrun_itself_ends_with_that_sentence(tmp_path: Path) -> None:
-    ended = subprocess.run(
+def test_an_example_config_is_printed_and_trains(gapless: Command, tmp_path: Path) -> None:
+    code, out, err = gapless("train --example")
+    assert (code, err) == (0, "")
+    (tmp_path / "my.toml").write_text(out)
+    small = (
+        "--set model.arguments.width=8 --set model.arguments.depth=2 --set data.minibatch=8 --set pipeline.devices=2"
+    )
+    assert gapless(f"train my.toml --steps 1 {small}").out.endswith(" ms per step (median)\n")
+    assert gapless("train --keys").out == (ROOT / "docs" / "config.md").read_text("utf-8")
+    assert gapless("train").err == (
+        "gapless: CONFIG is missing: `gapless train --example > my.toml` writes one to start from\n"
+    )
+
+
+def ranks(count: int, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "gapless", "train", str(write(tmp_path))),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
+            *("-m", "gapless", "train", *words),
         ],
-        env=environment(),
-        cwd=ROOT,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
-    assert ended.returncode != 0
-    assert "`gapless train` runs in one process, but torchrun started 2, and each would do" in ended.stderr
-    assert "exitcode  : 2" in ended.stderr
-    assert "loss" not in ended.stdout
+
+
+def test_ranks_train_with_the_same_file_and_the_same_bits(gapless: Command, tmp_path: Path) -> None:
+    config = str(write(tmp_path))
+    ended = ranks(2, config, "--folder", "of-ranks", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["losses"] == json.loads(gapless(f"train {config} --json").out)["losses"]
+    assert found["steps"] == 6

@@ -2,6 +2,12 @@
 
 from pathlib import Path
 
+from gapless.plan.plan import Plan
+from gapless.train.callbacks import Callback, Loop, Step
+from gapless.train.config import Config
+from gapless.train.job import build
+from gapless.train.training import make_trainer
+
 MINE = """
 import torch
 from torch import nn
@@ -107,3 +113,28 @@ def write(folder: Path, *changes: tuple[str, str], text: str = CONFIG) -> Path:
     file = folder / "mine.toml"
     file.write_text(text)
     return file
+
+
+class Kept(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.evaluations: list[tuple[int, float]] = []
+
+    def on_step(self, trainer: Loop, step: Step) -> None:
+        self.steps.append(step)
+
+    def on_evaluate(self, trainer: Loop, loss: float, seconds: float) -> None:
+        self.evaluations.append((trainer.step, loss))
+
+
+def trained(config: Config, plan: Plan | None = None) -> list[Step]:
+    """As `gapless train` trains it, but without a folder."""
+    kept = Kept()
+    job = build(config)
+    with job.pipeline(plan) as pipe:
+        trainer = make_trainer(config, job, pipe)
+        trainer.callbacks.append(kept)
+        trainer.run()
+    return kept.steps

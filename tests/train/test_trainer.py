@@ -9,19 +9,12 @@ import torch.nn.functional as F
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.plan.plan import Plan
 from gapless.train.config import Config, read_config
-from gapless.train.data import batches
+from gapless.train.data import make_feeds
 from gapless.train.job import build
-from gapless.train.trainer import NotFiniteError, Step, train
-from tests.train.configs import GPT, write
-
-
-def trained(config: Config, plan: Plan | None = None) -> list[Step]:
-    job = build(config)
-    with job.pipeline(plan) as pipe:
-        optimizer = job.optimizer(list(pipe.parameters()))
-        return list(train(pipe, optimizer, job.batches, steps=config.steps, clip=config.clip))
+from gapless.train.trainer import NotFiniteError
+from gapless.train.training import make_trainer
+from tests.train.configs import GPT, trained, write
 
 
 def plain_losses(config: Config, microbatches: int) -> list[float]:
@@ -30,11 +23,11 @@ def plain_losses(config: Config, microbatches: int) -> list[float]:
     assert isinstance(job.model, torch.nn.Module)
     optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
     losses = []
-    for step, (inputs, target) in enumerate(islice(batches(config), config.steps)):
+    for step, (inputs, target) in enumerate(islice(make_feeds(config, {})[0], config.steps)):
         found = gapless.plain_step(
             job.model, inputs, target, microbatches=microbatches, loss=F.cross_entropy, seed=config.seed, step=step
         )
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), config.clip or 0)
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), config.train.clip or 0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(found.loss))
@@ -72,7 +65,8 @@ def test_a_plan_is_made_and_trained_with_on_a_gpu(tmp_path: Path) -> None:
 def test_a_step_says_what_it_took(config: Config) -> None:
     steps = trained(config)
     assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(step.samples == 6 and step.seconds > 0 and step.waited > 0 for step in steps)
+    assert all(step.samples == 6 and step.seconds > step.updated > 0 and step.waited > 0 for step in steps)
+    assert all(step.tokens is None and step.norm and step.rate == 0.01 for step in steps)
 
 
 def test_the_seed_decides_the_weights(config: Config) -> None:
@@ -111,8 +105,11 @@ def test_a_loss_that_is_not_finite_ends_it_before_the_weights_change(tmp_path: P
     job = build(read_config(write(tmp_path, ('name = "cross_entropy"', 'name = "mine.py:no_number"'))))
     assert isinstance(job.model, torch.nn.Module)
     before = [parameter.clone() for parameter in job.model.parameters()]
-    with job.pipeline(None) as pipe, pytest.raises(NotFiniteError, match="the loss of step 1 is nan; a smaller"):
-        list(train(pipe, job.optimizer(list(pipe.parameters())), job.batches, steps=2))
+    with (
+        job.pipeline(None) as pipe,
+        pytest.raises(NotFiniteError, match="the loss of step 1 is nan, in microbatch 0 of 4; a smaller"),
+    ):
+        make_trainer(job.config, job, pipe).run()
     assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
 
 

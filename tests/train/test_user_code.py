@@ -8,7 +8,7 @@ from torch import nn
 
 from gapless.train.config import read_config
 from gapless.train.job import build
-from gapless.train.trainer import train
+from gapless.train.training import make_trainer
 from tests.train.configs import CONFIG
 
 SHARED = """
@@ -88,8 +88,9 @@ def test_neighbours_can_be_imported_also_later_and_the_path_stays_as_it_was(tmp_
     assert sys.path == before
     sys.modules.pop("also_beside_it")
     with job.pipeline(None) as pipe:
-        steps = list(train(pipe, job.optimizer(list(pipe.parameters())), job.batches, steps=2))
-    assert len(steps) == 2
+        trainer = make_trainer(job.config.changed(steps=2), job, pipe)
+        trainer.run()
+    assert trainer.step == 2
     assert sys.path == before
     assert "also_beside_it" in sys.modules
 

@@ -1,9 +1,9 @@
 """What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,22 +20,27 @@ from gapless.stage.devices import torch_devices
 from gapless.train import room
 from gapless.train import user_code as own
 from gapless.train.config import Config, Part
-from gapless.train.data import Batch, batches, with_shape
+from gapless.train.data import Batch, Feed, make_feeds, with_shape
+from gapless.train.learning_rate import Scheduled, scheduled
+from gapless.train.torchrun import Ranks
 
 _LEFT_OUT = {"next_token": -100, "cross_entropy": -100, "nll_loss": -100, "translation": 0}  # targets
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that is needed to train. `batches` begins with `first`."""
+    """All that is needed to train. `first` is a batch of all samples, to plan with."""
 
     config: Config
     model: nn.Module | Sequence[Callable[..., Any]]
     loss: Callable[[Any, Any], Tensor] | None
     optimizer: Optimizer
     devices: Sequence[torch.device]
+    scheduler: Scheduled
     first: Batch
-    batches: Iterator[Batch]
+    batches: Feed
+    validation: Feed | None
+    ranks: Ranks = Ranks()  # noqa: RUF009
 
     def planned(
         self,
@@ -101,32 +106,43 @@ class Job:
                 "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan = 'auto'"
             )
         self._check(layout.microbatches)
+        where: dict[str, Any] = {"devices": self.devices} if self.ranks.mesh is None else {"mesh": self.ranks.mesh}
         with own.importable(self.config), own.told("cutting the model"):
             return Pipeline(
                 self.model,
-                devices=self.devices,
+                **where,
                 schedule=plan or layout.schedule or "1f1b",
                 microbatches=layout.microbatches,
                 stages_per_device=layout.stages_per_device,
                 partition=layout.partition,
                 remat=layout.remat or "none",
                 loss=self.loss,
-                loss_weight=_loss_weight(self.config.loss),
+                loss_weight=loss_weight(self.config.loss),
                 seed=self.config.seed,
-                example=self.first[0],
+                example=mb.split(self.first[0], self.ranks.replicas)[0],
+                tied="exact",
+                intra_op_threads=threads_of(self.config),
             )
 
     def _check(self, microbatches: int | None) -> None:
-        if microbatches is not None and microbatches > self.config.minibatch:
+        replicas, size = self.ranks.replicas, self.config.minibatch // self.ranks.replicas
+        if microbatches is not None and microbatches > size:
+            shared = "" if replicas == 1 else f" of a replica, of which there are {replicas},"
             raise ConfigError(
-                f"a minibatch of {self.config.minibatch} samples can't be cut into {microbatches} microbatches: "
-                "use fewer"
+                f"a minibatch{shared} of {size} samples can't be cut into {microbatches} microbatches: use fewer"
             )
 
 
-def build(config: Config) -> Job:
+def threads_of(config: Config) -> int:
+    """CPU threads of a device: the same in one process and on ranks, so that their bits are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.pipeline.threads or max(1, cores // config.num_devices)
+
+
+def build(config: Config, ranks: Ranks | None = None) -> Job:
     """Always the same for the same config and the same files beside it: the seed is set first."""
-    devices = torch_devices(config.pipeline.devices)
+    ranks = Ranks() if ranks is None else ranks
+    devices = torch_devices(config.pipeline.devices) if ranks.mesh is None else []
     files: own.Files = {}
     loss = None
     if config.loss is not None:
@@ -143,13 +159,23 @@ def build(config: Config) -> Job:
         raise ConfigError(
             f"model: {config.model.name} returned {model!r:.40}, but it must return a module or a list of layers"
         )
-    source = batches(config, files)
-    first = next(source)
+    vocab = _vocabulary(config, model)
+    feed, validation = make_feeds(config, files, share=ranks.share, vocab=vocab)
+    first = feed.peek()
     room.check_activations(config, sketch, first[0])
-    return Job(config, model, loss, optimizer, devices, first, chain([first], source))
+    return Job(config, model, loss, optimizer, devices, scheduled(config, files), first, feed, validation, ranks)
 
 
-def _loss_weight(loss: Part | None) -> mb.LossWeight:
+def _vocabulary(config: Config, model: Any) -> int | None:
+    """How many tokens the model knows, where that is known."""
+    if config.model.name == "gpt":
+        return int(config.model.arguments.get("vocab", 256))
+    if config.model.name == "huggingface":
+        return int(model.config.vocab_size)
+    return None
+
+
+def loss_weight(loss: Part | None) -> mb.LossWeight:
     """What microbatches count: a mean over targets some of which are left out counts the others."""
     if loss is None or loss.is_own:
         return None

@@ -35,7 +35,7 @@ def memory_of_the_host() -> int:
 def sketched(config: Config, files: own.Files) -> nn.Module | None:
     """The model on the meta device, if it is one of ours; refused where the machine has no room for its weights."""
     part = config.model
-    if part.is_own:
+    if part.is_own or part.name == "huggingface":
         return None
     depth = part.arguments.get("depth")
     if isinstance(depth, int) and depth > _MOST_LAYERS:

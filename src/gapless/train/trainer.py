@@ -1,52 +1,192 @@
-"""The loop: a batch, a step of the pipeline, a step of the optimizer, and what came of it, one after the other."""
+"""The training loop, as `gapless train` runs it. It may be used, or copied and changed: it is all here.
+
+trainer = Trainer(pipe, optimizer, batches, steps=1000, clip=1.0, callbacks=[Lines(1000)])
+trainer.run()
+"""
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gapless.errors import GaplessError
 from gapless.pipeline.pipeline import Pipeline
+from gapless.pipeline.result import Result
 from gapless.stage import microbatch as mb
 from gapless.train import user_code as own
+from gapless.train.callbacks import Callback, Step
 from gapless.train.data import Batch, with_shape
+
+_SCALES = 32  # steps in which a scaler may look for its scale: it halves it each time
 
 
 class NotFiniteError(GaplessError):
     """The loss is no number any more."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step left: `number` counts from 1, `seconds` is the step with its update, `waited` for the batch."""
+class Trainer:
+    """So many updates of the weights.
 
-    number: int
-    loss: float
-    samples: int
-    seconds: float
-    waited: float
+    batches     an iterable of (inputs, target); where it ends, training does
+    clip        the norm that gradients are clipped to
+    accumulate  minibatches in one update
+    counted     what a target counts in their mean, if not its samples; "sum" for losses that are sums
+    scaler      a torch.amp.GradScaler, for float16
+    autocast    makes the context in which steps run, such as torch.autocast
+    evaluate    returns a loss, or None to say nothing; called after `every` updates, and at the end
+    skip        so many updates in a row may be left out because the loss is not finite
+    """
 
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        batches: Iterable[Batch],
+        *,
+        steps: int,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+        counted: mb.LossWeight = None,
+        scaler: torch.amp.GradScaler | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        evaluate: Callable[[], float | None] | None = None,
+        every: int = 1,
+        skip: int = 0,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.pipe, self.optimizer, self.batches, self.steps, self.scheduler = pipe, optimizer, batches, steps, scheduler
+        self.clip, self.accumulate, self.counted, self.scaler, self.autocast = (
+            clip,
+            accumulate,
+            counted,
+            scaler,
+            autocast,
+        )
+        self.evaluate, self.every, self.skip, self.callbacks = evaluate, every, skip, list(callbacks)
+        self.step = 0  # updates done, also those that were left out
+        self.skipped = 0  # those in a row
+        self.ended = ""  # why training ended, when it has
+        self.position = getattr(batches, "position", None)  # in the data, of what comes after those
 
-def train(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer, batches: Iterable[Batch], *, steps: int, clip: float | None = None
-) -> Iterator[Step]:
-    """So many steps. A loss that is not finite ends it, before the weights take it in."""
-    source = iter(batches)
-    for number in range(1, steps + 1):
+    def stop(self, why: str) -> None:
+        """No further step after this one."""
+        self.ended = self.ended or why
+
+    def tell(self, moment: str, *facts: Any) -> None:
+        """All callbacks, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *facts)
+
+    def run(self) -> None:
+        """Train to the last step, or until something stops it."""
+        source = iter(self.batches)
+        try:
+            self.tell("on_start")
+            while self._goes_on():
+                self.tell("on_begin")
+                begin = time.perf_counter()
+                batches = [batch for _, batch in zip(range(self.accumulate), source, strict=False)]
+                if len(batches) < self.accumulate:
+                    self.stop("the data has ended")
+                    break
+                done = self.update(batches, begin)
+                if done is None:
+                    break
+                self.step += 1
+                self.position = getattr(self.batches, "position", None)
+                self.tell("on_step", done)
+                if self.evaluate is not None and (self.step % self.every == 0 or not self._goes_on()):
+                    self._evaluate(self.evaluate)
+            self.stop("all steps are done")
+        finally:
+            self.tell("on_end")
+
+    def _goes_on(self) -> bool:
+        if self.pipe.stopping:  # the same on all ranks, none of which may begin another step
+            self.stop("SIGTERM")
+        return not self.ended and self.step < self.steps
+
+    def _evaluate(self, evaluate: Callable[[], float | None]) -> None:
         begin = time.perf_counter()
-        inputs, target = next(source)
-        come = time.perf_counter()
-        with own.told(f"step {number}{with_shape((inputs, target))}"):
-            result = pipe.step(inputs, target)
-        assert result.loss is not None  # a step has one, or fails
-        loss = float(result.loss)
-        if not math.isfinite(loss):
-            raise NotFiniteError(f"the loss of step {number} is {loss}; a smaller learning rate or clip = 1.0 may help")
-        with own.told(f"the update of step {number} with {type(optimizer).__name__}"):
-            if clip is not None:
-                pipe.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        yield Step(number, loss, mb.batch_size(inputs), time.perf_counter() - come, come - begin)
+        if not self.pipe.stopping and (loss := evaluate()) is not None:
+            self.tell("on_evaluate", loss, time.perf_counter() - begin)
+
+    def update(self, batches: Sequence[Batch], begin: float) -> Step | None:
+        """One step of the optimizer, on all of these; None if the ranks were asked to leave in the middle of it."""
+        come, number, results = time.perf_counter(), self.step + 1, list[Result]()
+        for batch, share in zip(batches, self._shares(batches), strict=True):
+            if results and self.pipe.stopping:
+                self.pipe.zero_grad()
+                return None
+            with own.told(f"step {number}{with_shape(batch)}"), self.autocast():
+                last = len(results) + 1 == len(batches)
+                results.append(self.pipe.step(*batch, weight=share, sync=last, scaler=self.scaler))
+        loss = sum(float(result.loss) for result in results if result.loss is not None)
+        ran, rate = time.perf_counter(), float(self.optimizer.param_groups[0]["lr"])
+        norm, wrong = None, "" if math.isfinite(loss) else self._not_finite(results)
+        if wrong:
+            self.pipe.zero_grad()
+        else:
+            with own.told(f"the update of step {number} with {type(self.optimizer).__name__}"):
+                norm, wrong = self._change_weights()
+        self.skipped = self.skipped + 1 if wrong else 0
+        if self.skipped > self.skip + (_SCALES if self.scaler is not None and math.isfinite(loss) else 0):
+            raise NotFiniteError(f"{wrong}; a smaller learning rate or clip = 1.0 may help")
+        if self.scheduler is not None and not wrong:
+            self.scheduler.step()
+        now, counts = time.perf_counter(), [_counts(inputs) for inputs, _ in batches]
+        samples = sum(each for each, _ in counts)
+        tokens = None if counts[0][1] is None else sum(each or 0 for _, each in counts)
+        times = now - begin, come - begin, now - ran
+        return Step(number, loss, rate, norm, samples, tokens, *times, wrong, results[-1].timeline)
+
+    def _change_weights(self) -> tuple[float | None, str]:
+        """The norm of the gradients, and why the weights stay as they were, if they do."""
+        norm, scaler = None, self.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        if self.clip is not None:
+            norm = float(self.pipe.clip_grad_norm_(self.clip))
+        wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {self.step + 1} have norm {norm}"
+        if scaler is not None:
+            before = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            if scaler.get_scale() < before:
+                wrong = f"the gradients of step {self.step + 1} overflow float16, at a scale of {before:g}"
+        elif not wrong:
+            self.optimizer.step()
+        self.pipe.zero_grad()
+        return norm, wrong
+
+    def _shares(self, batches: Sequence[Batch]) -> list[Fraction | float]:
+        """What each minibatch counts in the update."""
+        if len(batches) == 1:
+            return [1.0]
+        counted = self.counted
+        if counted == "sum":
+            return [1.0] * len(batches)
+        counts = [int(mb.batch_size(inputs) if counted is None else counted(target)) for inputs, target in batches]
+        return [Fraction(each, max(1, sum(counts))) for each in counts]
+
+    def _not_finite(self, results: Sequence[Result]) -> str:
+        """Which loss: that of the first microbatch, over all minibatches of the update, whose loss is no number."""
+        losses = [float(loss) for result in results for loss in result.losses]
+        wrong = next((each for each, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if wrong is None:
+            return f"the losses of step {self.step + 1} add up to no number"
+        return f"the loss of step {self.step + 1} is {losses[wrong]}, in microbatch {wrong} of {len(losses)}"
+
+
+def _counts(inputs: Any) -> tuple[int, int | None]:
+    """Samples, and tokens where the inputs are token numbers."""
+    ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+    if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+        return mb.batch_size(inputs), ids.numel()
+    return mb.batch_size(inputs), None

@@ -1,0 +1,58 @@
+"""The loss on data that is not trained on: the same batches every time. And an end when it gets no better."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from gapless.pipeline.pipeline import Pipeline
+from gapless.stage import microbatch as mb
+from gapless.train import user_code as own
+from gapless.train.callbacks import Callback, Loop
+from gapless.train.data import Feed, with_shape
+
+
+class Evaluation:
+    """The mean loss of the first batches of a feed, each as much as it counts."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        feed: Feed,
+        batches: int,
+        counted: mb.LossWeight,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._pipe, self._feed, self._batches, self._counted, self._autocast = pipe, feed, batches, counted, autocast
+
+    def __call__(self) -> float | None:
+        """None where the ranks were asked to leave in the middle of it."""
+        total, weight = 0.0, 0.0
+        self._feed.seek({"pass": 0, "batch": 0})
+        for _, batch in zip(range(self._batches), self._feed, strict=False):
+            if self._feed.position["pass"] > 0:
+                break  # the data has fewer batches than were asked for
+            if self._pipe.stopping:
+                return None
+            with own.told(f"evaluating{with_shape(batch)}"), self._autocast():
+                loss = self._pipe.evaluate(*batch, outputs=False).loss
+            assert loss is not None
+            counts = 1.0 if self._counted == "sum" else float(self._weight(*batch))
+            total, weight = total + counts * float(loss), weight + counts
+        return total / weight if weight else math.nan
+
+    def _weight(self, inputs: Any, target: Any) -> Any:
+        return self._counted(target) if callable(self._counted) else mb.batch_size(inputs)
+
+
+class EarlyStop(Callback):
+    """Ends training after so many evaluations without a better one."""
+
+    def __init__(self, patience: int | None) -> None:
+        self._patience = patience
+        self.best, self.since = math.inf, 0
+
+    def on_evaluate(self, trainer: Loop, loss: float, seconds: float) -> None:
+        self.best, self.since = (loss, 0) if loss < self.best else (self.best, self.since + 1)
+        if self._patience is not None and self.since >= self._patience:
+            trainer.stop(f"no better evaluation than {self.best:.4g} in {self.since}")

@@ -1,0 +1,142 @@
+"""The folder of a run: what it was asked for, what happened, and what was measured.
+
+run.json        the config with all that holds, the pipeline and the machine
+metrics.jsonl   a line for each step, evaluation and checkpoint
+timelines.json  the last steps that were measured
+tensorboard/    event files
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless._version import __version__
+from gapless.errors import ConfigError
+from gapless.schedule.action import Schedule
+from gapless.schedule.timeline import Timeline
+from gapless.train.config import Config
+
+_MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run")  # tables that change no number that is trained
+_MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes", "pipeline.threads")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of a run is."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def open(self, config: Config) -> None:
+        """Make it. One that holds a run of something else is refused: its numbers would be neither's."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
+        before = self.said()
+        if before is None or not self.checkpoints.is_dir():
+            return
+        changes = list(_changes(before["config"], json.loads(json.dumps(config.as_json()))))
+        if changes:
+            raise ConfigError(
+                f"{self.path} holds a run with another config: {'; '.join(changes[:3])}: go on with that one, or "
+                "choose another folder with --folder, or --fresh"
+            )
+
+    def say(self, config: Config, pipeline: str, threads: int, ranks: int) -> None:
+        """What was asked for, and of which machine."""
+        facts = {
+            "config": config.as_json(),
+            "pipeline": pipeline,
+            "environment": {
+                "gapless": __version__,
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+                "system": platform.platform(),
+                "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+                "gpus": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
+                "processes": ranks,
+                "threads of a device": threads,
+                "command": " ".join(sys.argv),
+            },
+        }
+        _write(self.path / "run.json", json.dumps(facts, indent=1, default=str))
+
+    def said(self) -> dict[str, Any] | None:
+        """What `say` wrote, if it did."""
+        try:
+            found = json.loads((self.path / "run.json").read_text("utf-8"))
+            return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else None
+        except (OSError, ValueError):
+            return None
+
+    def keep_timelines(self, timelines: Sequence[Timeline]) -> None:
+        """The last ones; all are of one schedule, or of those for smaller batches."""
+        found = [
+            {"schedule": each.schedule.text(), "name": each.schedule.name, "starts": each.starts, "ends": each.ends}
+            for each in timelines
+        ]
+        _write(self.path / "timelines.json", json.dumps(found))
+
+    def timelines(self) -> list[Timeline]:
+        """As they were kept."""
+        try:
+            kept = json.loads((self.path / "timelines.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return []
+        return [
+            Timeline(
+                Schedule.parse(each["schedule"], name=each["name"]),
+                tuple(map(tuple, each["starts"])),
+                tuple(map(tuple, each["ends"])),
+            )
+            for each in kept
+        ]
+
+
+def folder_of(config: Config, asked: str | None, *, fresh: bool) -> RunFolder:
+    """The one asked for; `fresh`: the next that holds no run yet."""
+    path = Path(asked or config.run.folder or Path("runs") / config.name)
+    if fresh:
+        number, first = 1, path
+        while (path / "run.json").exists():
+            number += 1
+            path = first.with_name(f"{first.name}-{number}")
+    return RunFolder(path)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    for table in sorted((set(before) | set(now)) - set(_MAY_CHANGE)):
+        old, new = before.get(table, {}), now.get(table, {})
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key) and f"{table}.{key}" not in _MAY_CHANGE_TOO:
+                yield f"{table}.{key} was {old.get(key)!r:.40}, and is {new.get(key)!r:.40} now"
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,144 @@
+"""A run from its config to its report: what `gapless train` calls, in one process or on every rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.plan import Plan
+from gapless.plan.planner import Progress
+from gapless.stage.intra_op import intra_op_threads
+from gapless.train import user_code as own
+from gapless.train.callbacks import Callback
+from gapless.train.config import Config
+from gapless.train.evaluation import EarlyStop, Evaluation
+from gapless.train.gauge import Gauge
+from gapless.train.interrupts import Interrupts
+from gapless.train.job import Job, build, loss_weight, threads_of
+from gapless.train.metrics import Metrics, TensorBoard, WeightsAndBiases, tensorboard_is_installed
+from gapless.train.run_folder import RunFolder
+from gapless.train.torchrun import Ranks
+from gapless.train.trainer import Trainer
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that is ready to begin."""
+
+    config: Config
+    folder: RunFolder
+    job: Job
+    plan: Plan | None
+    pipe: Pipeline
+    trainer: Trainer
+    gauge: Gauge
+    interrupts: Interrupts
+
+    def add(self, callback: Callback) -> None:
+        """Told after those that are there."""
+        self.trainer.callbacks.append(callback)
+
+    def run(self) -> None:
+        """To its end, whatever that is."""
+        self.trainer.run()
+        if self.job.ranks.first:
+            self.folder.keep_timelines(list(self.gauge.timelines))
+
+
+@contextmanager
+def prepared(config: Config, folder: RunFolder, ranks: Ranks, progress: Progress | None = None) -> Iterator[Training]:
+    """Everything that a run needs, made in the order in which it can fail."""
+    _check(config, ranks)
+    ranks.together(partial(folder.open, config))
+    threads = threads_of(config)
+    with intra_op_threads(threads), own.importable(config):
+        if progress is not None:
+            progress("making the model")
+        job = build(config, ranks)
+        plan = job.plan(progress)
+        with job.pipeline(plan) as pipe:
+            ranks.together(partial(folder.say, config, repr(pipe), threads, ranks.size))
+            gauge, interrupts = Gauge(config.run.timeline, ranks), Interrupts(alone=ranks.mesh is None)
+            trainer = make_trainer(config, job, pipe)
+            trainer.callbacks += [interrupts, gauge]
+            if ranks.first:
+                trainer.callbacks += _writers(config, folder, gauge, ranks)
+            yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
+
+
+def _check(config: Config, ranks: Ranks) -> None:
+    if ranks.mesh is not None and config.train.precision == "fp16":
+        raise ConfigError(
+            "train.precision is fp16, whose loss scaler decides in one process which steps to skip: use bf16 on ranks"
+        )
+    if ranks.mesh is not None and config.pipeline.plan == "auto":
+        raise ConfigError(
+            "pipeline.plan is auto, which measures the model in one process: run `gapless plan CONFIG --write "
+            "plan.json`, and set pipeline.plan to that file"
+        )
+    if config.minibatch < ranks.replicas:
+        raise ConfigError(
+            f"data.minibatch is {config.minibatch}, but there are {ranks.replicas} replicas: make it larger"
+        )
+
+
+def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
+    """The loop, as the config asks for it."""
+    optimizer = job.optimizer(list(pipe.parameters()))
+    counted, autocast = loss_weight(config.loss), _autocast(config, pipe.devices)
+    evaluate = None
+    if job.validation is not None:
+        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, counted, autocast)
+    scaler = None
+    if config.train.precision == "fp16":
+        scaler = torch.amp.GradScaler(pipe.devices[-1].type)
+    return Trainer(
+        pipe,
+        optimizer,
+        job.batches,
+        steps=config.steps,
+        scheduler=job.scheduler(optimizer),
+        clip=config.train.clip,
+        accumulate=config.train.accumulate,
+        counted=counted,
+        scaler=scaler,
+        autocast=autocast,
+        evaluate=evaluate,
+        every=config.evaluate.every or 1,
+        skip=config.train.skip,
+        callbacks=[EarlyStop(config.evaluate.patience)],
+    )
+
+
+def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
+    low = _LOW.get(config.train.precision)
+    if low is None:
+        return nullcontext
+
+    @contextmanager
+    def cast() -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind in sorted({device.type for device in devices}):
+                stack.enter_context(torch.autocast(kind, dtype=low))
+            yield
+
+    return cast
+
+
+def _writers(config: Config, folder: RunFolder, gauge: Gauge, ranks: Ranks) -> list[Callback]:
+    found: list[Callback] = [Metrics(folder.metrics, gauge, ranks.replicas)]
+    asked = config.run.tensorboard
+    if asked and not tensorboard_is_installed():
+        raise ConfigError("run.tensorboard is true, but tensorboard is not installed: pip install tensorboard")
+    if asked or (asked is None and tensorboard_is_installed()):
+        found.append(TensorBoard(folder.tensorboard, gauge, ranks.replicas))
+    if config.run.wandb is not None:
+        found.append(WeightsAndBiases(config.run.wandb, folder.path.name, config.as_json(), gauge, ranks.replicas))
+    return found
