@@ -1,5 +1,8 @@
 """Checkpoints: files on disk that appear whole or not at all, and fit any number of devices and ranks:
 
+collection    the checkpoints of a run: the last and the best are kept, a thread writes
+listing       what a run's folder has
+copies        what a thread writes while training goes on
 saveable      what can be saved and goes on from what was
 contents      what is to be saved, as trees of values with tensors beside them
 tree          trees of values as JSON
@@ -11,3 +14,17 @@ disk          what a save does to the disk, one method each
 opened        a checkpoint to be read
 random_state  the random numbers of a process
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gapless.checkpoint.collection import Checkpoints as Checkpoints
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when it is first used: a checkpoint is listed and verified without torch."""
+    if name == "Checkpoints":
+        from gapless.checkpoint.collection import Checkpoints
+
+        return Checkpoints
+    raise AttributeError(f"module 'gapless.checkpoint' has no attribute {name!r}")

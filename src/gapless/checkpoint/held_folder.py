@@ -15,12 +15,14 @@ class HeldFolder:
 
     @classmethod
     def of(cls, path: Path) -> "HeldFolder | None":
-        """None where another one holds it, or where the file system knows no locks."""
+        """None where the file system knows no locks; raises BlockingIOError where another one holds it."""
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(opened)
+            if isinstance(error, BlockingIOError):
+                raise
             return None
         return cls(opened)
 
@@ -46,8 +48,13 @@ def set_aside(disk: Disk, path: Path) -> None:
 def remove_leftovers(disk: Disk, folder: Path, of: str = "") -> None:
     """What saves have left there that were killed. One that is under way holds its folder."""
     for entry in sorted(folder.iterdir()):
-        if is_aside(entry.name, of) and entry.is_dir() and not entry.is_symlink():
-            held = HeldFolder.of(entry)
+        if is_aside(entry.name, of) and entry.is_symlink():
+            entry.unlink()
+        elif is_aside(entry.name, of) and entry.is_dir():
+            try:
+                held = HeldFolder.of(entry)
+            except (BlockingIOError, FileNotFoundError):
+                continue
             if held is not None:
                 try:
                     disk.remove(entry)

@@ -56,13 +56,15 @@ class SaveUnderWay:
         """When it returns the checkpoint is there, on every rank; when it raises it is not, on any."""
         try:
             self._finish()
-        except BaseException:
-            if self._held is not None and self._staging.is_dir():
-                _forgiving(lambda: self._disk.remove(self._staging))
-            raise
         finally:
-            if self._held is not None:
-                self._held.give_back()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """What was written for it goes, unless it is a checkpoint already."""
+        if self._gathering.place == 0 and self._staging.is_dir():
+            forgiving(lambda: self._disk.remove(self._staging))
+        if self._held is not None:
+            self._held.give_back()
 
     def _finish(self) -> None:
         gathering, fault = self._gathering, None
@@ -149,8 +151,9 @@ def begin(
         staging = folder.with_name(rows[0]["staging"])
         return SaveUnderWay(disk, gathering, folder, staging, held, parts, manifest, then)
     except BaseException:
+        if staging != folder and staging.is_dir():
+            forgiving(lambda: disk.remove(staging))
         if held is not None:
-            _forgiving(lambda: disk.remove(staging))
             held.give_back()
         raise
 
@@ -268,8 +271,8 @@ def _exchange(disk: Disk, staging: Path, folder: Path) -> None:
         ) from None
 
 
-def _forgiving(call: Callable[[], None]) -> None:
-    """After a failure: what can't be removed is left to the next save."""
+def forgiving(call: Callable[[], None]) -> None:
+    """What can't be removed now is left to the next run."""
     try:
         call()
     except OSError:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,22 @@ class Saveable(ABC):
         """All processes that it is in. Nothing trains meanwhile."""
 
     @abstractmethod
-    def contents(self, gathering: Gathering, *what: Any) -> Contents:
+    def contents(self, gathering: Gathering, *, optimizer: Any, scheduler: Any, extra: Any) -> Contents:
         """All that this process has of it; nothing is copied."""
 
     @abstractmethod
-    def taking(self, opened: Opened, gathering: Gathering, *what: Any) -> Callable[[], Any]:
+    def taking(self, opened: Opened, gathering: Gathering, *, optimizer: Any, scheduler: Any) -> Callable[[], Any]:
         """Reads and checks all that this process needs, and changes nothing; what is returned puts it in place, and
         returns what the user has added.
         """
 
-    def save(self, folder: str | Path, *what: Any) -> None:
+    def save(self, folder: str | Path, *, optimizer: Any = None, scheduler: Any = None, extra: Any = None) -> None:
         """A checkpoint is there, whole, or there is an error."""
         with self.gathered("saving a checkpoint") as gathering:
-            begin(Disk(), gathering, folder_of(folder), lambda: self.contents(gathering, *what)).finish()
+            made = partial(self.contents, gathering, optimizer=optimizer, scheduler=scheduler, extra=extra)
+            begin(Disk(), gathering, folder_of(folder), made).finish()
 
-    def load(self, folder: str | Path, *what: Any) -> Any:
+    def load(self, folder: str | Path, *, optimizer: Any = None, scheduler: Any = None) -> Any:
         """Goes on from a checkpoint. Where one process can't, none of them has changed anything."""
         path = folder_of(folder)
         with self.gathered("loading a checkpoint") as gathering:
@@ -49,7 +51,8 @@ class Saveable(ABC):
             found, fault = "", None
             try:
                 opened = Opened(path, gathering.note)
-                found, put_in_place = opened.digest, self.taking(opened, gathering, *what)
+                put_in_place = self.taking(opened, gathering, optimizer=optimizer, scheduler=scheduler)
+                found = opened.digest
             except (GaplessError, OSError) as error:
                 fault = error
             met(gathering, "load", path, fault, {"checkpoint": found})

@@ -68,11 +68,11 @@ class HeldModel:
         """A checkpoint: the model, the optimizer made of `parameters()`, the scheduler, steps and random numbers, and
         what you add. It is there whole, or not at all. Any number of devices or ranks can load it.
         """
-        self.saveable().save(folder, optimizer, scheduler, extra)
+        self.saveable().save(folder, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
     def load(self, folder: str | Path, optimizer: Any = None, scheduler: Any = None) -> Any:
         """Goes on from a checkpoint, and returns its `extra`. Without an optimizer the model alone is loaded."""
-        extra = self.saveable().load(folder, optimizer, scheduler)
+        extra = self.saveable().load(folder, optimizer=optimizer, scheduler=scheduler)
         for stream in self._streams:
             stream.reloaded()
         return extra

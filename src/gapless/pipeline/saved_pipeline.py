@@ -33,9 +33,7 @@ class SavedPipeline(Saveable):
     def gathered(self, doing: str) -> AbstractContextManager[Gathering]:
         return self._model.world.gathered(doing)
 
-    def contents(
-        self, gathering: Gathering, optimizer: Any = None, scheduler: Any = None, extra: Any = None
-    ) -> Contents:
+    def contents(self, gathering: Gathering, *, optimizer: Any, scheduler: Any, extra: Any) -> Contents:
         made = self._model.contents("pipeline", self.steps, gathering)
         if optimizer is not None:
             made.add("optim", SavedOptimizer(self._model, optimizer, self._nothing).tree())
@@ -43,9 +41,7 @@ class SavedPipeline(Saveable):
         made.add("extra", extra)
         return made
 
-    def taking(
-        self, opened: Opened, gathering: Gathering, optimizer: Any = None, scheduler: Any = None
-    ) -> Callable[[], Any]:
+    def taking(self, opened: Opened, gathering: Gathering, *, optimizer: Any, scheduler: Any) -> Callable[[], Any]:
         places = [self._model.taking(opened, "pipeline", gathering)]
         if optimizer is not None:  # without one the model alone is wanted
             places.append(SavedOptimizer(self._model, optimizer, self._nothing).taking(opened))

@@ -13,6 +13,8 @@ from gapless.errors import ConfigError
 from gapless.model.capture import Captured
 from gapless.pipeline.arguments import at_least_one, one_of
 from gapless.pipeline.options import Options
+from gapless.pipeline.saved_model import SavedModel
+from gapless.pipeline.saved_stream import SavedStream
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.flow.correction import check_predictable
 from gapless.run.flow.crew import pair_of
@@ -125,7 +127,8 @@ def make_stream(
 
     cut = partial(_cut, staged, staged.stages, options)
     least = -(-replicas[0] * (ahead[0] + 1) // options.microbatches)  # NOAM, in minibatches of all replicas
-    stream = Stream(flow, devices, cut, lambda: world.call("streaming"), (in_flight or least) + replicas[0])
+    saveable, under_way = partial(SavedStream, SavedModel(world, staged, options)), (in_flight or least) + replicas[0]
+    stream = Stream(flow, devices, cut, lambda: world.call("streaming"), under_way, saveable)
     others.add(stream)
     return stream
 

@@ -14,6 +14,7 @@ same_batches       the first and the last rank are fed the same
 rank_neighbours    the ranks before and after a device, and how minibatches go to their replicas
 rank_flow          a device as one rank of many
 stopped            where each stage is when a stream has stopped, and why
+flow               what a stream asks of the processes that its devices are in
 stream             what a user iterates over: feeds minibatches, hands out results, stops in order
 
 Replicas of a whole model that do not wait for each other:

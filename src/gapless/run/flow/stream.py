@@ -12,16 +12,17 @@ what is under way. Going on after that has the bits of a flow that was never dra
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError, GaplessError, TransportError
-from gapless.run.flow.device import END, End, Fed, FlowDevice
+from gapless.run.flow.device import END, Fed, FlowDevice
+from gapless.run.flow.flow import Flow
 from gapless.run.flow.stopped import LEAVES, Stopped, counts, is_whole
 from gapless.run.flow.stream_state import State, loading, state_of
-from gapless.run.flow.threads import Said
 from gapless.stage.autocast import autocast_is_on
 from gapless.stage.settings import settings
 
@@ -31,38 +32,6 @@ class Passed(NamedTuple):
 
     minibatch: int
     loss: Tensor
-
-
-class Flow(Protocol):
-    """What runs the devices of this process, and reaches the others."""
-
-    said: Said
-
-    def meet(self, facts: Mapping[str, Any], error: Exception | None) -> None:
-        """All processes are about to do the same. Raises the error, and on the others that there is one."""
-
-    def compare(self, minibatch: int, batch: Any) -> None:
-        """What is fed next is a part of this batch, which should be the same in all processes."""
-
-    def feed(self, part: Fed | End) -> None:
-        """The next microbatch, or that there is none."""
-
-    def start(self, devices: Sequence[FlowDevice]) -> None:
-        """All devices begin."""
-
-    def hear(self) -> tuple[int, Tensor | None]:
-        """Waits for what is said next."""
-
-    def finish(self, fed: int, why: str) -> Sequence[Stopped]:
-        """Waits for the end of all stages, and says where they are. This process was fed so many minibatches; `why`
-        tells others why it stops, if it was not asked to.
-        """
-
-    def gathered(self, state: State) -> State:
-        """With what all processes have of it."""
-
-    def broken_off(self) -> Sequence[Stopped]:
-        """Where all stages are, as far as it is known, where `finish` has failed."""
 
 
 class Stream:
@@ -77,8 +46,9 @@ class Stream:
         cut: Callable[[Any, "Stream"], Sequence[Fed]],
         held: Callable[[], AbstractContextManager[object]],
         in_flight: int,
+        saveable: Callable[["Stream"], Any],
     ) -> None:
-        self._flow, self._devices, self._cut, self._held = flow, devices, cut, held
+        self._flow, self._devices, self._cut, self._held, self._saveable = flow, devices, cut, held, saveable
         self._in_flight = in_flight
         self._fed = self._passed = devices[0].at
         self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
@@ -286,7 +256,7 @@ class Stream:
         fault: Exception | None = None
         load: Callable[[], object] = tuple
         try:
-            load = loading(self._devices, state, versions=versions)
+            load = self.loading(state, versions=versions)
         except Exception as error:  # which is of one stage, and others wait
             fault = error
         with self._held():
@@ -295,6 +265,25 @@ class Stream:
         self._stopped = ()
         self._ready.clear()
         self._fed = self._passed = self._devices[0].at
+
+    def loading(self, state: Mapping[str, Any], *, versions: bool) -> Callable[[], None]:
+        """Raises if a state does not fit; what is returned takes it over."""
+        return loading(self._devices, state, versions=versions)
+
+    def save(self, folder: str | Path, extra: Any = None) -> None:
+        """A checkpoint: the model and all of `state_dict`, random numbers, and what you add. It is there whole, or not
+        at all.
+        """
+        self.saveable().save(folder, extra=extra)
+
+    def load(self, folder: str | Path, *, versions: bool = True) -> Any:
+        """Goes on from a checkpoint, and returns its `extra`. `versions` as in `load_state_dict`."""
+        return self.saveable().load(folder, versions=versions)
+
+    def saveable(self) -> Any:
+        """As `gapless.checkpoint.Checkpoints` takes it; the stream is drained first."""
+        self.drain()
+        return self._saveable(self)
 
     @property
     def weight_bytes(self) -> list[int]:

@@ -1,0 +1,243 @@
+"""The checkpoints of a run: the last ones and the best are kept, and writing goes on while training does.
+
+    run/
+      step-00000050/
+      step-00000100/
+      latest -> step-00000100
+
+`latest` is for people and other programs. What is loaded is the newest folder with its own name, so that a link can't
+lead anywhere else.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from gapless.checkpoint.contents import Contents
+from gapless.checkpoint.copies import Copies
+from gapless.checkpoint.disk import Disk, aside, make_folders
+from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers, set_aside
+from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
+from gapless.checkpoint.manifest import Manifest
+from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, forgiving, met, not_shared
+from gapless.checkpoint.saveable import Saveable
+from gapless.errors import CheckpointError, ConfigError, GaplessError, printable
+from gapless.run.world import Gathering
+
+Better = Literal["lower", "higher"]
+_LOCK_WITHIN = 10.0  # seconds: a child of a killed process may hold it a little longer
+_OFTEN = 0.1
+_LEAST_URGENT = 19
+
+
+class Trained(Protocol):
+    """A pipeline or a stream."""
+
+    def saveable(self) -> Saveable:
+        """What of it goes into checkpoints."""
+
+
+class Checkpoints:
+    """Made before the first step, under a mesh on every rank: a folder that not all ranks share, or that another
+    process saves to, is refused here.
+
+    folder      of the run; it is made if it is not there
+    trained     the pipeline, or the stream
+    keep        how many of the last are kept; None: all
+    best        and how many of the best, by the metric that was given when they were saved
+    better      which metric is: "lower" or "higher"
+    background  `save` copies what is to be saved, and a thread writes it while training goes on
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trained: Trained,
+        *,
+        keep: int | None = 3,
+        best: int = 1,
+        better: Better = "lower",
+        background: bool = True,
+        disk: Disk | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep is {keep}, but at least one checkpoint is kept; None keeps all")
+        if best < 0:
+            raise ConfigError(f"best is {best}, but it must be 0 or more")
+        if better not in get_args(Better):
+            raise ConfigError(f"better is {better!r}, but it must be one of {', '.join(map(repr, get_args(Better)))}")
+        self.folder = folder_of(folder)
+        self._trained, self._disk, self._background = trained, Disk() if disk is None else disk, background
+        self._keep, self._best, self._better = keep, best, better
+        self._copies = Copies()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        with trained.saveable().gathered("opening its checkpoints") as gathering:
+            self._held = self._opened(gathering)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, optimizer: Any = None, scheduler: Any = None, extra: Any = None, *, metric: float | None = None
+    ) -> Path:
+        """A checkpoint of this step; its path. An earlier save that is still under way is waited for, and where it has
+        failed, this raises why. For a stream only `extra` and `metric` are given.
+        """
+        self.wait()
+        self._check_open()
+        saveable = self._trained.saveable()
+        folder = self.folder / name_of(saveable.steps)
+
+        def contents() -> Contents:
+            made = saveable.contents(gathering, optimizer=optimizer, scheduler=scheduler, extra=extra)
+            if metric is not None:
+                number = float(metric)
+                made.facts["metric"] = number if math.isfinite(number) else {"$float": repr(number)}
+            return made
+
+        with saveable.gathered("saving a checkpoint") as gathering:
+            under_way = begin(self._disk, gathering, folder, contents, self._tidy)
+            if not self._background:
+                under_way.finish()
+                return folder
+            try:
+                self._copies.take(under_way)
+            except BaseException:
+                under_way.give_up()
+                raise
+        self._thread = threading.Thread(target=self._finish, args=(under_way,), name="gapless checkpoint")
+        self._thread.start()
+        return folder
+
+    def _finish(self, under_way: SaveUnderWay) -> None:
+        with suppress(OSError):  # whatever trains goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
+        try:
+            under_way.finish()
+        except BaseException as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        """Until what is under way is on disk. Raises what went wrong there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _tidy(self, manifest: Manifest) -> None:
+        """The new one is there: `latest` leads to it, and those that are not kept go."""
+        disk = self._disk
+        link = self.folder / aside(LATEST)
+        disk.link(link, name_of(manifest.step))
+        disk.rename(link, self.folder / LATEST)
+        disk.sync_folder(self.folder)
+        saved = self.saved
+        kept = {each.path for each in (saved if self._keep is None else saved[-self._keep :])}
+        kept |= {each.path for each in self._by_metric(saved)[: self._best]}
+        for each in saved:
+            if each.path not in kept and not each.fault:
+                set_aside(disk, each.path)
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def saved(self) -> list[Saved]:
+        """All that are there, in the order of their steps."""
+        return saved_in(self.folder)
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest; one that is being written is not there yet."""
+        saved = self.saved
+        return saved[-1].path if saved else None
+
+    @property
+    def best(self) -> Path | None:
+        """By its metric; of several that are as good, the newest."""
+        found = self._by_metric(self.saved)
+        return found[0].path if found else None
+
+    def _by_metric(self, saved: Iterable[Saved]) -> list[Saved]:
+        sign = 1 if self._better == "lower" else -1
+        rated = [(each, each.metric) for each in saved if each.metric is not None and not math.isnan(each.metric)]
+        return [each for each, _ in sorted(rated, key=lambda pair: (sign * pair[1], -pair[0].step))]
+
+    def load(self, optimizer: Any = None, scheduler: Any = None) -> Any:
+        """Goes on from the newest, and returns what was added to it."""
+        self.wait()
+        saved = self.saved
+        if not saved:
+            raise CheckpointError(f"{printable(str(self.folder))} has no checkpoint to go on from: start anew")
+        try:
+            return self._trained.saveable().load(saved[-1].path, optimizer=optimizer, scheduler=scheduler)
+        except CheckpointError as error:
+            earlier = [each for each in saved[:-1] if not each.fault]
+            if earlier:
+                error.add_note(f"gapless: the one before it is {printable(str(earlier[-1].path))}")
+            raise
+
+    # -- the folder -------------------------------------------------------------------------------------------------
+
+    def _opened(self, gathering: Gathering) -> HeldFolder | None:
+        """By all ranks: the first holds the folder, and all others see what it does there."""
+        disk, folder, probe = self._disk, self.folder, self.folder / aside("shared")
+        held, fault = None, None
+        try:
+            if gathering.place == 0:
+                make_folders(disk, folder)
+                held = _held_soon(folder)
+                remove_leftovers(disk, folder)
+                disk.make_folder(probe)
+        except (OSError, GaplessError) as error:
+            fault = error
+        try:
+            name = met(gathering, "save", folder, fault, {}, probe.name)[0]
+            seen = (folder / name).is_dir()
+            met(gathering, "save", folder, None if seen else CheckpointError(not_shared(folder)), {})
+        except BaseException:
+            if held is not None:
+                held.give_back()
+            raise
+        finally:
+            if gathering.place == 0 and probe.is_dir():
+                forgiving(lambda: disk.remove(probe))
+        return held
+
+    def _check_open(self) -> None:
+        if self._copies.closed:
+            raise CheckpointError(f"the checkpoints of {printable(str(self.folder))} are closed: make new ones")
+
+    def close(self) -> None:
+        """Waits, and lets others save to the folder."""
+        try:
+            self.wait()
+        finally:
+            self._copies.close()
+            if self._held is not None:
+                self._held.give_back()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _held_soon(folder: Path) -> HeldFolder | None:
+    until = time.monotonic() + _LOCK_WITHIN
+    while True:
+        try:
+            return HeldFolder.of(folder)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"another process saves to {printable(str(folder))}: end it, or choose another folder for this run"
+                ) from None
+            time.sleep(_OFTEN)
