@@ -81,7 +81,7 @@ BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist work
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.
 SLOW_theory := tests/bench tests/cli tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
-SLOW_models := tests/model tests/stage tests/zoo
+SLOW_models := tests/hf tests/model tests/stage tests/zoo
 SLOW_lives := tests/checkpoint $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
 SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))
 SLOW_random := tests/test_random_models.py
@@ -100,6 +100,13 @@ slow-exact: slow-exact-1 slow-exact-2 slow-exact-3 slow-exact-4
 
 slow-exact-%: $(STAMP) network
 	$(PYTEST) -m slow --part $*/4 $(BESIDE) $(SLOW_exact)
+
+# The recipe for Lightning is tested with the slow ones, and nothing else needs it.
+slow-models: $(VENV)/.lightning
+
+$(VENV)/.lightning: | $(STAMP)
+	$(PIP) --constraint constraints.txt lightning
+	touch $@
 
 shards:
 	@$(foreach shard,$(SHARDS),echo slow-$(shard): $(wildcard $(SLOW_$(shard)));)

@@ -3,6 +3,7 @@
     errors < schedule < view
     errors < stage < model
     {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < bench < cli
+    pipeline < hf
 
 Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
 Inside `plan`:  profile < cut < plan < explain < search < planner
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "pipeline": _FACADE,
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
+    "hf": _FACADE | {"hf"},
     "bench": _USERS | {"train", "bench"},
     "cli": _USERS | {"train", "bench", "cli"},
     "__main__": {"cli"},

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, PartitionError
+from gapless.model.capture import Captured
 from gapless.model.reference import Reference
 from tests.model.training import WAYS, assert_exact, assert_same, assert_same_state
 
@@ -352,3 +353,26 @@ def test_a_pipeline_that_nobody_holds_is_let_go_of_at_once() -> None:
     """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+class Loose(nn.Module):
+    """It takes what it has no name for, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).sum() / others["total"] + others["shift"].sum()
+
+
+def test_tensors_without_a_name_of_their_own_may_vary_in_size() -> None:
+    """torch.export knows no sizes that vary among **kwargs: every length was traced anew."""
+    model = Loose()
+    found = Captured(model, [torch.device("cpu")] * 2)
+    for length in (3, 5, 6):
+        found.prepare([{"x": torch.randn(2, length, 4), "shift": torch.randn(length), "total": torch.tensor(7)}])
+    assert found.num_traces == 1
+    assert "forward" not in vars(model)

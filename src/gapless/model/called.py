@@ -7,8 +7,9 @@ the model still makes it, since what it computes depends on it (with a cache, pa
 """
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,33 @@ def as_called(model: nn.Module) -> Iterator[None]:
             stack.enter_context(instead(torch, "_grouped_mm", traceable_mm))
         stack.callback(model.register_forward_hook(lambda *call: _without_caches(call[-1])).remove)
         yield
+
+
+@contextlib.contextmanager
+def spelled_out(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """While it holds, the forward of a model has these names among its parameters, where it takes them as **kwargs:
+    torch.export knows no sizes that vary in there, and would trace every length of a batch anew.
+    """
+    forward, own = model.forward, model.__dict__
+    signature = inspect.signature(forward)
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    others = [name for name in names if name not in {each.name for each in named}]
+    if not others or len(named) == len(signature.parameters):
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    call.__signature__ = signature.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    before = {name: own[name] for name in ("forward",) if name in own}
+    own["forward"] = call
+    try:
+        yield
+    finally:
+        del own["forward"]
+        own.update(before)
 
 
 def _only_to_torch(original: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
 from gapless.stage.settings import settings
 
-from .called import as_called, switches
+from .called import as_called, spelled_out, switches
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
@@ -107,6 +107,7 @@ def _export(
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
+                spelled_out(model, kwargs),
                 Questions(flat) as questions,
             ):
                 dynamic = None

@@ -1,0 +1,22 @@
+"""Hugging Face's Trainer on a pipeline, in reading order. It needs the extra `gapless[hf]`:
+
+pipeline_trainer  PipelineTrainer, Trainer with its accumulation batches as microbatches
+unsupported       arguments that are refused, by name
+stand_in          in the place of the model, where Trainer calls it
+pipelined_model   what Trainer takes for the model when it evaluates
+look_ahead        a loader whose batches come several at a time
+"""
+
+from gapless.errors import ConfigError
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"gapless.hf needs transformers and accelerate, and {error.name} is missing: pip install 'gapless[hf]'"
+    ) from None
+
+from gapless.hf.pipeline_trainer import PipelineTrainer
+
+__all__ = ["PipelineTrainer"]

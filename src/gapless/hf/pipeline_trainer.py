@@ -1,0 +1,248 @@
+"""Hugging Face's Trainer, where the batches that it accumulates are the microbatches of a pipeline.
+
+Trainer fetches the batches of an update together (`get_batch_samples`) and then trains on one after the other
+(`training_step`). Here the first of these calls runs the pipeline on all of them, and each returns the loss of its own:
+
+    get_batch_samples    batches 0 1 2 3, each with its own padding
+    training_step 0      the pipeline: forward and backward of 0 1 2 3     loss 0
+    training_step 1                                                        loss 1
+    ...
+    clipping, the optimizer, the scheduler, callbacks, checkpoints         Trainer's own
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import Trainer, TrainingArguments
+
+from gapless.errors import ConfigError
+from gapless.hf.look_ahead import LookAhead
+from gapless.hf.pipelined_model import PipelinedModel
+from gapless.hf.stand_in import answered, call_in
+from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
+from gapless.pipeline.pipeline import Pipeline
+from gapless.pipeline.result import Result
+from gapless.plan.plan import Plan
+from gapless.schedule.action import Schedule
+from gapless.stage.devices import Devices
+from gapless.stage.stage import Remat
+
+
+class PipelineTrainer(Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` in one process, with the model cut into stages on several devices.
+
+    Positional arguments and all others are Trainer's, and these come on top:
+
+    devices       how many, "cuda" for all GPUs, or a list of torch devices: a thread for each
+    schedule      a name from `gapless schedules`, a Schedule or a Plan
+    microbatches  the batches of one update; by default `gradient_accumulation_steps` of the arguments, which is the
+                  same thing
+    remat         "none", "stage", "layer" or one for each stage; by default "stage" with `gradient_checkpointing`
+    pipeline      further arguments of `gapless.Pipeline`, such as {"timeline": True, "intra_op_threads": 1}
+
+    `pipe` is the pipeline, and `result` what its last step left.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        devices: Devices,
+        schedule: str | Schedule | Plan = "1f1b",
+        microbatches: int | None = None,
+        remat: Remat | Sequence[Remat] | None = None,
+        pipeline: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else copy.copy(args)
+        check_arguments(args)
+        check_model(model)
+        check_pipeline(pipeline or {})
+        args._n_gpu = min(args.n_gpu, 1)  # several would be DataParallel
+        args.gradient_accumulation_steps = _accumulated(args, schedule, microbatches)
+        self._asked = {
+            "devices": _devices(devices, args),
+            "schedule": schedule,
+            "microbatches": args.gradient_accumulation_steps,
+            "seed": args.seed,
+            "remat": ("stage" if args.gradient_checkpointing else "none") if remat is None else remat,
+            **(pipeline or {}),
+        }
+        if isinstance(schedule, Plan) and remat is None:
+            del self._asked["remat"]
+        self._pipelined: PipelinedModel | None = None
+        self._batches: list[Any] = []  # of this update
+        self._losses: list[Tensor] = []  # of those that are trained on
+        self.pipe: Pipeline | None = None
+        self.result: Result | None = None
+        super().__init__(model, args, *more, **options)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ConfigError("accelerate is set up for DeepSpeed or FSDP, and a pipeline is neither: use python alone")
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The pipeline puts each stage on its own device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The pipeline in place of the model, for training and for evaluation; made when it is first needed."""
+        if self._pipelined is None or self._pipelined.module is not self.model:
+            if getattr(self.model, "is_gradient_checkpointing", False):
+                self.model.gradient_checkpointing_disable()
+                self._asked["remat"] = "stage" if self._asked.get("remat") == "none" else self._asked["remat"]
+            if self.pipe is not None:
+                self.pipe.close()
+            self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
+            self._pipelined = PipelinedModel(self.model, self._evaluated)
+        return self._pipelined
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; what `gradient_checkpointing` asks for, remat does."""
+        asked, self.args.gradient_checkpointing = self.args.gradient_checkpointing, False
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.gradient_checkpointing = asked
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; they are remembered, since the first of them starts the pipeline."""
+        self._batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._losses = []
+        return self._batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The loss of one batch. The first one of an update runs the forward and backward of all."""
+        if not self._losses:
+            self._losses = self._trained(self._batches or [inputs], num_items_in_batch)
+        if self._batches and self._batches[-len(self._losses)] is not inputs:
+            raise ConfigError(
+                "training_step got another batch than the one that was fetched, and the pipeline has trained on that: "
+                "change batches in the data collator, or override get_batch_samples"
+            )
+        return self._losses.pop(0)
+
+    def _trained(self, batches: Sequence[Any], num_items: Any) -> list[Tensor]:
+        """The losses as Trainer logs them; gradients are in `.grad`."""
+        model = self._wrap_model(self.model)
+        assert self.pipe is not None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        targets = [{"inputs": dict(self._prepare_inputs(batch)), "num_items": num_items} for batch in batches]
+        calls = [call_in(partial(self._compute_loss, target), self.model) for target in targets]
+        if any(call is None for call in calls):
+            raise ConfigError("compute_loss does not call the model, so there is nothing to run on a pipeline")
+        share = 1 if self._is_scaled(num_items) else len(batches)
+        self.pipe.steps = self.state.global_step  # on which random numbers depend, also after a resume
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            self.result = self.pipe.step(
+                calls, targets, cut=False, weight=1 / share, scaler=getattr(self.accelerator, "scaler", None)
+            )
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        self._settle_optimizer()
+        return [(loss / share if share > 1 else loss).to(self.args.device) for loss in self.result.losses]
+
+    def _loss(self, outputs: Any, target: Any) -> Tensor:
+        """Of a microbatch, on the last stage."""
+        loss: Tensor = answered(partial(self._compute_loss, target), self.model, outputs)
+        return loss
+
+    def _compute_loss(self, target: Any, model: Any) -> Any:
+        return self.compute_loss(model, dict(target["inputs"]), num_items_in_batch=target["num_items"])
+
+    def _is_scaled(self, num_items: Any) -> bool:
+        """Whether losses are parts of the mean of all batches already; the rule is that of Trainer's training_step."""
+        told = getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return bool(told)
+        return bool(self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+
+    def _settle_optimizer(self) -> None:
+        """A state that was loaded before the first batch came is where its parameters were then."""
+        for parameter, state in getattr(self.optimizer, "state", {}).items():
+            if any(
+                isinstance(each, Tensor) and each.dim() and each.device != parameter.device for each in state.values()
+            ):
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+                return
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's, on as many batches at a time as there are microbatches."""
+        model = self._wrap_model(self.model, training=False)
+        assert isinstance(model, PipelinedModel)
+        only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+
+        def predicted(batch: Any, it: Any) -> Any:
+            return self.prediction_step(it, batch, only, ignore_keys)
+
+        def before(batches: list[Any]) -> None:
+            calls = [call_in(partial(predicted, batch), self.model) for batch in batches]
+            model.foresee([call for call in calls if call is not None])
+
+        ahead = LookAhead(dataloader, self._asked["microbatches"], before)
+        return super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def _evaluated(self, calls: Sequence[Any]) -> list[Any]:
+        """What the model returns for each of these calls."""
+        assert self.pipe is not None
+        most, outputs = self._asked["microbatches"], []
+        with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            for first in range(0, len(calls), most):
+                outputs += self.pipe.evaluate(list(calls[first : first + most]), cut=False).outputs
+        if self.accelerator.native_amp:
+            outputs = convert_outputs_to_fp32(lambda: outputs)()
+        return list(pytree.tree_map_only(Tensor, lambda each: each.to(self.args.device), outputs))
+
+
+def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:
+    """How many batches make an update, from whoever says it."""
+    asked = schedule.microbatches if microbatches is None and isinstance(schedule, Plan) else microbatches
+    steps: int = args.gradient_accumulation_steps
+    if asked is None:
+        if steps == 1:
+            raise ConfigError(
+                "gradient_accumulation_steps is 1, and a pipeline needs several microbatches to keep its devices busy: "
+                "set it, or microbatches=, to about four times the number of devices, or microbatches=1 if you mean it"
+            )
+        return steps
+    if steps not in (1, asked):
+        raise ConfigError(
+            f"microbatches is {asked}, but gradient_accumulation_steps is {steps}, and they are the same thing: give "
+            "one of them"
+        )
+    return asked
+
+
+def _devices(devices: Devices, args: Any) -> Devices:
+    """A number means GPUs, unless the arguments say CPU."""
+    if not isinstance(devices, int):
+        return devices
+    if args.device.type == "cpu":
+        return ["cpu"] * devices if devices > 0 else devices
+    if devices > torch.cuda.device_count():
+        raise ConfigError(
+            f"devices is {devices}, but this machine has {torch.cuda.device_count()} GPUs: give as many, "
+            f'["cuda:0"] * {devices} for threads that share one, or use_cpu=True in the arguments'
+        )
+    return devices

@@ -1,0 +1,60 @@
+"""What a user may ask Trainer for, but not on a pipeline: refused by name, before anything runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gapless.errors import ConfigError
+
+# Pipeline's arguments that have one of their own here, or that Trainer decides.
+_DECIDED = (
+    *("devices", "mesh", "microbatches", "schedule", "remat", "seed"),
+    *("loss", "loss_weight", "init", "example", "batch_dims", "target_dims", "timeout", "transport"),
+)
+
+
+def check_arguments(args: Any) -> None:
+    """Of the TrainingArguments all faults at once."""
+    if faults := list(_faults(args)):
+        raise ConfigError("; ".join(faults))
+
+
+def _faults(args: Any) -> Iterator[str]:
+    if args.deepspeed:
+        yield "deepspeed= distributes training in its own way: leave it out, or use transformers.Trainer"
+    if args.fsdp:
+        yield "fsdp= distributes training in its own way: leave it out, or use transformers.Trainer"
+    if getattr(args, "parallelism_config", None) is not None:
+        yield "parallelism_config= distributes training in its own way: leave it out, or use transformers.Trainer"
+    if getattr(args, "predict_with_generate", False):
+        yield (
+            "predict_with_generate=True generates token by token, which a pipeline can't: leave it out, and call "
+            "trainer.model.generate after training"
+        )
+    if args.torch_compile:
+        yield 'torch_compile=True compiles the whole model: leave it out, and give pipeline={"compile": True}'
+    if "lomo" in str(args.optim).lower():
+        yield f"optim={getattr(args.optim, 'value', args.optim)!r} updates weights inside a backward: choose another"
+    if args.world_size > 1:
+        yield (
+            f"PipelineTrainer is one process with a thread per device, and this is one of {args.world_size}: start it "
+            "with python, not with torchrun or accelerate launch"
+        )
+
+
+def check_model(model: Any) -> None:
+    """It is in one piece."""
+    spread = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(spread) > 1:
+        raise ConfigError(
+            f"device_map= has spread the model over {len(spread)} devices, and the pipeline does that itself: load it "
+            "without device_map"
+        )
+
+
+def check_pipeline(options: Any) -> None:
+    """More arguments for `Pipeline`: none that is given in another way."""
+    if decided := [name for name in options if name in _DECIDED]:
+        raise ConfigError(
+            f"pipeline= has {', '.join(decided)}, which PipelineTrainer decides: give devices, schedule, microbatches "
+            "and remat to PipelineTrainer itself, and the seed, the loss and the data to Trainer as usual"
+        )

@@ -1,0 +1,211 @@
+"""PipelineTrainer against transformers.Trainer on one device: the same bits, logs and files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from tests.hf.training import arguments, both, gpt2, llama, padded, rows, trained
+from tests.model.hub import hub
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def right(prediction: Any) -> dict[str, float]:
+    logits, labels = (torch.as_tensor(each) for each in prediction)
+    return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)).sum().item()}
+
+
+def test_gpt2_on_4_devices_is_gpt2_on_one_after_every_step(tmp_path: Path) -> None:
+    """The last update of an epoch has 2 batches of 4, the last batch of an evaluation 2 samples of 4."""
+    args = arguments(tmp_path, max_steps=50, eval_strategy="steps", eval_steps=20, per_device_eval_batch_size=4)
+    more: dict[str, Any] = {"eval_dataset": rows(10), "compute_metrics": right}
+    plain, trainer = both(gpt2(), args, devices=4, schedule="zb-v", **more)
+    assert [line["eval_right"] for line in trainer.state.log_history if "eval_right" in line]
+    assert str(trainer.pipe).startswith("Pipeline: zb-v, 4 devices, 8 stages, 4 microbatches")
+    trainer.save_model(str(tmp_path / "ours"))
+    again = hub().GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.model.parameters(), strict=True))
+    predicted, wanted = (each.predict(rows(6)) for each in (trainer, plain))
+    assert torch.equal(torch.as_tensor(predicted.predictions), torch.as_tensor(wanted.predictions))
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_llama_with_lora_on_4_devices_is_that_on_one_after_every_step(steps: int, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    base = llama()
+    plain, trainer = both(
+        peft.get_peft_model(copy.deepcopy(base), config),
+        arguments(tmp_path, max_steps=steps),
+        devices=4,
+        schedule="zb-v",
+    )
+    trainer.save_model(str(tmp_path / "ours"))
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    wanted = dict(plain.model.named_parameters())
+    assert all(torch.equal(each, wanted[name]) for name, each in again.named_parameters())
+    assert any("lora_B" in name and each.any() for name, each in again.named_parameters())
+
+
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_a_run_resumes_on_other_devices_with_the_bits_of_one_that_went_on(dropout: float, tmp_path: Path) -> None:
+    """The draws of dropout depend on the step."""
+    from gapless.hf import PipelineTrainer
+
+    def train(folder: str, devices: int, resume: str | None = None) -> list[dict[str, Tensor]]:
+        args = arguments(tmp_path / folder, max_steps=5, save_strategy="steps", save_steps=2)
+        return trained(PipelineTrainer, gpt2(dropout), args, resume, devices=devices, pipeline={"intra_op_threads": 1})[
+            1
+        ]
+
+    wanted = train("whole", 2)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    resumed = [train("resumed", 3, checkpoint)]
+    if not dropout:
+        resumed.append(trained(hub().Trainer, gpt2(), arguments(tmp_path / "one", max_steps=5), checkpoint)[1])
+    for found in resumed:
+        assert len(found) == 3
+        for left, last in zip(found, wanted[2:], strict=True):
+            assert all(torch.equal(left[name], last[name]) for name in left)
+
+
+class OwnLoss:
+    """As people override it."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.get("logits")[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2, reduction="sum")
+        loss = loss / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["smoothed", "a function", "a subclass"])
+def test_every_way_to_a_loss_is_trainer_s(way: str, tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, eval_strategy="steps", eval_steps=2, label_smoothing_factor=0.1 if way == "smoothed" else 0.0
+    )
+    more: dict[str, Any] = {"compute_loss_func": summed} if way == "a function" else {}
+    both(gpt2(), args, OwnLoss if way == "a subclass" else None, eval_dataset=rows(4), **more)
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_no_number_of_items_is_averaged_over_the_batches(tmp_path: Path) -> None:
+    model: Any = gpt2()
+    model.accepts_loss_kwargs = False
+    both(model, arguments(tmp_path, gradient_accumulation_steps=3))
+
+
+def test_gradient_checkpointing_is_remat(tmp_path: Path) -> None:
+    _, trainer = both(gpt2(), arguments(tmp_path, gradient_checkpointing=True))
+    assert "remat stage" in str(trainer.pipe)
+    assert trainer.args.gradient_checkpointing
+    assert not trainer.model.is_gradient_checkpointing
+
+
+def test_several_gpus_are_no_data_parallel(tmp_path: Path) -> None:
+    from gapless.hf import PipelineTrainer
+
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    trainer = PipelineTrainer(gpt2(), args, devices=2)
+    assert trainer._train_batch_size == args.per_device_train_batch_size
+    assert args.n_gpu == 2  # the arguments are the user's
+    assert trainer._wrap_model(trainer.model).module is trainer.model
+
+
+def refused(tmp_path: Path, message: str, model: Any = None, **options: Any) -> None:
+    from gapless.hf import PipelineTrainer
+
+    args = options.pop("args", None) or arguments(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        PipelineTrainer(model or nn.Linear(1, 1), args, **{"devices": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("deepspeed", "ds.json", "deepspeed= distributes training in its own way"),
+        ("fsdp", True, "fsdp= distributes training in its own way"),
+        ("predict_with_generate", True, "predict_with_generate=True generates token by token"),
+        ("torch_compile", True, "torch_compile=True compiles the whole model"),
+        ("optim", "adalomo", "optim='adalomo' updates weights inside a backward"),
+        ("gradient_accumulation_steps", 1, "gradient_accumulation_steps is 1, and a pipeline needs several"),
+    ],
+)
+def test_what_a_pipeline_can_t_do_is_refused_by_name(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    refused(tmp_path, message, args=args)
+
+
+def test_what_is_said_twice_or_in_the_wrong_place_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, "microbatches is 8, but gradient_accumulation_steps is 4", microbatches=8)
+    refused(tmp_path, "pipeline= has loss, which PipelineTrainer decides", pipeline={"loss": None})
+    model: Any = nn.Linear(1, 1)
+    model.hf_device_map = {"a": 0, "b": 1}
+    refused(tmp_path, "device_map= has spread the model over 2 devices", model)
+
+
+class TwiceCalled:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return sum(model(**inputs, num_items_in_batch=num_items_in_batch).loss for _ in range(2))
+
+
+class Changed:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return super().training_step(model, dict(inputs), num_items_in_batch)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (TwiceCalled, "compute_loss calls the model a second time"),
+        (Changed, "training_step got another batch than the one that was fetched"),
+    ],
+)
+def test_a_subclass_that_would_train_on_other_numbers_is_told(kind: type, message: str, tmp_path: Path) -> None:
+    from gapless.hf import PipelineTrainer
+
+    with pytest.raises(ConfigError, match=message):
+        trained(type("Own", (kind, PipelineTrainer), {}), gpt2(), arguments(tmp_path), devices=2)
+
+
+def test_a_call_that_was_not_foreseen_runs_alone(tmp_path: Path) -> None:
+    from gapless.hf import PipelineTrainer
+
+    class Twice(PipelineTrainer):
+        def prediction_step(self, *given: Any, **named: Any) -> Any:
+            super().prediction_step(*given, **named)
+            return super().prediction_step(*given, **named)
+
+    args = arguments(tmp_path, per_device_eval_batch_size=2)
+    found, wanted = (kind(gpt2(), args, padded, devices=2).predict(rows(6)) for kind in (Twice, PipelineTrainer))
+    assert found.metrics["test_loss"] == wanted.metrics["test_loss"]
+    assert torch.equal(torch.as_tensor(found.predictions), torch.as_tensor(wanted.predictions))

@@ -1,0 +1,101 @@
+"""The recipes of docs/huggingface.md, run as they are printed, against the plain loops of the same libraries."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text("utf-8")
+
+
+def block(language: str, word: str) -> str:
+    """The one of this language that has this word."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (body,) = [each for each in found if word in each]
+    return str(body)
+
+
+def ran(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(compile(code, "docs/huggingface.md", "exec"), names)
+    return names
+
+
+def plain_loop() -> nn.Module:
+    """What both recipes train, without any library: microbatches of a minibatch one after the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+    inputs, targets = torch.randn(64, 8), torch.randn(64, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
+    for x, y in zip(inputs.split(16), targets.split(16), strict=True):
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            (F.mse_loss(model(part), target) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In a folder of its own, with the threads of one device."""
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_accelerate_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
+    state.GradientState._reset_state()
+    model = ran(block("python", "accelerator.prepare"))["model"]
+    for ours, wanted in zip(model.parameters(), plain_loop().parameters(), strict=True):
+        assert torch.equal(ours, wanted)
+    from safetensors.torch import load_file
+
+    saved = load_file("accelerated/model.safetensors")
+    assert all(torch.equal(each, saved[name]) for name, each in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_lightning_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
+    pytest.importorskip("lightning")
+    names = ran(block("py", "lightning.LightningModule"))
+    for ours, wanted in zip(names["model"].parameters(), plain_loop().parameters(), strict=True):
+        assert torch.equal(ours, wanted)
+    assert {"loss", "val_loss"} <= names["trainer"].callback_metrics.keys()
+
+
+def test_a_script_changes_by_at_most_four_lines() -> None:
+    """The diff that the page shows turns a script for Trainer into the one that the page runs."""
+    changes = block("diff", "PipelineTrainer").splitlines()
+    assert len(changes) <= 4
+    script = block("python", "PipelineTrainer(")
+    for change in changes:
+        if change.startswith("+"):
+            assert script.count(f"{change[1:]}\n") == 1
+        assert change[0] in "+-"
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_ends_with_the_weights_of_trainer() -> None:
+    pytest.importorskip("transformers")
+    script = block("python", "PipelineTrainer(")
+    ours = ran(script)["model"]
+    before = [change[1:] for change in block("diff", "PipelineTrainer").splitlines() if change[0] == "-"]
+    after = [change[1:] for change in block("diff", "PipelineTrainer").splitlines() if change[0] == "+"]
+    for old, new in zip(before, after, strict=True):
+        script = script.replace(new, old)
+    assert "gapless" not in script
+    wanted = ran(script)["model"]
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), wanted.parameters(), strict=True))

@@ -1,0 +1,133 @@
+"""The same training by transformers.Trainer on one device and by PipelineTrainer on several."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.model.hub import hub
+
+VOCAB = 24
+SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+Left = dict[str, Tensor]
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = hub().GPT2Config(**SMALL, n_positions=16, n_embd=8, n_layer=1, n_head=2, loss_type="ForCausalLM", **rates)
+    torch.manual_seed(3)
+    return hub().GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    config = hub().LlamaConfig(
+        **SMALL,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    torch.manual_seed(3)
+    return hub().LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    """Sentences of all lengths. A batch of one would be traced once more."""
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 12, (count,), generator=random).tolist()
+    return [{"input_ids": torch.randint(3, VOCAB, (length,), generator=random)} for length in lengths]
+
+
+def padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """To the longest of these, and one more: no batch is without padding, which would be traced once more."""
+    width = 1 + max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        ids[row, :length] = labels[row, :length] = sample["input_ids"]
+        mask[row, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    given = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        **more,
+    }
+    return hub().TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", **given
+    )
+
+
+def watcher() -> Any:
+    """A callback that keeps parameters and the optimizer's state after each step."""
+
+    class Watcher(hub().TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.steps: list[Left] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+            left = {name: each.detach().clone() for name, each in held["model"].named_parameters()}
+            for number, kept in held["optimizer"].state_dict()["state"].items():
+                left |= {f"optimizer {number} {name}": torch.as_tensor(each).clone() for name, each in kept.items()}
+            self.steps.append(left)
+
+    return Watcher()
+
+
+def trained(
+    kind: type[Any], model: nn.Module, args: Any, resume: str | None = None, **more: Any
+) -> tuple[Any, list[Left]]:
+    """The trainer, and what each of its steps left."""
+    watch = watcher()
+    given = {"train_dataset": rows(28), "data_collator": padded, "callbacks": [watch], **more}
+    trainer = kind(model=model, args=args, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, watch.steps
+
+
+def both(model: nn.Module, args: Any, kind: type[Any] | None = None, **more: Any) -> tuple[Any, Any]:
+    """Trained on one device and on several: the same after every step. `kind` makes a trainer of its own from each."""
+    from gapless.hf import PipelineTrainer
+
+    asked: dict[str, Any] = {name: more.pop(name) for name in ("devices", "schedule", "remat") if name in more}
+    own: dict[str, Any] = {
+        "devices": 2,
+        "schedule": "1f1b",
+        "pipeline": {"intra_op_threads": torch.get_num_threads()},
+        **asked,
+    }
+    kinds: list[Any] = [hub().Trainer, PipelineTrainer]
+    if kind is not None:
+        kinds = [type("Own", (kind, each), {}) for each in kinds]
+    plain, wanted = trained(kinds[0], copy.deepcopy(model), args, **more)
+    trainer, found = trained(kinds[1], model, args, **more, **own)
+    assert len(found) == len(wanted) == args.max_steps
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert ours.keys() == theirs.keys()
+        wrong = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        assert not wrong, f"step {step}: {wrong}"
+    assert logged(trainer) == logged(plain)
+    return plain, trainer
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """All but what was measured by a clock."""
+    times = ("runtime", "per_second", "preparation_time")
+    return [
+        {name: value for name, value in line.items() if not name.endswith(times)} for line in trainer.state.log_history
+    ]
