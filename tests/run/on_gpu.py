@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -231,8 +232,9 @@ def chunks(names: Sequence[str], size: int) -> list[str]:
     return [",".join(part) for part in iter(lambda: list(itertools.islice(found, size)), [])]
 
 
-def waits_for_a_killed_rank(backend: TransportName) -> None:
+def waits_for_a_killed_rank(backend: TransportName, *environment: str) -> None:
     """Steps until somebody ends a rank."""
+    os.environ.update(dict(each.split("=", 1) for each in environment))
     mesh = mesh_over(backend)
     model = nn.Sequential(*(Block() for _ in range(8)))
     pipe = gapless.Pipeline(

@@ -234,6 +234,18 @@ class Calls:
         ):
             _backward(edges, grads)
 
+    def why_no_graph(self) -> str | None:
+        """What of these calls can't be captured as a CUDA graph, if there is anything."""
+        if self.statistics.moved:
+            return "a batch norm counts what it sees"
+        if self.num_compiled:
+            return "its layers are compiled"
+        if autocast_is_on():
+            return "autocast casts its weights, which graphs would keep: give it weights in bfloat16"
+        if self.mode.alone:
+            return "a layer draws in a way that can't be seen"
+        return None
+
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
         self.mode.forget()

@@ -21,16 +21,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .autocast import autocast_is_on
 from .cell import Stray
 from .draws import UncapturableError
 from .likeness import Flight, ForwardCall, Likenesses
 from .places import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
-from .replay import Pool, captured
+from .replay import Pools, captured
 from .seeds import seed_of
 from .stage import Stage, Then
 from .tie import Place, Tie
-from .trial import Trial
+from .trial import UNEQUAL, Trial
 from .unchanged import why_not
 
 Graphs = Literal["auto"] | bool
@@ -49,7 +48,7 @@ class GraphedStage(Stage):
         self._loss_dtype: torch.dtype | None = None
         self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
-        self._pools: dict[int, Pool] = {}  # of each number, and one that all share
+        self._pools = Pools()  # of each number, and one that all share
 
     @property
     def runs(self) -> str:
@@ -84,11 +83,10 @@ class GraphedStage(Stage):
         keep: bool = False,
         then: Then | None = None,
     ) -> Any:
-        asked = ForwardCall(
-            inputs, target, weight, want_outputs, defer, keep, step, microbatch if place is None else place
-        )
+        place = microbatch if place is None else place
+        asked = ForwardCall(inputs, target, weight, want_outputs, defer, keep, step, place)
         if self._likenesses.begin(step, self._why_not):
-            self._pools, self._free = {}, set()
+            self._pools, self._free = Pools(), set()
         like = self._likenesses.of(asked)
         if like is None:
             handed = self._eagerly(microbatch, asked, then)
@@ -173,7 +171,7 @@ class GraphedStage(Stage):
             fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
             versions = slot.inputs.versions + slot.target.versions
             slot.forward, handed = captured(
-                lambda: self._eagerly(microbatch, fixed), self._pool(number), draws, draws.on_gpu
+                lambda: self._eagerly(microbatch, fixed), self._pools[number], draws, draws.on_gpu
             )
             slot.handed = LeftTree(handed)
             if versions != slot.inputs.versions + slot.target.versions:
@@ -235,11 +233,8 @@ class GraphedStage(Stage):
             then(found)
         add_grads(added)
         if name != "I":
-            if flight.trial is not None:
-                flight.trial.over = True
-            self._leave(microbatch)
-            if flight.trial is not None and (why := flight.trial.verdict(faster=self.tried)) is not None:
-                self._likenesses.give_up(why, quietly=flight.trial.equal)
+            self._leave(microbatch, over=True)
+            self._judge(flight)
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
@@ -250,19 +245,39 @@ class GraphedStage(Stage):
             fixed = fixed_grads(grads)
             with grads_aside(self.parameters()) as added:
                 replay, found = captured(
-                    lambda: self._backward(name, microbatch, fixed), self._pool(number), draws, drawing
+                    lambda: self._backward(name, microbatch, fixed), self._pools[number], draws, drawing
                 )
-            half = slot.halves[name] = GraphedHalf(replay, fixed, found, added)
+            slot.halves[name] = GraphedHalf(replay, fixed, found, added)
         except Exception as error:
             self._failed(error, number)
-            return None
-        return half
+        return slot.halves.get(name)
 
     def _backward(self, name: str, microbatch: int, grads: Grads) -> Grads:
         found: Grads = [] if name == "W" else super().backward_input(microbatch, grads)
         if name != "I":
             super().backward_weight(microbatch)
         return found
+
+    def _judge(self, flight: Flight) -> None:
+        if (trial := flight.trial) is None:
+            return
+        assert flight.slot is not None
+        given, asked = next(iter(flight.slot.halves.values())).again(), self._asked_again(flight)
+
+        def eagerly() -> Any:
+            handed = self._eagerly(flight.shadow, asked)
+            with grads_aside(self.parameters()) as added:
+                found = self._backward("B", flight.shadow, given)
+            return handed, found, [each for _, each in added]
+
+        if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
+            self._likenesses.give_up(why, quietly=why is not UNEQUAL)
+
+    def _asked_again(self, flight: Flight) -> ForwardCall:
+        """What a microbatch was asked, from the places where it is; another may come there."""
+        assert flight.slot is not None
+        inputs, target = flight.slot.inputs.copied(), flight.slot.target.copied()
+        return self._kept(flight.asked)._replace(inputs=inputs, target=target)
 
     def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
         """The forward, eagerly, and for a W the half before it, which has added its part already."""
@@ -273,12 +288,10 @@ class GraphedStage(Stage):
         if microbatch in self._work:
             self._forget(microbatch)
         self._leave(microbatch)
-        slot, asked = flight.slot, flight.asked
-        inputs, target = slot.inputs.copied(), slot.target.copied()  # another microbatch may come there
-        self._eagerly(microbatch, self._kept(asked)._replace(inputs=inputs, target=target))
+        self._eagerly(microbatch, self._asked_again(flight))
         if name == "W":
             with grads_aside(self.parameters()):
-                super().backward_input(microbatch, slot.halves["I"].again())
+                super().backward_input(microbatch, flight.slot.halves["I"].again())
 
     def _try(
         self, name: str, flight: Flight, grads: Grads, half: GraphedHalf
@@ -297,43 +310,30 @@ class GraphedStage(Stage):
     def _why_not(self) -> str | None:
         if self._likenesses.foreign:
             return "it trains a parameter that none of its layers has"
-        if self._calls.statistics.moved:
-            return "a batch norm counts what it sees"
         if self._shared:
             return "another stage uses a weight of its own too"
-        if self.num_compiled:
-            return "its layers are compiled"
-        if autocast_is_on():
-            return "autocast casts its weights, which graphs would keep: give it weights in bfloat16"
-        if self._calls.mode.alone:
-            return "a layer draws in a way that can't be seen"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
-        return why_not(self._likenesses.parts, self.parameters())
+        return self._calls.why_no_graph() or why_not(self._likenesses.parts, self.parameters())
 
     def _seed(self, flight: Flight) -> Callable[[int], int]:
         asked, calls = flight.asked, self._calls
         return lambda layer: seed_of(calls.draws.seed, asked.step, calls.first_microbatch + asked.place, layer)
 
-    def _pool(self, number: int) -> Pool:
-        if number not in self._pools:
-            self._pools[number] = torch.cuda.graph_pool_handle()
-        return self._pools[number]
-
     def _failed(self, error: Exception, number: int) -> None:
-        """A pool may have ended with the graph that was to be its first."""
-        self._pools.pop(number, None)
+        self._pools.pop(number, None)  # it may have ended with the graph that was to be its first
         self._likenesses.failed(error)
 
-    def _leave(self, microbatch: int) -> None:
-        """It is no longer under way as graphs."""
+    def _leave(self, microbatch: int, over: bool = False) -> None:
+        """It is no longer under way as graphs; `over`: it has got to its end."""
         flight = self._flights.pop(microbatch)
         if flight.slot is not None:
             self._free.add(flight.number)
         if flight.trial is not None:
             if flight.shadow in self._work:
                 self._forget(flight.shadow)
-            if not flight.trial.over:
+            flight.trial.over = over
+            if not over:
                 flight.like.trial = None
 
     def finish(self) -> None:

@@ -22,6 +22,14 @@ T = TypeVar("T")
 Pool = Any  # of torch.cuda.graph_pool_handle
 
 
+class Pools(dict[int, Pool]):
+    """Memory of graphs, by number: a new one when it is first asked for."""
+
+    def __missing__(self, number: int) -> Pool:
+        made = self[number] = torch.cuda.graph_pool_handle()
+        return made
+
+
 class Replay:
     """A captured action."""
 

@@ -2,11 +2,15 @@
 but over NCCL from 2.31 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
+import contextlib
 import ctypes
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,3 +126,58 @@ def test_a_killed_rank_is_named_by_all_others(backend: str, server: Server, tmp_
         for rank in (0, 2):
             assert "rank 1 is dead" in crew.said(rank), crew.everything()
             assert "stage" in crew.said(rank), crew.everything()
+
+
+@contextlib.contextmanager
+def multi_process_service(folder: Path) -> Iterator[dict[str, str]]:
+    """NVIDIA's MPS of this test's own, as an environment for its ranks; it is ended in any case."""
+    places = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+    for place in places.values():
+        Path(place).mkdir(parents=True)
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **places}, check=True)
+    try:
+        yield places | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "33"}
+    finally:
+        subprocess.run(
+            ["nvidia-cuda-mps-control"],
+            env={**os.environ, **places},
+            input="quit\n",
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+
+def used_mebibytes() -> int:
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("run", range(3))
+def test_ranks_that_share_a_gpu_survive_the_death_of_one_of_them(run: int, server: Server, tmp_path: Path) -> None:
+    """Under MPS, which ends all its clients when one of them fails."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        pytest.skip("nvidia-cuda-mps-control is not there")
+    chance, before, took = random.Random(run), used_mebibytes(), []
+    with multi_process_service(tmp_path / "mps") as environment:
+        words = [f"{name}={value}" for name, value in environment.items()]
+        for _ in range(10):
+            killed = chance.randrange(3)
+            with server.crew(waits_for_a_killed_rank, 3, "memory", *words, folder=tmp_path) as crew:
+                crew.wait_for("step\nstep\nstep")
+                time.sleep(chance.random() / 10)
+                crew.signal(killed, signal.SIGKILL)
+                crew.ended(seconds=10)
+                took.append(crew.took)
+                for rank in {0, 1, 2} - {killed}:
+                    assert f"rank {killed} is dead" in crew.said(rank), crew.everything()
+                    assert "stage" in crew.said(rank), crew.everything()
+                    assert "action" in crew.said(rank), crew.everything()
+    for _ in range(100):
+        if used_mebibytes() <= before + 16:
+            break
+        time.sleep(0.1)
+    print(f"all ended after at most {max(took):.1f} s; {before} MiB were used before, {used_mebibytes()} MiB after")
+    assert used_mebibytes() <= before + 16
