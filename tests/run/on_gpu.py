@@ -177,9 +177,9 @@ def planned_on_the_gpu(backend: str) -> None:
     """Links through the channels of a pipeline, and the plan that all ranks have."""
     mesh = mesh_over(backend)
     (link,) = gapless.measure_links(mesh)
-    assert 1e-6 < link.latency < 0.1
+    assert 1e-6 < link.latency < 0.1, link
     assert link.bandwidth is not None
-    assert 1e7 < link.bandwidth < 1e14
+    assert 1e7 < link.bandwidth < 1e14, link
     model = mlp(16)
     plan = gapless.make_plan(
         model, X.cuda(), Y.cuda(), mesh=mesh, loss=F.mse_loss, schedules=["1f1b", "zb-h1"], seconds=0.1

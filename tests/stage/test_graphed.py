@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless import Pipeline, plain_step
-from gapless.zoo.gpt import gpt
+from gapless.zoo.gpt import Block, gpt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -283,51 +283,27 @@ def test_memory_is_at_most_a_little_more() -> None:
     print(f"eager {peaks[0] >> 20} MiB, graphed at most {peaks[1] >> 20} MiB")
 
 
-class _InAnyOrder(torch.autograd.Function):
-    """Its gradient is added up by threads as they come: other bits every time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        places = torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
-        total = torch.zeros_like(x[0]).index_add_(0, places, (grads[0] * x).sum(0))
-        return grads[0] * total, (grads[0] * x).sum(0) * total
-
-
-_in_any_order: Any = _InAnyOrder.apply
-
-
-class InAnyOrder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1 << 12))
-
-    def forward(self, x: Tensor) -> Any:
-        return _in_any_order(x, self.weight)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.filterwarnings("error:stage")
 def test_kernels_that_are_not_deterministic_are_held_against_themselves(schedule: str) -> None:
+    """The backward of attention adds up in the order in which threads come."""
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
-    model = nn.Sequential(*(InAnyOrder() for _ in range(4))).cuda()
+    model = nn.Sequential(*(Block(1024, 16) for _ in range(4))).cuda().bfloat16()
     reference = copy.deepcopy(model)
-    x = torch.randn(8, 1 << 12, device="cuda")
+    x = torch.randn(8, 1024, 1024, device="cuda").bfloat16()
     options: dict[str, Any] = {"loss": F.mse_loss, "microbatches": 4}
     plain_step(reference, x, x, **options)
-    again = copy.deepcopy(model)
-    plain_step(again, x, x, **options)
-    assert any(not torch.equal(one, other) for one, other in zip(grads(reference), grads(again), strict=True))
+    seen = []
+    for _ in range(10):
+        again = copy.deepcopy(model)
+        plain_step(again, x, x, **options)
+        seen += [torch.equal(one, other) for one, other in zip(grads(reference), grads(again), strict=True)]
+    assert not all(seen)
     with Pipeline(model, devices=["cuda:0"] * 2, schedule=schedule, graphs=True, **options) as pipe:
         for _ in range(STEPS):
             pipe.zero_grad()
             pipe.step(x, x)
         assert "no graphs" not in repr(pipe), repr(pipe)
     for ours, theirs in zip(grads(model), grads(reference), strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-3)
+        assert torch.linalg.vector_norm(ours - theirs) < 0.02 * torch.linalg.vector_norm(theirs)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gapless.stage.trial import UNEQUAL, Trial, distance
+from gapless.stage.trial import Trial, distance
 
 
 def runs(*results: Tensor) -> Callable[[], Tensor]:
@@ -31,10 +31,19 @@ def test_a_replay_that_differs_is_taken_only_where_eager_runs_differ_about_as_mu
     assert trial.verdict(runs(), faster=False) is None
     trial.compare(x, x * 1.001)
     assert trial.verdict(runs(x, x * 1.001), faster=False) is None
-    assert trial.verdict(runs(x, x), faster=False) is UNEQUAL
-    assert trial.verdict(runs(x, x * 1.0001), faster=False) is UNEQUAL
+    assert not trial.unequal
+    assert (
+        trial.verdict(runs(*[x] * 33), faster=False)
+        == "a replay differs from the eager run by 0.001, and two of those by 0"
+    )
+    assert trial.unequal
+    assert trial.verdict(runs(x, x * 1.0001), faster=False)
+    half = Trial()
+    half.compare(x.bfloat16(), x.bfloat16() * 1.01)
+    assert half.verdict(runs(x.bfloat16(), torch.cat([x[1:], x[:1] * 1.01]).bfloat16()), faster=False) is None
+    assert half.verdict(runs(*[x.bfloat16()] * 33), faster=False)
     trial.compare(x, x * math.nan)
-    assert trial.verdict(runs(x, x * math.nan), faster=False) is UNEQUAL
+    assert trial.verdict(runs(x, x * math.nan), faster=False)
 
 
 def test_graphs_that_are_not_faster_are_said_so_only_where_that_was_asked() -> None:

@@ -81,23 +81,23 @@ def run(
         asked |= {"torch": _PEERS} if peer else {}
         progress("timing the actions")
         with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
-            for name in timed:
+            for name in clocked.schedules:
                 clocked.step(name, 2)
         for side, its in asked.items():
             progress(f"starting {side}")
             sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
-        ours, refused = sides["gapless"], {}
         contestants: dict[str, Contestant] = {name: partial(sides["parts"].step, name) for name in asked["parts"]}
-        contestants |= {f"gapless {name}": partial(ours.step, name) for name in names}
-        if peer:
-            contestants |= {f"torch {name}": partial(sides["torch"].step, name) for name in sides["torch"].schedules}
-            refused = sides["torch"].refused
+        refused: dict[str, str] = {}
+        for side in [each for each in ("gapless", "torch") if each in sides]:
+            contestants |= {f"{side} {name}": partial(sides[side].step, name) for name in sides[side].schedules}
+            refused |= {f"{side} {name}": why for name, why in sides[side].refused.items()}
         seconds = take_turns(contestants, rounds, progress)
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
     bounds = {
-        (schedule, mode): limits[mode] / (1 - clocked.bubbles[f"{schedule} over {transports[0]}{mode} timed"])
+        (schedule, mode): limits[mode] / (1 - clocked.bubbles[name])
         for schedule in schedules
         for mode in modes
+        if (name := f"{schedule} over {transports[0]}{mode} timed") in clocked.bubbles
     }
     return {
         "rows": [_row(name, values, bounds) for name, values in seconds.items()],
@@ -193,7 +193,7 @@ def report(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    verdict += [f"torch refuses {name}: {why}" for name, why in found["refused"].items()]
+    verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
     if found["faster"] is not None:
         best, theirs = found["best"], found["best_of_torch"]
         verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]

@@ -29,7 +29,7 @@ from .replay import Pools, captured
 from .seeds import seed_of
 from .stage import Stage, Then
 from .tie import Place, Tie
-from .trial import UNEQUAL, Trial
+from .trial import Trial
 from .unchanged import why_not
 
 Graphs = Literal["auto"] | bool
@@ -271,7 +271,7 @@ class GraphedStage(Stage):
             return handed, found, [each for _, each in added]
 
         if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
-            self._likenesses.give_up(why, quietly=why is not UNEQUAL)
+            self._likenesses.give_up(why, quietly=not trial.unequal)
 
     def _asked_again(self, flight: Flight) -> ForwardCall:
         """What a microbatch was asked, from the places where it is; another may come there."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gapless.bench.emulated import batch, pipeline
@@ -27,4 +28,11 @@ def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callabl
     inputs, target = batch(contest)
     if not has_steps(schedule):
         return pipe.schedule.text(), steadily(contest, pipe, inputs, target)
+    if graphed:
+        for _ in range(contest.first_steps(f"{name}{graphed}")):
+            pipe.step(inputs, target)
+        found: list[str] = [""] * contest.devices
+        dist.all_gather_object(found, next((line for line in repr(pipe).splitlines() if "no graphs" in line), ""))
+        if any(found):
+            raise ValueError(next(filter(None, found)).strip())
     return pipe.schedule.text(), lambda: pipe.step(inputs, target)

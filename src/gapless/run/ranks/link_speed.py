@@ -57,7 +57,7 @@ def _asked(links: Connections, target: int, device: torch.device) -> tuple[float
     """Latency and bandwidth to the next device, which answers."""
     send, receive = links.outgoing(target, "activation").hand, links.incoming(target, "gradient").get
 
-    def there_and_back(size: int, rounds: int, before: int) -> float:
+    def there_and_back(size: int, rounds: int, before: int) -> list[float]:
         ball = [torch.empty(size, dtype=torch.uint8, device=device)]
         taken = []
         for _ in range(before + rounds):
@@ -65,15 +65,18 @@ def _asked(links: Connections, target: int, device: torch.device) -> tuple[float
             send(ball)
             _arrived(receive(), device)
             taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[before:])
+        return taken[before:]
 
-    small = there_and_back(_SMALL, 50, 3)
-    size = _SMALL
-    while size < _MOST and there_and_back(size, 3, 1) < small + _LONG:
+    first = statistics.median(there_and_back(_SMALL, 50, 3))
+    size = 8 * _SMALL
+    while size < _MOST and min(there_and_back(size, 3, 1)) < first + _LONG:  # the quickest: a hitch tells nothing
         size *= 8
-    large = there_and_back(size, 9, _SETTLED)
+    large = statistics.median(there_and_back(size, 9, _SETTLED))
+    lower, small, upper = statistics.quantiles(there_and_back(_SMALL, 50, _SETTLED))
     send([torch.empty(0, dtype=torch.uint8, device=device)])
-    return small / 2, (size - _SMALL) / max((large - small) / 2, 1e-9)
+    small = min(first, small)
+    took = max(large - small, upper - lower) / 2  # what is less than small messages differ by can't be told
+    return small / 2, (size - _SMALL) / took
 
 
 def _answer(links: Connections, source: int, device: torch.device) -> None:
