@@ -91,7 +91,7 @@ def test_json_has_the_plan_and_every_choice(gapless: Command, profile: str) -> N
 def test_files_are_written(gapless: Command, profile: str, tmp_path: Path) -> None:
     page, plan, picture = (tmp_path / name for name in ("plan.html", "plan.json", "plan.svg"))
     code, out, err = gapless(f"plan {profile} -K 2 {QUICK} --html {page} --write {plan} --svg {picture} --top 1")
-    assert (code, err) == (0, f"wrote {page}\nwrote {picture}\nwrote {plan}\n")
+    assert (code, err) == (0, f"wrote {plan}\nwrote {page}\nwrote {picture}\n")
     text = page.read_text()
     assert text.count("<main>") == 1
     assert '<summary>The plan</summary><pre style="white-space: pre-wrap">six blocks: 6 layers' in text
@@ -213,7 +213,7 @@ def test_a_config_is_measured_and_planned_as_a_profile_is(gapless: Command, tmp_
     config = write(tmp_path, text=GPT)
     profile, plan, page = (tmp_path / name for name in ("profile.json", "plan.json", "plan.html"))
     code, out, err = gapless(f"plan {config} {MEASURED} --memory 1GiB --profile {profile} --write {plan} --html {page}")
-    assert (code, err) == (0, f"wrote {profile}\nwrote {page}\nwrote {plan}\n")
+    assert (code, err) == (0, f"wrote {profile}\nwrote {plan}\nwrote {page}\n")
     blocks = out.split("\n\n")
     assert blocks[0] == "gpt: 5 layers, 24.12 KiB of parameters, minibatch of 4"
     assert len(blocks[1].splitlines()) == 3

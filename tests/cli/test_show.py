@@ -102,3 +102,13 @@ def test_pictures_are_written_and_standard_output_stays_the_result(gapless: Comm
     assert page.stat().st_size > 0
     assert picture.read_text().startswith("<svg")
     assert json.loads(trace.read_text())
+
+
+def test_a_picture_that_is_refused_leaves_no_other_file_unwritten(gapless: Command, tmp_path: Path) -> None:
+    picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    code, out, err = gapless(f"show gpipe -K 2 -M 12501 --svg {picture} --perfetto {trace}")
+    assert (code, out) == (2, "")
+    refusal = "50,004 actions are too many for an SVG, which takes at most 50,000: use --html, which draws millions"
+    assert err == f"wrote {trace}\ngapless: {refusal}\n"
+    assert trace.exists()
+    assert not picture.exists()

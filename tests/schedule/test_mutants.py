@@ -2,7 +2,6 @@
 accepts what that can."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,22 +32,32 @@ def made(name: str, passes: Passes, K: int, M: int) -> Schedule:
 Rows = list[list[Action]]
 
 
-def mutants(schedule: Schedule) -> Iterator[Rows]:
-    """Each action left out, put elsewhere, exchanged with another one, or another one altogether; each one added."""
+def mutant(schedule: Schedule, chance: random.Random) -> Rows:
+    """An action left out, put elsewhere, exchanged with another one, or another one altogether; or one added."""
     rows = [list(row) for row in schedule.rows]
-    places = [(device, position) for device, row in enumerate(rows) for position in range(len(row))]
-    gaps = [(device, position) for device, row in enumerate(rows) for position in range(len(row) + 1)]
-    every = [Action(s, kind, m) for s in range(schedule.num_stages) for kind in Kind for m in range(2)]
-    for device, position in places:
-        action = rows[device][position]
-        without = changed(rows, device, position, 1)
-        yield without
-        yield from (changed(without, other, gap, 0, action) for other, gap in gaps if gap <= len(without[other]))
-        yield from (changed(rows, device, position, 1, other) for other in every)
-        for other, place in places:
-            if (other, place) > (device, position):
-                yield changed(changed(rows, device, position, 1, rows[other][place]), other, place, 1, action)
-    yield from (changed(rows, device, gap, 0, action) for device, gap in gaps for action in every)
+    device, position = place(rows, chance)
+    action = rows[device][position]
+    any_action = Action(
+        chance.randrange(schedule.num_stages), chance.choice([*Kind]), chance.randrange(schedule.num_microbatches)
+    )
+    kind = chance.randrange(6)
+    if kind == 0:
+        return changed(rows, device, position, 1)
+    if kind == 1:
+        return changed(rows, device, position, 1, any_action)
+    if kind == 2:
+        return changed(rows, device, position, 0, any_action)
+    if kind == 3:
+        other, at = place(rows, chance)
+        return changed(changed(rows, device, position, 1, rows[other][at]), other, at, 1, action)
+    without = changed(rows, device, position, 1)
+    other = device if kind == 4 else chance.randrange(len(rows))
+    return changed(without, other, chance.randint(0, len(without[other])), 0, action)
+
+
+def place(rows: Rows, chance: random.Random) -> tuple[int, int]:
+    device = chance.choice([device for device, row in enumerate(rows) if row])
+    return device, chance.randrange(len(rows[device]))
 
 
 def changed(rows: Rows, device: int, position: int, gone: int, *instead: Action) -> Rows:
@@ -92,13 +101,13 @@ def schedules(sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:
     return [*found, *flows, *map(lower.add_transfers, flows)]
 
 
-def held_against_the_judge(sizes: tuple[tuple[int, int], ...], share: int, seed: int) -> tuple[int, int]:
-    """One in `share` of all mutants; how many there were, and how many of them the judge calls wrong."""
+def held_against_the_judge(sizes: tuple[tuple[int, int], ...], each: int, seed: int) -> tuple[int, int]:
+    """So many mutants of each schedule; how many there were, and how many of them the judge calls wrong."""
     chance, count, wrong = random.Random(seed), 0, 0
     for original in schedules(sizes):
         assert disagreements(original, [[*map(list, original.rows)]]) == []
         assert fault(tokens(original.text())) is None
-        chosen = [rows for rows in mutants(original) if chance.randrange(share) == 0]
+        chosen = [mutant(original, chance) for _ in range(each)]
         assert disagreements(original, chosen) == []
         count += len(chosen)
         wrong += sum(fault(tokens(original.with_rows(rows).text())) is not None for rows in chosen)
@@ -106,14 +115,14 @@ def held_against_the_judge(sizes: tuple[tuple[int, int], ...], share: int, seed:
 
 
 def test_verify_finds_every_mutant_that_can_not_be_carried_out_and_accepts_the_others() -> None:
-    count, wrong = held_against_the_judge(((2, 2),), 400, seed=1)
-    assert count > 250
+    count, wrong = held_against_the_judge(((2, 2),), 4, seed=1)
+    assert count > 300
     assert count / 2 < wrong < count
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(840)
 def test_verify_and_the_judge_agree_on_thousands_of_mutants() -> None:
-    count, wrong = held_against_the_judge(((2, 2), (2, 3), (3, 3)), 80, seed=2)
+    count, wrong = held_against_the_judge(((2, 2), (2, 3), (3, 3)), 50, seed=2)
     print(f"{count:,} mutants, {wrong:,} of them wrong")
-    assert count > 8_000
+    assert count > 10_000

@@ -10,6 +10,8 @@ import pytest
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import dependencies
+from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import perfetto
 from tests.view.conftest import COSTS, EVIL, timeline_of
@@ -108,3 +110,22 @@ def test_bad_arguments_are_refused_with_a_sentence() -> None:
         perfetto.events([timeline_of("1f1b")], unit="h")
     with pytest.raises(ScheduleError, match="there is no timeline to trace"):
         perfetto.events([])
+
+
+def test_a_large_trace_is_told_of_and_one_that_no_browser_opens_is_refused(tmp_path: Path) -> None:
+    # Two million actions were 778 MB without a word.
+    made = simulate(make_schedule("1f1b", devices=4, microbatches=250))
+    assert made.schedule.num_actions == 2000
+    assert perfetto.about_its_size([made]) is None
+    assert perfetto.about_its_size([made] * 1000) == (
+        "2,000,000 actions make a trace of about 763 MiB, which ui.perfetto.dev opens slowly: use --html, "
+        "which draws millions in a small file, or fewer microbatches"
+    )
+    file = tmp_path / "trace.json"
+    with pytest.raises(
+        ScheduleError, match=r"6,000,000 actions would make a trace of about 2,289 MiB, .* than 2,048 MiB"
+    ):
+        perfetto.write(file, [made] * 3000)
+    assert not file.exists()
+    perfetto.write(file, [made])
+    assert 0.5 < file.stat().st_size / (2000 * 400) < 1.5

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.cli.terminal import say, show_progress
-from gapless.errors import ConfigError, ScheduleError, printable
+from gapless.errors import ConfigError, GaplessError, ScheduleError, printable
 from gapless.schedule import recipes
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
@@ -212,14 +212,23 @@ def write_pictures(
     """
     from gapless.view import page, perfetto, svg
 
-    if arguments.html:
-        page.write(arguments.html, timelines, memory_limit=limit)
-    if arguments.svg:
-        svg.write(arguments.svg, timelines)
-    if arguments.perfetto:
-        perfetto.write(arguments.perfetto, timelines, unit)
-    for path in filter(None, (arguments.html, arguments.svg, arguments.perfetto)):
-        say(f"wrote {path}", sys.stderr)
+    writers: dict[str, Callable[[str], None]] = {
+        "html": lambda path: page.write(path, timelines, memory_limit=limit),
+        "svg": lambda path: svg.write(path, timelines),
+        "perfetto": lambda path: perfetto.write(path, timelines, unit),
+    }
+    if arguments.perfetto and (warning := perfetto.about_its_size(timelines)):
+        say(warning, sys.stderr)
+    refused: list[GaplessError] = []
+    for name, write in writers.items():
+        if path := getattr(arguments, name):
+            try:
+                write(path)
+                say(f"wrote {path}", sys.stderr)
+            except GaplessError as error:  # the other files are wanted all the same
+                refused.append(error)
+    if refused:
+        raise type(refused[0])("; ".join(map(str, refused)))
 
 
 def _number(text: str) -> Number:

@@ -214,6 +214,9 @@ def _speed(word: str) -> float:
 
 
 def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> None:
+    if arguments.write:
+        found.best.write(arguments.write)
+        terminal.say(f"wrote {arguments.write}", sys.stderr)
     kinds = best_of_each_kind(found.plans, 3)
     limit = room_for_activations(found.best)
     if arguments.html:
@@ -228,9 +231,6 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     arguments.html = None
     options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
-    if arguments.write:
-        found.best.write(arguments.write)
-        terminal.say(f"wrote {arguments.write}", sys.stderr)
 
 
 def room_for_activations(plan: Plan) -> int | None:

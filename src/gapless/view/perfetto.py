@@ -23,12 +23,38 @@ _INSIDE = 0.01  # how far from its ends an arrow touches a slice: at the very en
 _GRADIENTS = BACKWARDS | {Kind.SEND_GRADIENT}
 _BATCH = 10_000
 
+_BYTES_PER_ACTION = 400  # with its share of arrows and counters, about
+_MANY_BYTES = 100 * 2**20  # takes a browser a while
+MAX_BYTES = 2**31  # no browser opens more: its viewer has 4 GiB of memory, and needs more than the file has
+
 Event = dict[str, Any]
+
+
+def about_its_size(timelines: Sequence[Timeline]) -> str | None:
+    """A warning for those who ask for a trace that is large."""
+    total, size = _size(timelines)
+    if not _MANY_BYTES < size <= MAX_BYTES:
+        return None
+    return (
+        f"{total:,} actions make a trace of about {size / 2**20:,.0f} MiB, which ui.perfetto.dev opens slowly: use "
+        "--html, which draws millions in a small file, or fewer microbatches"
+    )
+
+
+def _size(timelines: Sequence[Timeline]) -> tuple[int, int]:
+    total = sum(timeline.schedule.num_actions for timeline in timelines)
+    return total, total * _BYTES_PER_ACTION
 
 
 def write(path: str | Path, timelines: Sequence[Timeline], unit: str = "ms") -> None:
     """The trace as a file, a batch of events at a time: a long one never is in memory as a whole."""
     found = events(timelines, unit)
+    total, size = _size(timelines)
+    if size > MAX_BYTES:
+        raise ScheduleError(
+            f"{total:,} actions would make a trace of about {size / 2**20:,.0f} MiB, and ui.perfetto.dev opens no more "
+            f"than {MAX_BYTES / 2**20:,.0f} MiB: use --html, which draws millions, or fewer microbatches"
+        )
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
