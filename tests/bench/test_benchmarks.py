@@ -157,6 +157,15 @@ def test_staleness_says_which_ways_diverge(capsys: pytest.CaptureFixture[str]) -
     assert "diverged" in report
 
 
+def test_replicas_run_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    found, report = bench(capsys, "replicas", "--devices", "4", "--milliseconds", "2", "--rounds", "1")
+    assert (found["plan"], found["partition"]) == ("1-3", [1, 7])
+    assert found["predicted"] == pytest.approx(0.002, rel=0.01)
+    assert found["ratio"] == pytest.approx(found["seconds"] / found["predicted"])
+    assert found["ratio"] > 0.97  # nothing is quicker than the work of its slowest stage
+    assert "predicted 2.0 ms" in report
+
+
 def test_the_help_lists_every_benchmark_and_loads_no_torch() -> None:
     program = (
         "import sys; from gapless.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"

@@ -12,6 +12,7 @@ overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch
 split        what it costs the host to split a backward
 timeline     what recording costs, and whether a simulation agrees with the record
+replicas     stages with replicas as PipeDream's planner chooses them, against its prediction
 gpu          ranks on a GPU, against its limit and against torch
 compile      compiled layers against eager ones
 scale        generate, verify and simulate ever larger schedules
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "scale": "generate, verify and simulate ever larger schedules",
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "plan": "a plan's step, memory, cuts and choice against what is measured",
+    "replicas": "stages and replicas of PipeDream's planner on emulated ranks, against its prediction",
     "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",
     "staleness": "what delayed gradients cost: asynchronous ways to train against plain training, on real text",
     "compile": "a GPT with compiled layers against the eager one",

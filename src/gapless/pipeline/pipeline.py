@@ -232,7 +232,9 @@ class Pipeline(HeldModel):
         """
         self._follow()
         asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
-        return make_stream(self._world, self._staged, self._options, asked, self._streams)
+        stream = make_stream(self._world, self._staged, self._options, asked, self._streams)
+        stream.owner = self
+        return stream
 
     def evaluate(self, inputs: Any, target: Any = None, *, cut: bool = True, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is that of `step`."""

@@ -90,19 +90,29 @@ def _of_weight_after(seconds: float, grad: Tensor) -> Tensor:
 class Emulated(nn.Module):
     """`y = x` in exactly `forward` seconds, and backward in `input_grad` + `weight_grad`.
 
-    A sample is `size` floats. `separate` makes the two halves of the backward nodes of their own.
+    A sample is `size` floats. `separate` makes the two halves of the backward nodes of their own. `weights`: how many
+    it has besides, with a gradient of zeros, for whoever exchanges gradients or updates weights.
     """
 
     draws_nothing_and_defers_itself = True  # so a stage need not watch what it does
 
     def __init__(
-        self, *, forward: float, input_grad: float, weight_grad: float, size: int = 1, separate: bool = False
+        self,
+        *,
+        forward: float,
+        input_grad: float,
+        weight_grad: float,
+        size: int = 1,
+        separate: bool = False,
+        weights: int = 0,
     ) -> None:
         super().__init__()
         self.seconds = (forward, input_grad, weight_grad)
         self.size = size
         self.separate = separate
         self.weight = nn.Parameter(torch.zeros(()))
+        self.register_parameter("more", nn.Parameter(torch.zeros(weights)) if weights else None)
+        self._zeros = torch.zeros(weights)
         overshoot()
 
     def samples(self, count: int) -> Tensor:
@@ -117,11 +127,13 @@ class Emulated(nn.Module):
             y: Tensor = _joined(_waiting(x, self.seconds[1]), _waiting(weight, self.seconds[2]))
         else:
             y = x.view_as(x)
-            y.grad_fn.register_prehook(functools.partial(self._backward, weight))  # type: ignore[union-attr]
+            y.grad_fn.register_prehook(functools.partial(self._backward, weight, self._parameters["more"]))  # type: ignore[union-attr]
         wait_until(end)
         return y
 
-    def _backward(self, weight: nn.Parameter, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _backward(
+        self, weight: nn.Parameter, more: nn.Parameter | None, grads: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Called before the gradient of y goes on to x, as a tensor of its own: autograd copies one that others hold.
         What it costs itself is part of the time it takes. The weight is that of the forward: by now the layer may have
         another version of it.
@@ -132,6 +144,8 @@ class Emulated(nn.Module):
         if now is not None:
             end += weight_grad
             add_grad(weight, now)
+        if more is not None:
+            add_grad(more, self._zeros, shared=True)
         passed = (grads[0].detach(),)
         wait_until(end)
         return passed

@@ -6,5 +6,6 @@ ranks          what a rank does: it prepares, and then runs the steps it is aske
 torch_side     torch.distributed.pipelining on a rank
 parts_side     a part of the model on each rank, with nobody to wait for
 gapless_side   a pipeline under a mesh on a rank
+replicas_side  stages with replicas as the planner has chosen them, on a rank
 peer           the benchmark's end: starts the ranks, asks for steps, ends them
 """

@@ -20,6 +20,7 @@ _SIDES = {
     "torch": ("torch.distributed.pipelining", "; try --no-peer"),
     "gapless": ("gapless on ranks", ""),
     "parts": ("the parts of the model", ""),
+    "replicas": ("stages with replicas on ranks", ""),
 }
 
 
@@ -35,7 +36,7 @@ class Peer:
         self,
         contest: Contest,
         names: Sequence[str],
-        side: Literal["torch", "gapless", "parts"] = "torch",
+        side: Literal["torch", "gapless", "parts", "replicas"] = "torch",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._contest = contest

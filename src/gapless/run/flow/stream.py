@@ -56,6 +56,7 @@ class Stream:
         self._settings: tuple[Any, ...] = ()
         self._stopped: Sequence[Stopped] = ()
         self.is_running = False
+        self.owner: object = None  # a pipeline that nobody else keeps would be closed
 
     @property
     def fed(self) -> int:
