@@ -26,7 +26,7 @@ from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
 from gapless.checkpoint.manifest import Manifest
 from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, forgiving, met, not_shared
 from gapless.checkpoint.saveable import Saveable
-from gapless.errors import CheckpointError, ConfigError, GaplessError, printable
+from gapless.errors import CheckpointError, ConfigError, printable
 from gapless.run.world import Gathering
 
 Better = Literal["lower", "higher"]
@@ -195,7 +195,7 @@ class Checkpoints:
                 held = _held_soon(folder)
                 remove_leftovers(disk, folder)
                 disk.make_folder(probe)
-        except (OSError, GaplessError) as error:
+        except Exception as error:
             fault = error
         try:
             name = met(gathering, "save", folder, fault, {}, probe.name)[0]

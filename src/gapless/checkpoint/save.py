@@ -71,13 +71,13 @@ class SaveUnderWay:
         written: dict[str, Any] = {}
         try:
             written = self._write()
-        except (OSError, GaplessError) as error:
+        except Exception as error:
             fault = self._unshared(error)
         rows = met(gathering, "save", self._folder, fault, {}, written)
         if gathering.place == 0:
             try:
                 self._appear(_with_files(self._manifest, rows))
-            except (OSError, GaplessError) as error:
+            except Exception as error:
                 fault = error
         met(gathering, "save", self._folder, fault, {})
 
@@ -90,7 +90,7 @@ class SaveUnderWay:
         file, pieces = write_file(self._disk, self._staging / name, self.parts, self._gathering.note)
         return {"file": [name, vars(file)], "pieces": {key: vars(each) for key, each in pieces.items()}}
 
-    def _unshared(self, error: OSError | GaplessError) -> Exception:
+    def _unshared(self, error: Exception) -> Exception:
         if isinstance(error, FileNotFoundError) and self._gathering.place != 0:
             return CheckpointError(not_shared(self._folder))
         return error
@@ -131,7 +131,7 @@ def begin(
         own = contents()
         if gathering.place == 0:
             staging, held = _staged(disk, folder)
-    except (OSError, GaplessError) as error:
+    except Exception as error:
         fault = error
     try:
         offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
@@ -164,8 +164,10 @@ def met(
     """What each rank has to say, when all are well and have the `same`; otherwise all of them raise."""
     words = "" if fault is None else _words(fault, doing, folder)
     rows = gathering.everywhere([words, same, own])
-    if fault is not None:
+    if isinstance(fault, OSError | GaplessError):
         raise CheckpointError(words) from (fault if isinstance(fault, OSError) else None)
+    if fault is not None:  # the user's own
+        raise fault
     for rank, (told, _, _) in zip(gathering.ranks, rows, strict=True):
         if told:
             raise CheckpointError(f"rank {rank} can't {doing}: {told}")
@@ -174,8 +176,10 @@ def met(
 
 
 def _words(fault: Exception, doing: str, folder: Path) -> str:
-    if not isinstance(fault, OSError):
+    if isinstance(fault, GaplessError):
         return str(fault)
+    if not isinstance(fault, OSError):
+        return f"{type(fault).__name__}: {fault}"
     path = printable(str(fault.filename or folder))
     kept = "; an earlier checkpoint is as it was" if doing == "save" else ""
     return f"can't {doing} {printable(str(folder))}: {path}: {fault.strerror or fault}{kept}"

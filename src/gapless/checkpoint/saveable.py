@@ -11,7 +11,6 @@ from gapless.checkpoint.contents import Contents
 from gapless.checkpoint.disk import Disk
 from gapless.checkpoint.opened import Opened
 from gapless.checkpoint.save import begin, folder_of, met
-from gapless.errors import GaplessError
 from gapless.run.world import Gathering
 
 
@@ -53,7 +52,7 @@ class Saveable(ABC):
                 opened = Opened(path, gathering.note)
                 put_in_place = self.taking(opened, gathering, optimizer=optimizer, scheduler=scheduler)
                 found = opened.digest
-            except (GaplessError, OSError) as error:
+            except Exception as error:
                 fault = error
             met(gathering, "load", path, fault, {"checkpoint": found})
         return put_in_place()
