@@ -58,6 +58,7 @@ COMMANDS_WITHOUT_TORCH = (
     "verify",
     "plan",
     "plan_report",
+    "checkpoint",
     "options",
     "__init__",
 )

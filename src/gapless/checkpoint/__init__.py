@@ -12,6 +12,7 @@ save          from memory to a checkpoint that is there
 held_folder   who is at work in a folder
 disk          what a save does to the disk, one method each
 opened        a checkpoint to be read
+export        the weights for others: a plain file, or as Hugging Face has them
 random_state  the random numbers of a process
 """
 

@@ -84,6 +84,16 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def write_synced(disk: Disk, path: Path, data: bytes) -> None:
+    """A whole file."""
+    file = disk.create(path)
+    try:
+        disk.write(file, path, memoryview(data))
+        disk.sync(file, path)
+    finally:
+        disk.close(file)
+
+
 def make_folders(disk: Disk, path: Path) -> None:
     """With those above it, each of which is to survive a crash."""
     if not path.is_dir():

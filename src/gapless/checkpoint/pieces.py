@@ -37,7 +37,7 @@ DTYPES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
 }
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _ALIGNED = 8
 _BLOCK = 4 << 20  # bytes written or read at once
 
@@ -91,11 +91,18 @@ def _block_of(tensor: Any) -> Any:
 
 
 def write_file(
-    disk: Disk, path: Path, pieces: Mapping[str, TensorPart], note: Callable[[str], None]
+    disk: Disk,
+    path: Path,
+    pieces: Mapping[str, TensorPart],
+    note: Callable[[str], None],
+    metadata: Mapping[str, str],
+    fetch: Callable[[str], Tensor] | None = None,
 ) -> tuple[FileEntry, dict[str, PieceEntry]]:
-    """A synced safetensors file. A tensor on a GPU comes to the CPU when it is its turn."""
+    """A synced safetensors file. A tensor on a GPU comes to the CPU when it is its turn; where `fetch` is given, it
+    gets the data, and `pieces` need not have any.
+    """
     names = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
-    header, at = _header({name: pieces[name] for name in names}), 0
+    header, at = _header({name: pieces[name] for name in names}, metadata), 0
     entries = {}
     file = disk.create(path)
     try:
@@ -103,7 +110,8 @@ def write_file(
         for name in names:
             note(f"writing {name}")
             piece = pieces[name]
-            near = piece._replace(data=piece.data.cpu().contiguous().resolve_conj().resolve_neg())
+            found = piece.data if fetch is None else fetch(name)
+            near = piece._replace(data=found.cpu().contiguous().resolve_conj().resolve_neg())
             made, data = hashlib.sha256(), near.bytes_of()
             for begin in range(0, len(data), _BLOCK):
                 made.update(block := data[begin : begin + _BLOCK])
@@ -117,12 +125,15 @@ def write_file(
     return FileEntry(len(header) + at, len(header), hashlib.sha256(header).hexdigest()), entries
 
 
-def _header(pieces: Mapping[str, TensorPart]) -> bytes:
-    """Of a safetensors file, with the offsets of pieces as torch's distributed checkpoint notes them."""
+def sharded(pieces: Mapping[str, TensorPart]) -> dict[str, str]:
+    """Where pieces belong, as torch's distributed checkpoint notes it in its files."""
     offsets = {name: {"saved_offsets": list(each.offsets)} for name, each in pieces.items()}
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    }
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+
+
+def _header(pieces: Mapping[str, TensorPart], metadata: Mapping[str, str]) -> bytes:
+    """Of a safetensors file."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, each in pieces.items():
         entries[name] = {"dtype": each.dtype, "shape": list(each.data.shape), "data_offsets": [at, at + each.num_bytes]}
@@ -135,7 +146,7 @@ def _header(pieces: Mapping[str, TensorPart]) -> bytes:
 def read_tensor(folder: Path, name: str, entry: TensorEntry, into: Any = None) -> Tensor:
     """A whole tensor, or the block of it that a DTensor like `into` has here. What is read is compared with its
     hash."""
-    dtype = _OF_NAME[entry.dtype]
+    dtype = DTYPE_OF[entry.dtype]
     if into is None:
         made = torch.empty(entry.shape, dtype=dtype)
         _fill(folder, name, entry, made, (0,) * len(entry.shape))

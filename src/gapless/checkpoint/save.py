@@ -21,10 +21,10 @@ import torch
 
 from gapless._version import __version__
 from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.disk import Disk, aside, make_folders
+from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
 from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers
 from gapless.checkpoint.manifest import ITEM_BYTES, NAME, FileEntry, Manifest, PieceEntry, TensorEntry
-from gapless.checkpoint.pieces import TensorPart, write_file
+from gapless.checkpoint.pieces import TensorPart, sharded, write_file
 from gapless.checkpoint.tree import merged
 from gapless.errors import CheckpointError, GaplessError, printable
 from gapless.run.world import Gathering
@@ -85,9 +85,9 @@ class SaveUnderWay:
         """This rank's file."""
         if not self.parts:
             return {}
-        name = _FILE.format(self._gathering.place + 1)
+        disk, name = self._disk, _FILE.format(self._gathering.place + 1)
         self._gathering.note("saving a checkpoint")
-        file, pieces = write_file(self._disk, self._staging / name, self.parts, self._gathering.note)
+        file, pieces = write_file(disk, self._staging / name, self.parts, self._gathering.note, sharded(self.parts))
         return {"file": [name, vars(file)], "pieces": {key: vars(each) for key, each in pieces.items()}}
 
     def _unshared(self, error: Exception) -> Exception:
@@ -97,13 +97,7 @@ class SaveUnderWay:
 
     def _appear(self, manifest: Manifest) -> None:
         disk, folder, staging = self._disk, self._folder, self._staging
-        path = staging / NAME
-        file = disk.create(path)
-        try:
-            disk.write(file, path, memoryview(manifest.text()))
-            disk.sync(file, path)
-        finally:
-            disk.close(file)
+        write_synced(disk, staging / NAME, manifest.text())
         disk.sync_folder(staging)
         disk.sync_folder(folder.parent)
         if folder.is_dir() and any(folder.iterdir()):

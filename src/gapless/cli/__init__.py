@@ -9,6 +9,7 @@ simulate      time and memory of a schedule
 compare       all schedules, ranked
 verify        check a schedule in a file
 plan          cut a model and choose a schedule for it; plan_report is what it prints, no_flush without a flush
+checkpoint    list, verify and export checkpoints
 train         train what a config describes
 bench         run a benchmark; its options are the parameters of the benchmark's `run`
 
@@ -37,6 +38,7 @@ COMMANDS = {
     "verify": "check a schedule in a file, and prove that it can't hang",
     "plan": "choose how to cut a model and which schedule to run, and predict time and memory",
     "train": "train the model that a config describes",
+    "checkpoint": "list, verify and export checkpoints",
     "bench": "measure schedules against their bound, and gapless against its peers",
 }
 

@@ -64,6 +64,8 @@ class SavedModel(NamedTuple):
         made.add("model", self.world.state(self.staged.module, whole=False))
         if self.loss is not None:
             made.add("loss", self.loss.state_dict())
+        if (config := _config(self.staged.module)) is not None:
+            made.add("config", config)
         made.add("random", {str(gathering.place): random_state()})
         return made
 
@@ -106,6 +108,12 @@ class SavedModel(NamedTuple):
             return opened.decoded(saved[str(gathering.place)])
         first = self.world.replica * count // opened.manifest.facts["replicas"]
         return opened.decoded(saved.get(str(first), saved["0"]))
+
+
+def _config(module: nn.Module) -> str | None:
+    """Of a model of Hugging Face's, so that an export has all that `from_pretrained` needs."""
+    written = getattr(getattr(module, "config", None), "to_json_string", None)
+    return str(written()) if callable(written) else None
 
 
 def _read(opened: Opened, part: str, known: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,11 @@ def load_named_state(
 
 
 def _uncast(own: Any, saved: Any) -> Any:
-    """torch casts to the parameter's type what it takes for a moment of it, which may be something else."""
+    """torch casts to the parameter's type what it takes for a moment of it, which may be something else, and takes
+    strings for lists of letters.
+    """
+    if isinstance(saved, str):
+        return saved
     if isinstance(saved, Tensor) and isinstance(own, Tensor):
         return own if saved.dtype == own.dtype else saved.detach().clone().to(own.device)
     if isinstance(saved, Mapping) and isinstance(own, dict):
