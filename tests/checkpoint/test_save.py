@@ -43,7 +43,9 @@ def step(pipe: gapless.Pipeline, optimizer: Any) -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        return pipe.step(batch, -batch).loss
+        loss = pipe.step(batch, -batch).loss
+        assert loss is not None
+        return loss
 
     optimizer.step(closure)
 

@@ -84,10 +84,13 @@ def _export(folder: Path, arguments: argparse.Namespace) -> int:
     from gapless.checkpoint.export import export  # torch is loaded where it is needed
 
     chosen = _found(folder)[-1].path
-    largest = read_bytes(arguments.largest)
+    try:
+        largest = read_bytes(arguments.largest)
+    except ConfigError as error:
+        raise ConfigError(f"--largest {error}") from None
     if largest < 1:
         raise ConfigError(f"--largest is {arguments.largest}, but it must be a size such as 5GB")
-    made = export(chosen, Path(arguments.to), int(largest), terminal.show_progress)
+    made = export(chosen, Path(arguments.to), largest, terminal.show_progress)
     terminal.show_progress("")
     if arguments.json:
         terminal.print_json({"checkpoint": str(chosen), "files": [str(file) for file in made.files]})

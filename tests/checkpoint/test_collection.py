@@ -1,0 +1,168 @@
+"""The checkpoints of a run: which are kept, which is loaded, and what happens while training goes on."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gapless
+from gapless.checkpoint import Checkpoints
+from gapless.checkpoint.disk import Disk
+from gapless.errors import CheckpointError, ConfigError
+from tests.checkpoint.disks import CountedDisk, full
+from tests.checkpoint.test_save import pipeline, sgd, step
+
+
+@pytest.fixture
+def pipe() -> Iterator[gapless.Pipeline]:
+    with pipeline() as made:
+        yield made
+
+
+def steps(run: Checkpoints) -> list[int]:
+    return [each.step for each in run.saved]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_and_the_best_are_kept(background: bool, tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    optimizer = sgd(pipe.parameters())
+    metrics = {1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.3, 5: None, 6: 0.2}
+    with Checkpoints(tmp_path / "run", pipe, keep=2, best=1, background=background) as run:
+        assert (run.latest, run.best) == (None, None)
+        for metric in metrics.values():
+            step(pipe, optimizer)
+            assert run.save(optimizer, metric=metric) == tmp_path / "run" / f"step-{pipe.steps:08d}"
+        run.wait()
+        assert steps(run) == [2, 5, 6]
+        assert (run.latest, run.best) == (tmp_path / "run" / "step-00000006", tmp_path / "run" / "step-00000002")
+        assert os.readlink(tmp_path / "run" / "latest") == "step-00000006"
+        assert sorted(os.listdir(tmp_path / "run")) == ["latest", *(f"step-0000000{number}" for number in (2, 5, 6))]
+    with Checkpoints(tmp_path / "run", pipe, keep=1, best=2, better="higher") as run:
+        assert run.best == tmp_path / "run" / "step-00000006"
+        step(pipe, optimizer)
+        run.save(optimizer, metric=0.15)
+        run.wait()
+        assert steps(run) == [6, 7]
+
+
+def test_what_is_saved_in_the_background_is_what_was_there_when_save_was_called(
+    tmp_path: Path, pipe: gapless.Pipeline
+) -> None:
+    written, go = threading.Event(), threading.Event()
+
+    class Slow(Disk):
+        def create(self, path: Path) -> int:
+            written.set()
+            assert go.wait(30)
+            return super().create(path)
+
+    optimizer = sgd(pipe.parameters())
+    step(pipe, optimizer)
+    expected = {name: value.clone() for name, value in pipe.state_dict().items()}
+    kept = [optimizer.state[each]["momentum_buffer"].clone() for each in pipe.parameters()]
+    with Checkpoints(tmp_path / "run", pipe, disk=Slow()) as run:
+        run.save(optimizer, extra={"position": 1})
+        assert written.wait(30)
+        assert run.latest is None
+        for _ in range(2):
+            step(pipe, optimizer)
+        go.set()
+        run.wait()
+        assert run.load(fresh := sgd(pipe.parameters())) == {"position": 1}
+    assert pipe.steps == 1
+    assert all(torch.equal(value, expected[name]) for name, value in pipe.state_dict().items())
+    assert all(
+        torch.equal(fresh.state[each]["momentum_buffer"], value)
+        for each, value in zip(pipe.parameters(), kept, strict=True)
+    )
+
+
+def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_and_the_one_after_works(
+    tmp_path: Path, pipe: gapless.Pipeline
+) -> None:
+    optimizer = sgd(pipe.parameters())
+    with Checkpoints(tmp_path / "run", pipe, disk=CountedDisk(6, full(28))) as run:
+        run.save(optimizer)
+        with pytest.raises(CheckpointError, match="No space left on device; an earlier checkpoint is as it was"):
+            run.save(optimizer)
+        assert os.listdir(tmp_path / "run") == []
+        run.save(optimizer)
+        run.wait()
+        assert steps(run) == [0]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_gone(
+    tmp_path: Path, pipe: gapless.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gapless.checkpoint.collection._LOCK_WITHIN", 0.0)
+    program = (
+        "import sys; from pathlib import Path; from gapless.checkpoint.held_folder import HeldFolder; "
+        "held = HeldFolder.of(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    (tmp_path / "run").mkdir()
+    words = [sys.executable, "-c", program, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=r"another process saves to .*run: end it, or choose another folder"):
+            Checkpoints(tmp_path / "run", pipe)
+        other.kill()
+    with Checkpoints(tmp_path / "run", pipe) as run:
+        run.save(sgd(pipe.parameters()))
+    with pytest.raises(CheckpointError, match="are closed: make new ones"):
+        run.save(sgd(pipe.parameters()))
+
+
+def test_what_killed_saves_have_left_goes_and_what_is_not_ours_stays(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    folder = tmp_path / "run"
+    for name in (".step-00000005.0123456789abcdef.aside", "notes", ".hidden", "step-5"):
+        (folder / name).mkdir(parents=True)
+    (folder / ".latest.0123456789abcdef.aside").symlink_to("step-00000005")
+    with Checkpoints(folder, pipe, keep=1, best=0) as run:
+        for _ in range(2):
+            run.save(sgd(pipe.parameters()))
+            pipe.steps += 1
+    assert sorted(os.listdir(folder)) == [".hidden", "latest", "notes", "step-00000001", "step-5"]
+
+
+def test_the_newest_is_never_what_a_link_leads_to(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    optimizer = sgd(pipe.parameters())
+    pipe.save(tmp_path / "elsewhere", optimizer)
+    with Checkpoints(tmp_path / "run", pipe) as run:
+        run.save(optimizer)
+        run.wait()
+        (tmp_path / "run" / "latest").unlink()
+        (tmp_path / "run" / "latest").symlink_to("../elsewhere")
+        assert run.latest == tmp_path / "run" / "step-00000000"
+        with pytest.raises(CheckpointError, match="latest is a link out of its folder"):
+            pipe.load(tmp_path / "run" / "latest", optimizer)
+        (tmp_path / "run" / "step-00000009").symlink_to("../elsewhere")
+        with pytest.raises(CheckpointError, match="step-00000009 is a link out of its folder") as told:
+            run.load(optimizer)
+        assert told.value.__notes__ == [f"gapless: the one before it is {tmp_path / 'run' / 'step-00000000'}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": 0}, "keep is 0, but at least one"),
+        ({"best": -1}, "best is -1"),
+        ({"better": "more"}, "better is 'more', but it must be one of 'lower', 'higher'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path, pipe: gapless.Pipeline
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Checkpoints(tmp_path / "run", pipe, **options)
+
+
+def test_there_is_nothing_to_go_on_from_in_a_new_folder(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    with Checkpoints(tmp_path / "run", pipe) as run, pytest.raises(CheckpointError, match="has no checkpoint to go on"):
+        run.load(sgd(pipe.parameters()))
