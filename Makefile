@@ -28,7 +28,7 @@ $(EMPTY):
 
 # Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
 $(RUNS): pyproject.toml constraints.txt | $(EMPTY)
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable . numpy
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[train]' numpy
 	touch $@
 
 # And what the checks and tests need on top, all at once.
@@ -41,7 +41,9 @@ demo: $(RUNS)
 	$(BIN)/python -m gapless show gpipe --devices 4 --microbatches 4
 	$(BIN)/python -m gapless show zb-h1 --devices 4 --microbatches 4
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
-	$(BIN)/python examples/train_gpt.py --seconds 45 --page demo/training.html
+	@rm -rf demo/run
+	$(BIN)/python -m gapless train examples/demo.toml --steps 60 --folder demo/run
+	$(BIN)/python -m gapless train examples/demo.toml --steps 100 --folder demo/run --devices 2
 
 style: $(STAMP)
 	$(BIN)/ruff format --check src tests examples

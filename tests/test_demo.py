@@ -1,5 +1,5 @@
-"""`make demo` is the first thing that people run: it works as it stands, says nothing else, and begins with a drawing
-that can be read.
+"""`make demo` is the first thing that people run: it works as it stands, says nothing else, begins with a drawing that
+can be read, and ends with a report that opens.
 """
 
 import os
@@ -8,20 +8,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.open_pages import Opener
+
 ROOT = Path(__file__).parent.parent
 
 
 def commands() -> list[str]:
-    """The lines of the demo in the Makefile, with this Python, and a training of a second."""
+    """The lines of the demo in the Makefile, with this Python, and a short training of a small model."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
     found = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert found is not None
     lines = [line.strip() for line in found[1].splitlines()]
     assert lines[0] == "@mkdir -p demo"
-    return [line.replace("$(BIN)/python", sys.executable).replace("--seconds 45", "--seconds 1") for line in lines]
+    small = "--set model.arguments.width=8 --set model.arguments.depth=2 --set evaluate.batches=1 --set run.timeline=1"
+    for old, new in (
+        ("$(BIN)/python", sys.executable),
+        ("--steps 60", f"{small} --steps 3"),
+        ("--steps 100", f"{small} --steps 4"),
+    ):
+        lines = [line.replace(old, new) for line in lines]
+    return lines
 
 
-def test_the_demo_runs_and_begins_with_a_drawing_whose_actions_are_apart(tmp_path: Path) -> None:
+@pytest.mark.browser
+def test_the_demo_runs_and_its_report_opens(tmp_path: Path, show: Opener) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error", "COLUMNS": "80"}
     ended = subprocess.run(
@@ -39,12 +51,26 @@ def test_the_demo_runs_and_begins_with_a_drawing_whose_actions_are_apart(tmp_pat
         "0 F0 F1 F2 F3 ···························B0--- B1--- B2--- B3---\n"
         "1 ···F0 F1 F2 F3 ··················B0--- B1--- B2--- B3---\n"
     )
-    assert ended.stdout.endswith("wrote demo/training.html\n")
-    assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["compare.html", "training.html"]
+    assert "\nrun: demo/run, which goes on after step 3 of 4\n" in ended.stdout
+    assert ended.stdout.endswith("\nreport: demo/run/report.html\n")
+    assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["compare.html", "run"]
+    shown = show((tmp_path / "demo" / "run" / "report.html").read_text("utf-8"))
+    assert shown.text("h1") == "gpt, run run"
+    assert shown.page.locator(".report figure").count() == 6
+    assert shown.text(".tiles div:first-child dd") == "4"
 
 
 def test_its_environment_has_what_torch_warns_without() -> None:
     # torch says "Failed to initialize NumPy" at every import where there is none.
     makefile = (ROOT / "Makefile").read_text("utf-8")
     (recipe,) = re.findall(r"^\$\(RUNS\):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    assert re.search(r"--editable \. numpy$", recipe, re.MULTILINE)
+    assert re.search(r"--editable '\.\[train\]' numpy$", recipe, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_example_in_python_runs(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--seconds", "1", "--page", "page.html"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"}
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("wrote page.html\n")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.cli.test_main import environment
-from tests.train.configs import GPT, write
+from tests.train.configs import write
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,10 +28,13 @@ def test_it_shows_the_pipeline_the_steps_and_a_summary(gapless: Command, tmp_pat
     assert pipeline.splitlines()[0].startswith("Pipeline: zb-h1, 2 devices, 2 stages, 4 microbatches, predicted bubble")
     assert pipeline.splitlines()[1].startswith("  stage 0 on device 0 (cpu): layers 0 to ")
     assert pipeline.splitlines()[-1] == "run: runs/mine"
-    first, last = steps.splitlines()
+    first, last, saved = steps.splitlines()
     assert re.fullmatch(r"step 1 of 6   loss \d\.\d+ +\d+\.\d ms per step   [\d.]+ samples/s", first)
     assert last.startswith("step 6 of 6   loss ")
-    assert re.fullmatch(r"6 steps, last loss \d\.\d+, \d+\.\d ms per step \(median\)", summary)
+    assert saved == "step 6 of 6   saved step-00000006"
+    assert re.fullmatch(
+        r"6 steps, last loss \d\.\d+, \d+\.\d ms per step \(median\)\nreport: runs/mine/report.html", summary
+    )
 
 
 def test_json_is_one_object_and_the_same_losses_every_time(gapless: Command, tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ def test_a_loss_may_import_what_lies_beside_it_while_it_runs(gapless: Command, t
 def test_options_go_before_what_the_config_says(gapless: Command, tmp_path: Path) -> None:
     out = gapless(f"train {write(tmp_path)} --steps 1 --devices 3 --schedule gpipe --microbatches 2").out
     assert out.startswith("Pipeline: gpipe, 3 devices, 3 stages, 2 microbatches")
-    assert out.splitlines()[-1].startswith("1 step, last loss ")
+    assert out.splitlines()[-2].startswith("1 step, last loss ")
 
 
 def test_a_plan_is_made_first_and_compared_with_what_came(gapless: Command, tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_a_plan_is_made_first_and_compared_with_what_came(gapless: Command, tmp_
         r"plan: 1f1b on 2 devices, 3 microbatches of 2; layers per stage \d,\d; predicted .* per step, .* samples/s",
         lines[4],
     )
-    assert re.fullmatch(r"predicted [\d.]+ ms, measured [\d.]+ ms: [+-][\d.]+%", lines[-1])
+    assert re.fullmatch(r"predicted [\d.]+ ms, measured [\d.]+ ms: [+-][\d.]+%", lines[-2])
 
 
 def test_a_plan_in_a_file_is_taken_as_it_is(gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,21 +150,6 @@ def test_the_example_trains(gapless: Command) -> None:
     assert out.startswith("Pipeline: zb-h1, 4 devices")
 
 
-def test_ctrl_c_says_how_far_it_got(tmp_path: Path) -> None:
-    config = write(tmp_path, ("microbatches = 2", "microbatches = 2\n[train]\nsteps = 1000000"), text=GPT)
-    words = [sys.executable, "-m", "gapless", "train", str(config)]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("step "):
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.fullmatch(r"gapless: stopped after \d+ of 1000000 steps\n", err)
-
-
 @pytest.mark.parametrize("command", ["plan {config}", "bench tiny"])
 def test_under_torchrun_it_refuses_to_do_all_the_work_once_per_rank(
     gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -183,7 +170,7 @@ def test_an_example_config_is_printed_and_trains(gapless: Command, tmp_path: Pat
     small = (
         "--set model.arguments.width=8 --set model.arguments.depth=2 --set data.minibatch=8 --set pipeline.devices=2"
     )
-    assert gapless(f"train my.toml --steps 1 {small}").out.endswith(" ms per step (median)\n")
+    assert gapless(f"train my.toml --steps 1 {small}").out.endswith("\nreport: runs/my/report.html\n")
     assert gapless("train --keys").out == (ROOT / "docs" / "config.md").read_text("utf-8")
     assert gapless("train").err == (
         "gapless: CONFIG is missing: `gapless train --example > my.toml` writes one to start from\n"
@@ -211,3 +198,22 @@ def test_ranks_train_with_the_same_file_and_the_same_bits(gapless: Command, tmp_
     found = json.loads(ended.stdout)
     assert found["losses"] == json.loads(gapless(f"train {config} --json").out)["losses"]
     assert found["steps"] == 6
+
+
+def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless: Command, tmp_path: Path) -> None:
+    config = write(tmp_path)
+    whole = json.loads(gapless(f"train {config} --json --folder whole").out)["losses"]
+    assert gapless(f"train {config} --resume").err == (
+        "gapless: runs/mine holds no checkpoint to go on from: leave --resume out to begin anew\n"
+    )
+    code, out, _ = gapless(f"train {config} --steps 4")
+    assert (code, out.splitlines()[-1]) == (0, "report: runs/mine/report.html")
+    code, out, _ = gapless(f"train {config} --resume --devices 3")
+    assert "run: runs/mine, which goes on after step 4 of 6" in out.splitlines()
+    assert code == 0
+    assert json.loads(gapless("view runs/mine --json").out)["losses"] == whole
+    assert gapless("view runs/mine --html mine.html").out == "wrote mine.html\n"
+    assert (tmp_path / "mine.html").read_text() == (tmp_path / "runs" / "mine" / "report.html").read_text()
+    assert gapless("view nowhere").err == "gapless: nowhere holds no run: it has no run.json that can be read\n"
+    started = gapless(f"train {config} --fresh --resume runs/mine/checkpoints/step-00000004 --json")
+    assert json.loads(started.out)["losses"] == whole[4:]

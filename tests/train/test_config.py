@@ -241,6 +241,7 @@ def test_the_commented_config_is_right_and_its_comments_too() -> None:
         "timeline",
         "tensorboard",
         "wandb",
+        "report",
     }
 
 

@@ -85,7 +85,8 @@ def test_what_is_evaluated_on_is_never_trained_on_and_always_the_same(tmp_path: 
     train, held = make_feeds(config, {})
     assert held is not None
     seen, kept = "".join(starts(islice(train, 20))), "".join(starts(islice(held, 1)))
-    assert kept == "STUV"
+    assert set(kept) < {"S", "T", "U", "V", "W"}
+    assert "".join(starts(islice(make_feeds(config, {})[1] or [], 1))) == kept
     assert not set(seen) & {"S", "T", "U", "V", "W"}
 
 

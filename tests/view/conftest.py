@@ -1,39 +1,18 @@
-"""Timelines to draw, and a real browser to open them in."""
-
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+"""Timelines to draw."""
 
 import pytest
-from playwright.sync_api import Browser, Dialog, Page, sync_playwright
 
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.view import page as view_page
+from tests.open_pages import Opener, Shown
+
+__all__ = ["COSTS", "EVIL", "NAMES", "Opener", "Shown", "timeline_of"]
 
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 COSTS = Costs(forward=1, input_grad=1.25, weight_grad=0.7, latency=0.05, kept_for_weight_grad=0.5)
 EVIL = '</script><img src=x onerror="alert(1)">\'"&lt;{{script}}\u2028<svg onload=alert(2)>'
-
-CHROMIUM = "/usr/bin/chromium"
-ARGUMENTS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-# Before any script of the page: everything that the content security policy stopped.
-WATCH = (
-    "window.violations = []; addEventListener('securitypolicyviolation', e => violations.push(e.violatedDirective));"
-)
 
 
 def timeline_of(name: str, devices: int = 4, microbatches: int = 8, costs: Costs = COSTS, label: str = "") -> Timeline:
@@ -43,117 +22,3 @@ def timeline_of(name: str, devices: int = 4, microbatches: int = 8, costs: Costs
 @pytest.fixture(scope="session")
 def eight() -> list[Timeline]:
     return [timeline_of(name) for name in NAMES]
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    if not os.path.exists(CHROMIUM):
-        pytest.skip(f"there is no {CHROMIUM}")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield found
-        found.close()
-
-
-@dataclass
-class Shown:
-    """A page that is open, and all that it said or asked for."""
-
-    page: Page
-    complaints: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def complain(self, dialog: Dialog) -> None:
-        self.complaints.append(dialog.message)
-        dialog.dismiss()
-
-    def ask(self, expression: str, argument: object = None) -> Any:
-        return self.page.evaluate(expression, argument)
-
-    def settle(self) -> None:
-        """Until two frames have been drawn."""
-        self.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
-
-    def scroll_to(self, timeline: int) -> None:
-        self.ask("n => document.getElementById(`timeline-${n}`).scrollIntoView({behavior: 'instant'})", timeline)
-        self.settle()
-
-    def place(self, timeline: int, device: int, time: float) -> tuple[float, float]:
-        found = self.ask("([t, d, x]) => gapless.place(t, d, x)", [timeline, device, time])
-        return found["x"], found["y"]
-
-    def hover(self, timeline: int, device: int, time: float) -> None:
-        self.page.mouse.move(*self.place(timeline, device, time))
-        self.settle()
-
-    def press(self, *keys: str) -> None:
-        for key in keys:
-            self.page.keyboard.press(key)
-        self.settle()
-
-    def view(self) -> tuple[float, float]:
-        found = self.ask("gapless.view()")
-        return found["start"], found["end"]
-
-    def text(self, selector: str) -> str:
-        found = self.page.inner_text(selector)
-        assert isinstance(found, str)
-        return found
-
-    def pixels(self, timeline: int, layer: int, colour: str) -> int:
-        """How many pixels of a canvas have, more or less, the colour of that name in the style sheet."""
-        found = self.ask(
-            """([timeline, layer, name]) => {
-                const canvas = document.querySelectorAll(`#timeline-${timeline} canvas`)[layer];
-                const probe = document.body.appendChild(document.createElement("i"));
-                probe.style.color = `var(${name})`;
-                const wanted = getComputedStyle(probe).color.match(/[\\d.]+/g).map(Number);
-                probe.remove();
-                const paper = new OffscreenCanvas(canvas.width, canvas.height);
-                const copy = paper.getContext("2d", {willReadFrequently: true});
-                copy.drawImage(canvas, 0, 0);
-                const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
-                let count = 0;
-                for (let i = 0; i < data.length; i += 4)
-                    if (data[i + 3] > 128 && [0, 1, 2].every(c => Math.abs(data[i + c] - wanted[c]) < 12)) count++;
-                return count;
-            }""",
-            [timeline, layer, colour],
-        )
-        assert isinstance(found, int)
-        return found
-
-
-Opener = Callable[..., Shown]
-
-
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
-    """Writes a page, opens it, and in the end checks that it was quiet: no error, dialog, request or violation."""
-    opened: list[tuple[Shown, str]] = []
-
-    def opener(timelines: list[Timeline], width: int = 1200, height: int = 800, **options: Any) -> Shown:
-        path = tmp_path / f"page-{len(opened)}.html"
-        view_page.write(path, timelines, **options)
-        return open_file(path, width, height)
-
-    def open_file(path: Path, width: int, height: int) -> Shown:
-        context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
-        context.add_init_script(WATCH)
-        shown = Shown(context.new_page())
-        opened.append((shown, path.as_uri()))
-        shown.page.on("console", lambda message: shown.complaints.append(message.text))
-        shown.page.on("pageerror", lambda error: shown.complaints.append(str(error)))
-        shown.page.on("dialog", shown.complain)
-        shown.page.on("request", lambda request: shown.requests.append(request.url))
-        shown.page.goto(path.as_uri())
-        shown.ask("gapless.ready")
-        shown.settle()
-        return shown
-
-    yield opener
-    for shown, url in opened:
-        assert shown.complaints == []
-        assert shown.requests == [url]
-        assert shown.ask("violations") == []
-        shown.page.context.close()

@@ -11,6 +11,7 @@ verify        check a schedule in a file
 plan          cut a model and choose a schedule for it; plan_report is what it prints, no_flush without a flush
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
+view          the report of a run
 bench         run a benchmark; its options are the parameters of the benchmark's `run`
 
 A command is a file with an EXAMPLE for its help, `add`, which declares its options, and `run`; and a line in COMMANDS.
@@ -39,6 +40,7 @@ COMMANDS = {
     "plan": "choose how to cut a model and which schedule to run, and predict time and memory",
     "train": "train the model that a config describes",
     "checkpoint": "list, verify and export checkpoints",
+    "view": "write the report of a run: curves, timelines, where the time went",
     "bench": "measure schedules against their bound, and gapless against its peers",
 }
 

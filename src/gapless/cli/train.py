@@ -13,6 +13,7 @@ from gapless.units import show_seconds
 
 if TYPE_CHECKING:
     from gapless.train.config import Config
+    from gapless.train.run_folder import RunFolder
     from gapless.train.training import Training
 
 EXAMPLE = "gapless train --example > my.toml; gapless train my.toml --set train.steps=50"
@@ -35,10 +36,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--devices -K", int, None, "K", "number of devices"),
         ("--microbatches -M", int, None, "M", "number of microbatches, also for --plan auto"),
         ("--schedule", str, None, "NAME", "schedule, also for --plan auto"),
-        ("--folder", str, None, "FOLDER", "the run's folder"),
+        ("--folder", str, None, "FOLDER", "the run's folder: a run that is found there goes on"),
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="any key, as --set train.clip=1; may be repeated"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint of another run; alone: refuse to begin anew where the folder holds none",
     )
     parser.add_argument("--fresh", action="store_true", help="begin anew, in a folder that holds no run yet")
     parser.add_argument("--plain", action="store_true", help="plain lines on a terminal too")
@@ -76,7 +84,7 @@ def _train(arguments: argparse.Namespace) -> int:
         shows = terminal.show_progress if ranks.first else None
         folder = ranks.decided(folder_of(config, arguments.folder, fresh=arguments.fresh))
         try:
-            with prepared(config, folder, ranks, shows) as training:
+            with prepared(config, folder, ranks, start=_start(arguments, folder), progress=shows) as training:
                 terminal.show_progress("")
                 if ranks.first:
                     _introduce(training, out)
@@ -95,6 +103,19 @@ def _train(arguments: argparse.Namespace) -> int:
             terminal.show_progress("")
 
 
+def _start(arguments: argparse.Namespace, folder: "RunFolder") -> Path | None:
+    """The checkpoint that was asked for, if one was."""
+    if arguments.resume is None:
+        return None
+    if arguments.fresh and not arguments.resume:
+        raise ConfigError("--fresh begins anew, and --resume goes on: leave one of them out, or name a checkpoint")
+    if arguments.resume:
+        return Path(arguments.resume)
+    if not (folder.checkpoints / "latest").is_dir():
+        raise ConfigError(f"{folder.path} holds no checkpoint to go on from: leave --resume out to begin anew")
+    return None
+
+
 def _introduce(training: "Training", out: TextIO) -> None:
     terminal.say(training.pipe, out)
     plan = training.plan
@@ -102,7 +123,9 @@ def _introduce(training: "Training", out: TextIO) -> None:
         layers, speed = ",".join(map(str, plan.partition)), f"{plan.throughput:.4g} samples/s"
         promise = f"predicted {show_seconds(plan.step_seconds)} per step, {speed}"
         terminal.say(f"plan: {plan.title}; layers per stage {layers}; {promise}", out)
-    terminal.say(f"run: {training.folder.path}", out)
+    done, steps = training.trainer.step, training.trainer.steps
+    goes_on = f", which goes on after step {done} of {steps}" if done else ""
+    terminal.say(f"run: {training.folder.path}{goes_on}", out)
     terminal.say(file=out)
     out.flush()
 
@@ -146,7 +169,8 @@ def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "C
 def _stopped(training: "Training", why: str, code: int) -> int:
     if training.job.ranks.first:
         trainer = training.trainer
-        terminal.complain(f"stopped after {trainer.step} of {trainer.steps} steps{why}")
+        saved = "" if why else "; the run is saved: the same command goes on"
+        terminal.complain(f"stopped after {trainer.step} of {trainer.steps} steps{saved}{why}")
     return code
 
 
@@ -165,7 +189,9 @@ def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
         off = 100 * (usual / plan.step_seconds - 1)
         lines.append(f"predicted {1000 * plan.step_seconds:.1f} ms, measured {1000 * usual:.1f} ms: {off:+.1f}%")
     if training.trainer.step < training.trainer.steps:
-        lines.append(f"ended before step {training.trainer.steps}: {training.trainer.ended}")
+        lines.append(f"ended after step {training.trainer.step} of {training.trainer.steps}: {training.trainer.ended}")
+    if training.config.run.report:
+        lines.append(f"report: {training.folder.report}")
     terminal.say("\n" + "\n".join(lines))
 
 

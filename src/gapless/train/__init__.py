@@ -21,6 +21,8 @@ display        what one sees while it runs
 interrupts     SIGTERM and Ctrl-C
 
 run_folder     where all of it is kept
+saver          when it is saved, and how it goes on
+record         its report
 training       a run from its config to its end
 
 `Trainer` and `Callback` are for programs of one's own.

@@ -67,6 +67,7 @@ class Config:
     pipeline: tables.Layout
     train: tables.TrainKeys
     evaluate: tables.EvaluateKeys
+    checkpoint: tables.CheckpointKeys
     run: tables.RunKeys
 
     @property
@@ -112,7 +113,7 @@ class Config:
             "loss": loss,
             "optimizer": {"name": self.optimizer.name, "arguments": self.optimizer.arguments},
             "scheduler": asdict(self.rate),
-            **{key: asdict(getattr(self, key)) for key in ("pipeline", "train", "evaluate", "run")},
+            **{key: asdict(getattr(self, key)) for key in ("pipeline", "train", "evaluate", "checkpoint", "run")},
         }
         return {name: {key: value for key, value in each.items() if value is not None} for name, each in found.items()}
 
@@ -154,7 +155,7 @@ def parse_config(text: str, folder: Path, name: str = "run", settings: Sequence[
         None if found["evaluate"].name is None else _part("evaluate", found["evaluate"], tables.DATA),
         found["data"],
         found["scheduler"],
-        *(found[name] for name in ("pipeline", "train", "evaluate", "run")),
+        *(found[name] for name in ("pipeline", "train", "evaluate", "checkpoint", "run")),
     )
     faults = [*read.faults, *(_contradictions(config) if not read.faults else ())]
     if faults:

@@ -47,7 +47,6 @@ class WindowFeed:
 
     as_dict   for models that take the labels themselves: {"input_ids", "labels"}, and no target
     vocab     the first number that is no token of the model
-    shuffled  in the order of the text otherwise
     """
 
     def __init__(
@@ -59,9 +58,8 @@ class WindowFeed:
         span: tuple[float, float] = (0.0, 1.0),
         as_dict: bool = False,
         vocab: int | None = None,
-        shuffled: bool = True,
     ) -> None:
-        self._corpus, self._share, self._as_dict, self._vocab, self._shuffled = corpus, share, as_dict, vocab, shuffled
+        self._corpus, self._share, self._as_dict, self._vocab = corpus, share, as_dict, vocab
         self._minibatch, self._seed, self._passes = config.minibatch, config.seed, config.rows.passes
         self._ends = list(accumulate(corpus.windows))
         total = self._ends[-1]
@@ -110,8 +108,6 @@ class WindowFeed:
         return self._order[1][first : first + self._minibatch]
 
     def _permutation(self) -> Tensor:
-        if not self._shuffled:
-            return torch.arange(self._count)
         return torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self._pass))
 
     def _windows(self, chosen: Tensor) -> Tensor:
@@ -266,11 +262,11 @@ def make_feeds(
         return feed, None
     if other is None:
         assert corpus is not None
-        held = WindowFeed(corpus, config, span=(trained, 1.0), shuffled=False, **known)  # type: ignore[arg-type]
+        held = WindowFeed(corpus, config, span=(trained, 1.0), **known)  # type: ignore[arg-type]
     elif (found := corpus_of(other, config, files)) is None:
         held = FunctionFeed(other, config, files, share=share)
     else:
-        held = WindowFeed(found, config, shuffled=False, **known)  # type: ignore[arg-type]
+        held = WindowFeed(found, config, **known)  # type: ignore[arg-type]
     return feed, held
 
 

@@ -154,7 +154,7 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
     sketch = room.sketched(config, files)
     make = own.load(config.model, config, files)
     torch.manual_seed(config.seed)
-    model = own.call(make, config.model, config)
+    model = own.call(make, config.model, config, **({} if config.model.is_own else {"folder": config.folder}))
     if not isinstance(model, nn.Module | list | tuple):
         raise ConfigError(
             f"model: {config.model.name} returned {model!r:.40}, but it must return a module or a list of layers"

@@ -1,15 +1,18 @@
-"""The folder of a run: what it was asked for, what happened, and what was measured.
+"""The folder of a run: what it was asked for, what happened, its checkpoints and its report.
 
 run.json        the config with all that holds, the pipeline and the machine
 metrics.jsonl   a line for each step, evaluation and checkpoint
 timelines.json  the last steps that were measured
+checkpoints/    to go on from
 tensorboard/    event files
+report.html     all of it, to look at
 """
 
 import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +21,14 @@ from typing import Any
 import torch
 
 from gapless._version import __version__
+from gapless.checkpoint.held_folder import HeldFolder
 from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Schedule
 from gapless.schedule.timeline import Timeline
 from gapless.train.config import Config
 
+_LOCK_WITHIN = 5.0  # seconds
 _MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run")  # tables that change no number that is trained
 _MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes", "pipeline.threads")
 
@@ -46,15 +52,46 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
-    def open(self, config: Config) -> None:
-        """Make it. One that holds a run of something else is refused: its numbers would be neither's."""
+    def open(self, config: Config) -> HeldFolder | None:
+        """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its
+        numbers would be neither's.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
+        held = self._held()
+        try:
+            self._check(config)
+        except BaseException:
+            if held is not None:
+                held.give_back()
+            raise
+        return held
+
+    def _held(self) -> HeldFolder | None:
+        """A second run in the folder would write over the first. One that was killed may hold it a little longer."""
+        until = time.monotonic() + _LOCK_WITHIN
+        while True:
+            try:
+                return HeldFolder.of(self.path)
+            except BlockingIOError:
+                pass
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "
+                    "--folder or --fresh"
+                )
+            time.sleep(0.1)
+
+    def _check(self, config: Config) -> None:
         before = self.said()
         if before is None or not self.checkpoints.is_dir():
             return
@@ -65,11 +102,12 @@ class RunFolder:
                 "choose another folder with --folder, or --fresh"
             )
 
-    def say(self, config: Config, pipeline: str, threads: int, ranks: int) -> None:
+    def say(self, config: Config, pipe: Pipeline, threads: int, ranks: int) -> None:
         """What was asked for, and of which machine."""
         facts = {
             "config": config.as_json(),
-            "pipeline": pipeline,
+            "pipeline": repr(pipe),
+            "schedule": pipe.schedule.text(),
             "environment": {
                 "gapless": __version__,
                 "torch": torch.__version__,

@@ -295,12 +295,25 @@ class EvaluateKeys:
 
 
 @dataclass(frozen=True)
+class CheckpointKeys:
+    """What is kept, to go on later. A run saves at its end too, on SIGTERM and on Ctrl-C."""
+
+    every: int | None = key(whole(), "save after so many updates", example="100", usual="at the end only")
+    minutes: float | None = key(positive, "save after so many minutes", example="10", usual="at the end only")
+    keep: int = key(whole(), "how many of the latest are kept", 2, example="2")
+    best: bool = key(truth, "keep the one with the best evaluation too", True, example="true")
+    background: bool = key(
+        truth, "write from a copy, in a thread of its own, while training goes on", False, example="false"
+    )
+
+
+@dataclass(frozen=True)
 class RunKeys:
     """Where it is written down, and how it is watched."""
 
     folder: str | None = key(
         text,
-        "the run's folder",
+        "the run's folder: its metrics, checkpoints and report. A run that is found there goes on",
         example='"runs/my-run"',
         usual="`runs/` and the name of the config, in the current folder",
     )
@@ -314,6 +327,7 @@ class RunKeys:
         truth, "write for TensorBoard", example="true", usual="where `tensorboard` is installed"
     )
     wandb: str | None = key(text, "log to this project of Weights & Biases", example='"my-project"', usual="no")
+    report: bool = key(truth, "write `report.html` at the end", True, example="true")
 
 
 TABLES: dict[str, type] = {
@@ -325,5 +339,6 @@ TABLES: dict[str, type] = {
     "pipeline": Layout,
     "train": TrainKeys,
     "evaluate": EvaluateKeys,
+    "checkpoint": CheckpointKeys,
     "run": RunKeys,
 }

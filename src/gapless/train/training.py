@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gapless.checkpoint.collection import Checkpoints
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
@@ -21,7 +23,9 @@ from gapless.train.gauge import Gauge
 from gapless.train.interrupts import Interrupts
 from gapless.train.job import Job, build, loss_weight, threads_of
 from gapless.train.metrics import Metrics, TensorBoard, WeightsAndBiases, tensorboard_is_installed
+from gapless.train.record import write_report
 from gapless.train.run_folder import RunFolder
+from gapless.train.saver import Saver
 from gapless.train.torchrun import Ranks
 from gapless.train.trainer import Trainer
 
@@ -46,31 +50,67 @@ class Training:
         self.trainer.callbacks.append(callback)
 
     def run(self) -> None:
-        """To its end, whatever that is."""
-        self.trainer.run()
-        if self.job.ranks.first:
-            self.folder.keep_timelines(list(self.gauge.timelines))
+        """To its end, whatever that is; then the report is written."""
+        try:
+            self.trainer.run()
+        finally:
+            if self.job.ranks.first:
+                if self.gauge.timelines:
+                    self.folder.keep_timelines(list(self.gauge.timelines))
+                if self.config.run.report:
+                    write_report(self.folder)
 
 
 @contextmanager
-def prepared(config: Config, folder: RunFolder, ranks: Ranks, progress: Progress | None = None) -> Iterator[Training]:
-    """Everything that a run needs, made in the order in which it can fail."""
+def prepared(
+    config: Config,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    start: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Training]:
+    """Everything that a run needs, made in the order in which it can fail. A run that the folder holds goes on; `start`
+    is a checkpoint of another one to begin with.
+    """
     _check(config, ranks)
-    ranks.together(partial(folder.open, config))
     threads = threads_of(config)
-    with intra_op_threads(threads), own.importable(config):
+    with ExitStack() as stack:
+        held = ranks.together(partial(folder.open, config))
+        if held is not None:
+            stack.callback(held.give_back)
+        stack.enter_context(intra_op_threads(threads))
+        stack.enter_context(own.importable(config))
         if progress is not None:
             progress("making the model")
         job = build(config, ranks)
-        plan = job.plan(progress)
-        with job.pipeline(plan) as pipe:
-            ranks.together(partial(folder.say, config, repr(pipe), threads, ranks.size))
-            gauge, interrupts = Gauge(config.run.timeline, ranks), Interrupts(alone=ranks.mesh is None)
-            trainer = make_trainer(config, job, pipe)
-            trainer.callbacks += [interrupts, gauge]
-            if ranks.first:
-                trainer.callbacks += _writers(config, folder, gauge, ranks)
-            yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
+        plan = _plan(job, folder, progress)
+        pipe = stack.enter_context(job.pipeline(plan))
+        keys = config.checkpoint
+        store = stack.enter_context(
+            Checkpoints(folder.checkpoints, pipe, keep=keys.keep, best=int(keys.best), background=keys.background)
+        )
+        ranks.together(partial(folder.say, config, pipe, threads, ranks.size))
+        gauge, interrupts = Gauge(config.run.timeline, ranks), Interrupts(alone=ranks.mesh is None)
+        trainer, early = make_trainer(config, job, pipe), EarlyStop(config.evaluate.patience)
+        saver = Saver(store, config, early, ranks)
+        saver.go_on(trainer, job.batches, start if store.latest is None else None)
+        trainer.callbacks += [early, interrupts, gauge, saver]
+        if ranks.first:
+            trainer.callbacks += _writers(config, folder, gauge, ranks)
+        yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
+
+
+def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None:
+    """One that was made for the run is taken again when it goes on: another one could have other microbatches."""
+    if job.config.pipeline.plan != "auto":
+        return job.plan(progress)
+    if folder.checkpoints.is_dir() and folder.plan.is_file():
+        return Plan.read(folder.plan)
+    plan = job.plan(progress)
+    assert plan is not None
+    plan.write(folder.plan)
+    return plan
 
 
 def _check(config: Config, ranks: Ranks) -> None:
@@ -113,7 +153,6 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
         evaluate=evaluate,
         every=config.evaluate.every or 1,
         skip=config.train.skip,
-        callbacks=[EarlyStop(config.evaluate.patience)],
     )
 
 

@@ -8,9 +8,11 @@ summary   the page's table
 page      one interactive HTML file, put together from the files below
 svg       a picture that stands still
 curves    curves side by side, on a page without scripts
+run_page  the report of a run: curves, figures and tables in front of its timelines
 perfetto  a trace for ui.perfetto.dev
 
 curves.css           the style sheet of `curves`
+run.css              what `run_page` adds to that of the page
 
 What the page is made of:
 

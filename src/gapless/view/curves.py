@@ -118,18 +118,18 @@ class _Area:
         return f'<path class="{kind}" d="{"".join(path)}"/>'
 
     def _grid(self) -> Iterator[str]:
-        for value in _ticks(self._low, self._high):
+        for value in ticks(self._low, self._high):
             y = self._y(value)
             yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
             yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{figure(value)}</text>'
-        for value in _ticks(self._xs[0], self._xs[-1]):
+        for value in ticks(self._xs[0], self._xs[-1]):
             yield f'<text class="x" x="{self._x(value):.1f}" y="{_HEIGHT - _BOTTOM + 15}">{figure(value)}</text>'
         along, up = map(text, self._axes)
         yield f'<text class="x" x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}">{along}</text>'
         yield f'<text class="y" x="{_WIDTH - _RIGHT}" y="{_TOP + 10}">{up}</text>'
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """About four round numbers between the two."""
     if high <= low:
         return [low]

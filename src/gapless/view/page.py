@@ -28,12 +28,21 @@ _SCRIPTS = ("timeline.data.js", "timeline.draw.js", "timeline.overlay.js", "time
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render(timelines: Sequence[Timeline], title: str = "Pipeline schedules", memory_limit: Number | None = None) -> str:
-    """The page as text. `memory_limit`, in the unit of the costs' `activation`, is drawn into every memory curve."""
+def render(
+    timelines: Sequence[Timeline],
+    title: str = "Pipeline schedules",
+    memory_limit: Number | None = None,
+    *,
+    front: str = "",
+    more_style: str = "",
+) -> str:
+    """The page as text. `memory_limit`, in the unit of the costs' `activation`, is drawn into every memory curve.
+    `front` is HTML that comes first, whose text is escaped, with a style sheet of its own.
+    """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
     script = "(() => {\n" + "".join(map(_source, _SCRIPTS)) + "})();\n"
-    style = _source("timeline.css")
+    style = _source("timeline.css") + more_style
     packed = [columns.pack(timeline) for timeline in timelines]
     data = {
         "timelines": [
@@ -49,6 +58,7 @@ def render(timelines: Sequence[Timeline], title: str = "Pipeline schedules", mem
         "title": text(title),
         "subtitle": text(_subtitle(timelines)),
         "style": style,
+        "front": front,
         "script": script,
         "table": table(timelines),
         "legend": _legend(timelines),
