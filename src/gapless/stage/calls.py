@@ -27,6 +27,7 @@ from .plain import apply_first
 from .stored import Stored
 from .table import TABLE
 from .unseen import watched
+from .unwatched import Unwatched
 from .way import Way, has_hooks, is_plainly_called, way_of
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -78,6 +79,8 @@ class Calls:
         self._cold_seconds = 0.0
         self._casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
+        ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
+        self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
@@ -135,16 +138,21 @@ class Calls:
         """What the calls lasted in which layers were compiled."""
         return self._cold_seconds + sum(each.seconds for each in self._compiled.values())
 
-    def begin(self, records: Records | None, step: int, microbatch: int) -> AbstractContextManager[Any]:
+    def begin(
+        self, records: Records | None, step: int, microbatch: int, *, again: bool = False
+    ) -> AbstractContextManager[Any]:
         """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
-        one.
+        one. `again`: there may be a second one that must draw the same.
         """
         draws = self.draws
         if step != draws.step:
             self.forget()
         draws.step, draws.microbatch = step, self.first_microbatch + microbatch
         draws.restart()
-        self.mode.begin(records if self._split else None, self._device().type)
+        mode, device = self.mode, self._device()
+        mode.begin(records if self._split else None, device.type)
+        seen = again or mode.defers_now or bool(mode.cast_anew)
+        self._unwatched.begin(device, apart=not (mode.alone or draws.are_captured), allowed=not seen)
         return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING
 
     def layer(self, index: int, value: Any) -> Any:
@@ -172,20 +180,29 @@ class Calls:
             result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
             self._cold = self._cold or cold
             return result
+        key = (index, getattr(layer, "training", True))
+        if self._unwatched.runs(key):
+            return call(*args)
+        drawn = self.draws.count
         with (
             alone_with_casts() if index in self._casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
-            self._first_watched(index, layer) if way is _INSIDE else _NOTHING,
+            self._watch(key) if way is _INSIDE and not self.mode.alone and key not in self._watched else _NOTHING,
         ):
-            return call(*args)
+            result = call(*args)
+        if self.draws.count == drawn and index not in self._casting:
+            self._unwatched.learn(key, layer)
+        return result
 
-    def _first_watched(self, index: int, layer: Any) -> AbstractContextManager[None]:
-        """Around a call of which nothing is known: the first one tells whether it draws unseen."""
-        key = (index, getattr(layer, "training", True))
-        return _NOTHING if self.mode.alone or key in self._watched else self._watch(key)
+    def look_back(self) -> None:
+        """A forward is over: nothing may have been drawn unseen."""
+        if self._unwatched.moved():
+            self._watched.clear()
+            raise Restart
 
     @contextlib.contextmanager
     def _watch(self, key: tuple[int, bool]) -> Iterator[None]:
+        """Around a call of which nothing is known: the first one tells whether it draws unseen."""
         with watched(self._device()) as touched:
             yield
         self._watched.add(key)

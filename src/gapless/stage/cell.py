@@ -277,7 +277,7 @@ class Cell:
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
         with (
-            calls.begin(work.records if defer else None, work.step, work.place),
+            calls.begin(work.records if defer else None, work.step, work.place, again=self.remakes),
             Added() as added,
             watch or nullcontext(),
         ):
@@ -296,6 +296,7 @@ class Cell:
                 kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
                 kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
                 handed = detach(value) if work.want_outputs else None, loss.detach()
+            calls.look_back()
         if work.step >= self._next_look[defer]:
             self._look(kept)
             self._next_look[defer] = max(work.step + 1, 2 * work.step)

@@ -41,6 +41,7 @@ class Draws:
         self._run = 0
         self._place: tuple[int, ...] = ()  # that of the last such draw
         self._number = 0  # of the next one there
+        self.count = 0  # of the draws so far
         self.on_gpu: set[int] = set()  # layers that were seen to draw there
         self._captured: Mapping[int, torch.Generator] | None = None  # of the layers, while a CUDA graph is captured
         self._first_run: dict[int, int] = {}  # in which of the runs of a capture each of them has drawn
@@ -53,6 +54,11 @@ class Draws:
             yield
         finally:
             self._captured = None
+
+    @property
+    def are_captured(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self._captured is not None
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -68,6 +74,7 @@ class Draws:
         """Around a draw from a generator that the layer brings: it draws the same when the layer runs again, and for
         remat it then goes on from where it was.
         """
+        self.count += 1
         if self._captured is not None:
             raise UncapturableError("a layer draws from a generator of its own")
         before = self._next(generator)
@@ -100,6 +107,7 @@ class Draws:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator of this layer on this device, seeded at its first draw."""
+        self.count += 1
         if self._captured is not None:
             if device.type != "cuda" or self.layer not in self._captured:
                 raise UncapturableError(f"a layer draws on the {device.type}, or only now and then")

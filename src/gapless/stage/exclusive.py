@@ -31,6 +31,18 @@ def exclusively() -> Iterator[None]:
             _mine.held -= 1
 
 
+@contextlib.contextmanager
+def if_free() -> Iterator[bool]:
+    """The same where nobody is here; it does not wait."""
+    if not _mine.lock.acquire(blocking=False):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _mine.lock.release()
+
+
 class Heirs:
     """The lock for threads that this one will wait for."""
 
