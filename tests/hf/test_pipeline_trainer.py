@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gapless
 from gapless.errors import ConfigError
-from tests.hf.training import arguments, both, gpt2, llama, padded, rows, trained
+from tests.hf.training import SMALL, arguments, both, gpt2, llama, padded, rows, trained
 from tests.model.hub import hub
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -127,6 +130,87 @@ def test_gradient_checkpointing_is_remat(tmp_path: Path) -> None:
     assert not trainer.model.is_gradient_checkpointing
 
 
+@pytest.mark.slow
+def test_mixed_precision_is_trainer_s(tmp_path: Path) -> None:
+    both(gpt2(), arguments(tmp_path, bf16=True, eval_strategy="steps", eval_steps=2), eval_dataset=rows(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classes", "encoder and decoder", "images"])
+def test_other_models_are_trained_as_by_trainer(kind: str, tmp_path: Path) -> None:
+    small: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    small |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    more: dict[str, Any] = {}
+    if kind == "classes":
+        model = hub().BertForSequenceClassification(hub().BertConfig(**SMALL, **small, num_labels=3))
+        more["data_collator"] = lambda samples: {
+            **padded(samples),
+            "labels": torch.stack([sample["input_ids"][0] % 3 for sample in samples]),
+        }
+    elif kind == "images":
+        model = hub().ViTForImageClassification(hub().ViTConfig(**small, image_size=8, patch_size=4))
+        images = [{"pixel_values": torch.randn(3, 8, 8), "labels": number % 2} for number in range(28)]
+        more |= {"train_dataset": images, "data_collator": hub().default_data_collator}
+    else:
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        model = hub().T5ForConditionalGeneration(hub().T5Config(**SMALL, **sizes, decoder_start_token_id=0))
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+    both(model, args, eval_dataset=more.get("train_dataset", rows(28))[:6], devices=3, schedule="zb-h1", **more)
+
+
+def sides() -> list[tuple[Any, dict[str, Any]]]:
+    """Both trainers, and what only ours takes."""
+    from gapless.hf import PipelineTrainer
+
+    return [(hub().Trainer, {}), (PipelineTrainer, {"devices": 2, "pipeline": {"intra_op_threads": 1}})]
+
+
+@pytest.mark.slow
+def test_the_best_model_comes_back_and_training_stops_early(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    more |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1.0, "max_steps": 9}
+    trainers = []
+    for kind, own in sides():
+        stop = hub().EarlyStoppingCallback(early_stopping_patience=2)
+        args = arguments(tmp_path / kind.__name__, **more)
+        given = {"callbacks": [stop], "eval_dataset": rows(4), **own}
+        trainers.append(trained(kind, gpt2(), args, **given)[0])
+    plain, trainer = trainers
+    assert trainer.state.global_step == plain.state.global_step < 9
+    for ours, wanted in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.slow
+def test_a_loader_without_a_length_and_a_model_made_anew(tmp_path: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows(10))
+
+    found = []
+    for kind, own in sides():
+        args = arguments(tmp_path, per_device_eval_batch_size=4)
+        trainer = kind(
+            args=args,
+            model_init=lambda: gpt2(),
+            data_collator=padded,
+            train_dataset=Endless(),
+            eval_dataset=Endless(),
+            **own,
+        )
+        for _ in range(2):
+            trainer.train()
+            found.append((trainer.evaluate()["eval_loss"], [each.detach() for each in trainer.model.parameters()]))
+    for loss, weights in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+
+
 def test_several_gpus_are_no_data_parallel(tmp_path: Path) -> None:
     from gapless.hf import PipelineTrainer
 
@@ -166,6 +250,10 @@ def test_what_a_pipeline_can_t_do_is_refused_by_name(name: str, value: Any, mess
 def test_what_is_said_twice_or_in_the_wrong_place_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "microbatches is 8, but gradient_accumulation_steps is 4", microbatches=8)
     refused(tmp_path, "pipeline= has loss, which PipelineTrainer decides", pipeline={"loss": None})
+    schedule = gapless.make_schedule("1f1b", devices=2, microbatches=4)
+    refused(tmp_path, "the schedule is for 4 microbatches and no other number", schedule=schedule)
+    args = arguments(tmp_path, gradient_accumulation_steps=1)
+    refused(tmp_path, "microbatches is 0, but it must be a whole number of at least 1", args=args, microbatches=0)
     model: Any = nn.Linear(1, 1)
     model.hf_device_map = {"a": 0, "b": 1}
     refused(tmp_path, "device_map= has spread the model over 2 devices", model)
@@ -209,3 +297,11 @@ def test_a_call_that_was_not_foreseen_runs_alone(tmp_path: Path) -> None:
     found, wanted = (kind(gpt2(), args, padded, devices=2).predict(rows(6)) for kind in (Twice, PipelineTrainer))
     assert found.metrics["test_loss"] == wanted.metrics["test_loss"]
     assert torch.equal(torch.as_tensor(found.predictions), torch.as_tensor(wanted.predictions))
+
+
+def test_without_hugging_face_s_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("gapless.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ConfigError, match=r"accelerate is missing: pip install 'gapless\[hf\]'"):
+        importlib.import_module("gapless.hf")

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.model.hub import hub
+
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text("utf-8")
 
 
@@ -21,8 +23,8 @@ def block(language: str, word: str) -> str:
     return str(body)
 
 
-def ran(code: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+def ran(code: str, **more: Any) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch, **more}
     exec(compile(code, "docs/huggingface.md", "exec"), names)
     return names
 
@@ -58,7 +60,7 @@ def test_accelerate_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
     state = pytest.importorskip("accelerate.state")
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
     state.GradientState._reset_state()
-    model = ran(block("python", "accelerator.prepare"))["model"]
+    model = ran(block("py", "accelerator.prepare"))["model"]
     for ours, wanted in zip(model.parameters(), plain_loop().parameters(), strict=True):
         assert torch.equal(ours, wanted)
     from safetensors.torch import load_file
@@ -80,7 +82,7 @@ def test_a_script_changes_by_at_most_four_lines() -> None:
     """The diff that the page shows turns a script for Trainer into the one that the page runs."""
     changes = block("diff", "PipelineTrainer").splitlines()
     assert len(changes) <= 4
-    script = block("python", "PipelineTrainer(")
+    script = block("py", "GPT2Config(")
     for change in changes:
         if change.startswith("+"):
             assert script.count(f"{change[1:]}\n") == 1
@@ -90,8 +92,9 @@ def test_a_script_changes_by_at_most_four_lines() -> None:
 @pytest.mark.slow
 def test_the_script_of_the_page_ends_with_the_weights_of_trainer() -> None:
     pytest.importorskip("transformers")
-    script = block("python", "PipelineTrainer(")
-    ours = ran(script)["model"]
+    script = block("py", "GPT2Config(")
+    names = ran(script)
+    ours = names["model"]
     before = [change[1:] for change in block("diff", "PipelineTrainer").splitlines() if change[0] == "-"]
     after = [change[1:] for change in block("diff", "PipelineTrainer").splitlines() if change[0] == "+"]
     for old, new in zip(before, after, strict=True):
@@ -99,3 +102,12 @@ def test_the_script_of_the_page_ends_with_the_weights_of_trainer() -> None:
     assert "gapless" not in script
     wanted = ran(script)["model"]
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), wanted.parameters(), strict=True))
+    adapted = ran(block("py", "LoraConfig"), **names, load_base=load_base)
+    trained = dict(adapted["trainer"].model.named_parameters())
+    assert all(torch.equal(each, trained[name]) for name, each in adapted["model"].named_parameters())
+
+
+def load_base() -> Any:
+    torch.manual_seed(5)
+    small = {"vocab_size": 128, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "bos_token_id": 1}
+    return hub().LlamaForCausalLM(hub().LlamaConfig(**small, num_attention_heads=2))

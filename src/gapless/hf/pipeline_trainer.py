@@ -27,10 +27,10 @@ from gapless.hf.look_ahead import LookAhead
 from gapless.hf.pipelined_model import PipelinedModel
 from gapless.hf.stand_in import answered, call_in
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
+from gapless.pipeline.arguments import at_least_one
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.plan.plan import Plan
-from gapless.schedule.action import Schedule
 from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
 
@@ -41,7 +41,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     Positional arguments and all others are Trainer's, and these come on top:
 
     devices       how many, "cuda" for all GPUs, or a list of torch devices: a thread for each
-    schedule      a name from `gapless schedules`, a Schedule or a Plan
+    schedule      a name from `gapless schedules`, or a Plan
     microbatches  the batches of one update; by default `gradient_accumulation_steps` of the arguments, which is the
                   same thing
     remat         "none", "stage", "layer" or one for each stage; by default "stage" with `gradient_checkpointing`
@@ -56,7 +56,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         args: Any = None,
         *more: Any,
         devices: Devices,
-        schedule: str | Schedule | Plan = "1f1b",
+        schedule: str | Plan = "1f1b",
         microbatches: int | None = None,
         remat: Remat | Sequence[Remat] | None = None,
         pipeline: Mapping[str, Any] | None = None,
@@ -65,7 +65,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else copy.copy(args)
         check_arguments(args)
         check_model(model)
-        check_pipeline(pipeline or {})
+        check_pipeline(schedule, pipeline or {})
         args._n_gpu = min(args.n_gpu, 1)  # several would be DataParallel
         args.gradient_accumulation_steps = _accumulated(args, schedule, microbatches)
         self._asked = {
@@ -97,7 +97,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if self._pipelined is None or self._pipelined.module is not self.model:
             if getattr(self.model, "is_gradient_checkpointing", False):
                 self.model.gradient_checkpointing_disable()
-                self._asked["remat"] = "stage" if self._asked.get("remat") == "none" else self._asked["remat"]
+                if self._asked.get("remat") == "none":
+                    self._asked["remat"] = "stage"
             if self.pipe is not None:
                 self.pipe.close()
             self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
@@ -124,12 +125,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """The loss of one batch. The first one of an update runs the forward and backward of all."""
         if not self._losses:
             self._losses = self._trained(self._batches or [inputs], num_items_in_batch)
-        if self._batches and self._batches[-len(self._losses)] is not inputs:
+        if self._batches and self._batches[len(self._batches) - len(self._losses)] is not inputs:
             raise ConfigError(
                 "training_step got another batch than the one that was fetched, and the pipeline has trained on that: "
                 "change batches in the data collator, or override get_batch_samples"
             )
-        return self._losses.pop(0)
+        loss = self._losses.pop(0)
+        if not self._losses:
+            self._batches = []
+        return loss
 
     def _trained(self, batches: Sequence[Any], num_items: Any) -> list[Tensor]:
         """The losses as Trainer logs them; gradients are in `.grad`."""
@@ -145,14 +149,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         share = 1 if self._is_scaled(num_items) else len(batches)
         self.pipe.steps = self.state.global_step  # on which random numbers depend, also after a resume
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            self.result = self.pipe.step(
+            result = self.pipe.step(
                 calls, targets, cut=False, weight=1 / share, scaler=getattr(self.accelerator, "scaler", None)
             )
+        if self.result is None:
+            self._settle_optimizer()
+        self.result = result
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        self._settle_optimizer()
-        return [(loss / share if share > 1 else loss).to(self.args.device) for loss in self.result.losses]
+        return [(loss / share if share > 1 else loss).to(self.args.device) for loss in result.losses]
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
         """Of a microbatch, on the last stage."""
@@ -231,7 +237,7 @@ def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:
             f"microbatches is {asked}, but gradient_accumulation_steps is {steps}, and they are the same thing: give "
             "one of them"
         )
-    return asked
+    return at_least_one("microbatches", asked)
 
 
 def _devices(devices: Devices, args: Any) -> Devices:

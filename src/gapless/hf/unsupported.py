@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gapless.errors import ConfigError
+from gapless.schedule.action import Schedule
 
 # Pipeline's arguments that have one of their own here, or that Trainer decides.
 _DECIDED = (
@@ -51,8 +52,13 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_pipeline(options: Any) -> None:
-    """More arguments for `Pipeline`: none that is given in another way."""
+def check_pipeline(schedule: Any, options: Any) -> None:
+    """A schedule for any number of batches, and more arguments for `Pipeline`: none that is given in another way."""
+    if isinstance(schedule, Schedule):
+        raise ConfigError(
+            f"the schedule is for {schedule.num_microbatches} microbatches and no other number, but the last update of "
+            "an epoch and an evaluation may have fewer: pass its name, or a Plan"
+        )
     if decided := [name for name in options if name in _DECIDED]:
         raise ConfigError(
             f"pipeline= has {', '.join(decided)}, which PipelineTrainer decides: give devices, schedule, microbatches "
