@@ -2,6 +2,7 @@
 
 parameters   the options that benchmarks share; the command line is made from the parameters of each `run`
 rounds       contestants take turns, and medians of ratios count
+kept_rounds  a long contest in parts
 report       the text that benchmarks print: a title, a table or a duel, a verdict
 one_core     threads that wait more than they compute, on one core
 duel         two contestants, one ratio

@@ -11,12 +11,15 @@ One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is t
     bound        limit / (1 - bubble), the bubble simulated with the times that the actions took
     efficiency   bound / time
 
+With --keep FILE it may be run in parts: the same command goes on where the last one ended.
+
 Needs an NVIDIA GPU. Several ranks share one over NCCL only from NCCL 2.31 on, with NCCL_MULTI_RANK_GPU_ENABLE=1;
 without it NCCL and torch are left out.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -28,12 +31,13 @@ from typing import Annotated, Any
 
 import torch
 
-from gapless.bench.parameters import Rounds, Schedules
+from gapless.bench.kept_rounds import KeptRounds
+from gapless.bench.parameters import Between, Rounds, Schedules
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
 from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
-from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns
+from gapless.bench.rounds import Contestant, Progress, median, ratio, silent
 from gapless.errors import ConfigError
 from gapless.view import text
 
@@ -53,6 +57,8 @@ def run(
     rounds: Rounds = 10,
     peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
     graphs: Annotated[bool, "leave out CUDA graphs"] = True,
+    keep: Annotated[Path | None, "file that keeps the rounds; the same command goes on from it"] = None,
+    minutes: Annotated[float, "with --keep: start no round after so many minutes", Between(0.1, 1000)] = 6.0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """All take turns; a row for each says its bound and its median step."""
@@ -71,6 +77,8 @@ def run(
     modes = ("", " graphed") if graphs else ("",)
     names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
     timed = [f"{schedule} over {transports[0]}{mode} timed" for mode in modes for schedule in schedules]
+    gpu = torch.cuda.get_device_properties(0).name
+    kept = KeptRounds(keep, {**dataclasses.asdict(contest), "names": names, "peer": peer, "gpu": gpu}, minutes)
     with contextlib.ExitStack() as stack:
         environment = stack.enter_context(_cut_into(ranks, skipped))
         sides: dict[str, Peer] = {}
@@ -79,10 +87,12 @@ def run(
             "gapless": names,
         }
         asked |= {"torch": _PEERS} if peer else {}
-        progress("timing the actions")
-        with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
-            for name in clocked.schedules:
-                clocked.step(name, 2)
+        if "bubbles" not in kept.facts:
+            progress("timing the actions")
+            with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
+                for name in clocked.schedules:
+                    clocked.step(name, 2)
+            kept.facts["bubbles"] = clocked.bubbles
         for side, its in asked.items():
             progress(f"starting {side}")
             sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
@@ -91,19 +101,20 @@ def run(
         for side in [each for each in ("gapless", "torch") if each in sides]:
             contestants |= {f"{side} {name}": partial(sides[side].step, name) for name in sides[side].schedules}
             refused |= {f"{side} {name}": why for name, why in sides[side].refused.items()}
-        seconds = take_turns(contestants, rounds, progress)
+        seconds = kept.take_turns(contestants, rounds, progress)
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
     bounds = {
-        (schedule, mode): limits[mode] / (1 - clocked.bubbles[name])
+        (schedule, mode): limits[mode] / (1 - kept.facts["bubbles"][name])
         for schedule in schedules
         for mode in modes
-        if (name := f"{schedule} over {transports[0]}{mode} timed") in clocked.bubbles
+        if (name := f"{schedule} over {transports[0]}{mode} timed") in kept.facts["bubbles"]
     }
     return {
         "rows": [_row(name, values, bounds) for name, values in seconds.items()],
         "limit": limits[""],
         "skipped": skipped,
         "refused": refused,
+        "done": len(seconds["parts"]),
         "parts_of": _parts_of(ranks),
         **_best(seconds),
     }
@@ -194,6 +205,8 @@ def report(found: dict[str, Any]) -> str:
     ]
     verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
     verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
+    if found["done"] < found["rounds"]:
+        verdict += [f"{found['done']} of {found['rounds']} rounds are done: the same command goes on"]
     if found["faster"] is not None:
         best, theirs = found["best"], found["best_of_torch"]
         verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
