@@ -5,8 +5,10 @@ from itertools import product
 import pytest
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import Action, Kind
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.endless import Endless, flow
+from gapless.schedule.placement import line
+from gapless.schedule.verify import verify
 
 
 def by_hand(devices: int, microbatches: int, minibatches: int) -> list[list[Action]]:
@@ -49,6 +51,20 @@ def test_the_period_is_as_long_as_what_comes_between_two_updates() -> None:
     assert endless.text().splitlines()[0] == (
         "0: 0F0 0F1 0F2 0B0 0F3 0B1 | 0F4 0B2 0F5 0B3 0U0 0F6 0B4 0F7 0B5 | 0B2 0B3 0U0"
     )
+
+
+def test_a_forward_that_comes_before_the_update_that_it_needs_is_found() -> None:
+    """As a schedule it is correct, but PipeDream's last stage is never ahead."""
+
+    def row(text: str) -> tuple[tuple[Action, ...]]:
+        return Schedule.parse(f"0: {text}").rows  # type: ignore[return-value]
+
+    late = Endless(row("0F0 0F1"), row("0B0 0U0 0F2"), row("0B0 0U0 0B1 0U1"), 2, 1, 1, line(1), "one more ahead")
+    assert verify(late.unrolled(5)).ok
+    assert [violation.message for violation in late.verified()[3].violations] == [
+        "0F1 finds version 0 of its weights, but it is to use version 1",
+        "0F2 finds version 1 of its weights, but it is to use version 2",
+    ]
 
 
 def test_a_wrong_value_is_found() -> None:

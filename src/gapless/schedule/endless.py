@@ -9,13 +9,14 @@ what belongs to those that never came.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.placement import Placement, line, replicated
 from gapless.schedule.verify import Report, verify
+from gapless.schedule.weights import other_versions
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -48,8 +49,18 @@ class Endless:
         return Schedule(tuple(rows), self.placement, self.name)
 
     def verified(self) -> dict[int, Report]:
-        """For 1 to 3K minibatches, of K devices: the shortest streams, and those that reach the steady state."""
-        return {count: verify(self.unrolled(count)) for count in range(1, 3 * len(self.period) + 1)}
+        """For 1 to 3K minibatches, of K devices: the shortest streams, and those that reach the steady state. Where a
+        minibatch is one microbatch, every forward finds the version that PipeDream's formula gives it.
+        """
+        return {count: self._verified(self.unrolled(count)) for count in range(1, 3 * len(self.period) + 1)}
+
+    def _verified(self, schedule: Schedule) -> Report:
+        report = verify(schedule)
+        if self.microbatches > 1:  # always one behind, which `verify` knows
+            return report
+        replicas = [len(cycle) for cycle in self.placement.cycles]
+        found = other_versions(schedule, replicas, forwards_ahead(replicas))
+        return replace(report, violations=(*report.violations, *found))
 
     def text(self) -> str:
         """A line per device, its three parts apart."""

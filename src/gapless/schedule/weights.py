@@ -8,7 +8,7 @@ is kept till then, whatever was updated since.
     one behind   always that of the minibatch before: 2BW, whose minibatches have several microbatches
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +90,21 @@ def _of_row(row: tuple[Action, ...], seen: Mapping[tuple[int, int], int]) -> dic
             late = max(late, max(versions) - seen.get((stage, microbatch), 0))
         found[stage] = most, late
     return found
+
+
+def other_versions(schedule: Schedule, replicas: Sequence[int], behind: Sequence[int]) -> Iterator[Violation]:
+    """Forwards that would not find the version that PipeDream gives them as the newest one: of minibatch m, at a stage
+    whose R replicas take turns, max(0, k - w) with k = floor(m / R), and w of each stage in `behind`.
+    """
+    newest = _newest(schedule)
+    for device, row in enumerate(schedule.rows):
+        for position, action in enumerate(row):
+            stage, kind, minibatch = action
+            if kind is Kind.FORWARD:
+                wanted = max(0, minibatch // replicas[stage] - behind[stage])
+                if (found := newest[stage, minibatch]) != wanted:
+                    message = f"{action} finds version {found} of its weights, but it is to use version {wanted}"
+                    yield Violation("order", device, position, message)
 
 
 def unmade_versions(schedule: Schedule) -> Iterator[Violation]:

@@ -18,8 +18,15 @@ import gapless
 
 def version(kind: str, minibatch: int, stage: int, stages: int, anew: int = 0) -> int:
     """`anew`: where the flow was begun anew, without the versions from before."""
-    behind = {"stashing": stages - 1 - stage, "vertical": stages - 1, "2bw": 1}[kind]
-    return max(anew if minibatch >= anew else 0, minibatch - behind)
+    return max(anew if minibatch >= anew else 0, minibatch - _behind(kind, stage, stages))
+
+
+def _behind(kind: str, stage: int, stages: int) -> int:
+    return {"stashing": stages - 1 - stage, "vertical": stages - 1, "2bw": 1}[kind]
+
+
+def _factor(behind: int, update: int, annealed_over: int | None) -> float:
+    return 1.0 if annealed_over is None else 1.0 / max(behind, 1) ** (1.0 - min(update / annealed_over, 1.0))
 
 
 def _ahead(parameter: nn.Parameter, stepper: Any, behind: int, factor: float) -> Tensor:
@@ -34,6 +41,24 @@ def _ahead(parameter: nn.Parameter, stepper: Any, behind: int, factor: float) ->
     return (
         (parameter - (behind * (group["lr"] * factor)) * direction).detach() if behind else parameter.detach().clone()
     )
+
+
+def _all_ahead(
+    group: list[nn.Parameter],
+    values: list[Tensor],
+    stepper: Any,
+    kind: str,
+    stage: int,
+    stages: int,
+    annealed_over: int | None,
+    anew: int,
+) -> list[list[Tensor]]:
+    """p - s lr d for s = 0 up to the delay: minibatch anew + s has s updates between its forward and its own."""
+    for each, value in zip(group, values, strict=True):
+        each.data = value.clone()
+    behind = _behind(kind, stage, stages)
+    factor = _factor(behind, anew, annealed_over)
+    return [[_ahead(each, stepper, updates, factor) for each in group] for updates in range(behind + 1)]
 
 
 def _own(model: nn.Module, partition: Sequence[Any]) -> list[list[nn.Parameter]]:
@@ -90,9 +115,18 @@ def trained(
     history = [[[each.detach().clone() for each in group]] for group in own]
     used = [[stage[0]] for stage in history]  # the same, or what is predicted for it
     losses = []
+    fresh: list[list[list[Tensor]]] = []  # [stage][minibatch after `anew`][parameter]
     for minibatch, (x, y) in enumerate(batches):
+        if ahead and anew and minibatch == anew:
+            fresh = [
+                _all_ahead(group, history[stage][anew], steppers[stage], kind, stage, len(own), annealed_over, anew)
+                for stage, group in enumerate(own)
+            ]
         for stage, group in enumerate(own):  # the weights that this minibatch uses
-            for each, value in zip(group, used[stage][version(kind, minibatch, stage, len(own), anew)], strict=True):
+            values = used[stage][version(kind, minibatch, stage, len(own), anew)]
+            if fresh and minibatch - anew < len(fresh[stage]):
+                values = fresh[stage][minibatch - anew]
+            for each, value in zip(group, values, strict=True):
                 each.data, each.grad = value.clone(), None
         total = torch.zeros(())
         parts = []
@@ -112,13 +146,8 @@ def trained(
             stepper, then = steppers[stage], schedulers[stage]
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(group, clip)
-            behind = {"stashing": len(own) - 1 - stage, "vertical": len(own) - 1, "2bw": 1}[kind]
-            factor = following = 1.0
-            if annealed_over is not None:
-                factor, following = (
-                    1.0 / max(behind, 1) ** (1.0 - min(update / annealed_over, 1.0))
-                    for update in (minibatch, minibatch + 1)
-                )
+            behind = _behind(kind, stage, len(own))
+            factor, following = (_factor(behind, update, annealed_over) for update in (minibatch, minibatch + 1))
             if stepper is not None:
                 rate = stepper.param_groups[0]["lr"]
                 stepper.param_groups[0]["lr"] = rate * factor

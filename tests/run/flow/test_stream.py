@@ -1,6 +1,7 @@
 """A stream has the weights of asynchronous training as its formulas say, after every update, to the bit."""
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -675,3 +676,31 @@ def test_a_stream_takes_no_graphs_where_they_are_tried() -> None:
         with pipe.stream(optimizer=momentum) as stream:
             list(stream.run(data))
         assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[40]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_that_were_changed_behind_the_back_of_autograd_are_noticed(dtype: torch.dtype) -> None:
+    """Changes through .data are counted by nobody, and the older versions would be those of another model."""
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(4)]
+    for place in (0, -1):
+        model = nn.Sequential(*(nn.Linear(6, 6, dtype=dtype) for _ in range(4)))
+        with gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+            stream = pipe.stream(optimizer=momentum)
+            list(stream.run(data))
+            stream.drain()
+            model.get_parameter("0.bias").data[place] *= 1  # which changes nothing
+            list(stream.run(data))
+            stream.drain()
+            model.get_parameter("0.bias").data[place] += 0.5
+            with pytest.raises(ConfigError, match="weights were changed"):
+                list(stream.run(data))
+
+
+def test_a_stream_keeps_its_pipeline() -> None:
+    """One that nobody else held was closed, and the stream failed with words of its own insides."""
+    stream = gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss).stream(
+        optimizer=momentum
+    )
+    gc.collect()
+    with stream:
+        assert len(list(stream.run(batches(5)))) == 5

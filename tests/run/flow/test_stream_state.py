@@ -147,21 +147,22 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 @pytest.mark.parametrize("how", ["left out", "ignored"])
-def test_without_versions_a_stream_starts_anew_at_its_minibatch(kind: str, how: str) -> None:
-    data = batches(11)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_versions_a_stream_starts_anew_at_its_minibatch(kind: str, how: str, ahead: bool) -> None:
+    data, more = batches(11), {"correction": "spectrain", "lr_by_delay": 9} if ahead else {}
     with pipeline(kind) as pipe:
         losses, history = reference.trained(
             make("dropout"), pipe.partition, kind, data, loss=F.mse_loss, optimizer=adam, scheduler=slower,
-            microbatches=MICROBATCHES[kind], seed=SEED, anew=5,
+            microbatches=MICROBATCHES[kind], seed=SEED, anew=5, ahead=ahead, annealed_over=9 if ahead else None,
         )  # fmt: skip
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower)
+        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
         found = [result.loss for result in stream.run(data[:5])]
         state = copy.deepcopy(stream.state_dict(versions=how != "left out"))
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower)
+        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
         stream.load_state_dict(state, versions=how == "left out")
         found += [result.loss for result in stream.run(data[5:7])]
         state = copy.deepcopy(stream.state_dict())  # of a stream that has begun anew before
-        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower)
+        stream = stream_of(pipe, kind, optimizer=adam, scheduler=slower, **more)
         stream.load_state_dict(state)
         found += [result.loss for result in stream.run(data[7:])]
         stream.drain()

@@ -68,6 +68,11 @@ class Rule:
         """How many updates come between the version that a minibatch uses and the one that it updates."""
         return {"stashing": self.ahead, "vertical": self.stages - 1, "2bw": 1}[self.kind]
 
+    @property
+    def longest_delay(self) -> int:
+        """Of any stage, where each has as many replicas."""
+        return 1 if self.kind == "2bw" else self.stages - 1
+
     def version(self, minibatch: int) -> int:
         """What minibatch `minibatch` uses."""
         return max(self.start, minibatch - self.delay)

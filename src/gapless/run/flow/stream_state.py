@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.run.flow.device import FlowDevice
@@ -30,6 +30,7 @@ from gapless.run.flow.siblings import Grads
 from gapless.run.named_state import like, load_named_state, named_state, plain
 
 State = dict[str, Any]
+Kept = dict[int, dict[int, Tensor]]  # by version and the place of the parameter
 _KEYS = ("minibatches", "rule", "start", "num_stages", "replicas", "stages")
 
 
@@ -109,12 +110,10 @@ def loading(devices: Sequence[FlowDevice], state: Mapping[str, Any], *, versions
                 begins = _Begins.in_turns(device, stages[str(device.rule.stage)])
             else:
                 begins = _Begins(state["minibatches"], state["start"])
-            kept = stages[str(device.rule.stage)]["versions"] if versions else {}
-            places = {name: place for place, name in enumerate(device.versions.names)}
-            device.versions.restore(
-                begins.newest,
-                {int(version): {places[name]: value for name, value in each.items()} for version, each in kept.items()},
-            )
+            kept = _kept(device, stages[str(device.rule.stage)]["versions"]) if versions else {}
+            if predicted := [] if versions else device.updater.predict_anew(begins.newest):
+                kept, begins = _as_if_older(device, begins, predicted)
+            device.versions.restore(begins.newest, kept)
             device.begin_at(*begins[1:])
 
     return load
@@ -148,6 +147,28 @@ class _Begins(NamedTuple):
             named = zip(device.versions.names, device.versions.parameters, strict=True)
             gradient = [own[name].detach().clone().to(each.device) if name in own else None for name, each in named]
         return cls(stage["updates"], stage["start"], rule.origin, stage["came"], gradient)
+
+
+def _kept(device: FlowDevice, saved: Mapping[str, Mapping[str, Tensor]]) -> Kept:
+    places = {name: place for place, name in enumerate(device.versions.names)}
+    return {int(version): {places[name]: value for name, value in each.items()} for version, each in saved.items()}
+
+
+def _as_if_older(
+    device: FlowDevice, begins: _Begins, predicted: Sequence[Mapping[Tensor, Tensor]]
+) -> tuple[Kept, _Begins]:
+    """Minibatch n + s of a stream that begins anew at n uses the newest weights, predicted for s updates: they take the
+    places of the versions that it would have used.
+    """
+    moved = [(place, each) for place, each in enumerate(device.versions.parameters) if each in predicted[-1]]
+    oldest = begins.newest - device.rule.delay
+    kept = {
+        oldest + updates: {place: found.get(each, each.detach()) for place, each in moved}
+        for updates, found in enumerate(predicted)
+    }
+    # All stages save one start, but where replicas take turns.
+    start = oldest if device.rule.in_turns else begins.newest - device.rule.longest_delay
+    return kept, begins._replace(start=start)
 
 
 def _check_none_waits(count: int) -> None:

@@ -72,6 +72,16 @@ class Updater:
         with self._lr(self.minibatch + 1):
             return predictions(self.optimizer, self.delay)
 
+    def predict_anew(self, update: int) -> list[Mapping[Tensor, Tensor]]:
+        """The same where there are no older weights: the next minibatch is applied to what it has used, the one after
+        it an update later, and so on up to the usual delay. Nothing if the optimizer has no direction yet.
+        """
+        if self.optimizer is None or not self.ahead:
+            return []
+        with self._lr(update):
+            found: list[Mapping[Tensor, Tensor]] = [predictions(self.optimizer, s) for s in range(self.delay + 1)]
+        return found if found[-1] else []
+
     def _lr(self, update: int) -> AbstractContextManager[None]:
         if self.optimizer is None or self.annealed_over is None:
             return nullcontext()
