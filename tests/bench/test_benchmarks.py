@@ -128,6 +128,14 @@ def test_timeline_runs_with_and_without_recording_and_lays_prediction_and_record
     assert '"measured"' in html
 
 
+def test_saving_says_what_a_save_adds_to_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--depth", "1", "--width", "8", "--samples", "1", "--length", "4", "-M", "2"]
+    found, report = bench(capsys, "saving", *sizes, "--rounds", "2")
+    assert len(found["stalls"]) == 2
+    assert found["size"] > 3 * found["weights"]
+    assert "of a step (target: below +5.0%)" in report
+
+
 def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--depth", "1", "--width", "8", "--vocab", "5", "--samples", "1", "--length", "4", "-M", "2"]
     words = ["--dropout", "0.1", "--backend", "aot_eager", "--steps", "1", "--rounds", "1"]

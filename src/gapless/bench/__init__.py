@@ -13,6 +13,7 @@ overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch
 split        what it costs the host to split a backward
 timeline     what recording costs, and whether a simulation agrees with the record
+saving       what a save in the background costs
 replicas     stages with replicas as PipeDream's planner chooses them, against its prediction
 gpu          ranks on a GPU, against its limit and against torch
 compile      compiled layers against eager ones
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
     "scale": "generate, verify and simulate ever larger schedules",
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
+    "saving": "what it costs to save in the background while a GPT trains",
     "plan": "a plan's step, memory, cuts and choice against what is measured",
     "replicas": "stages and replicas of PipeDream's planner on emulated ranks, against its prediction",
     "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",

@@ -115,8 +115,7 @@ class Checkpoints:
         return folder
 
     def _finish(self, under_way: SaveUnderWay) -> None:
-        with suppress(OSError):  # whatever trains goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
+        _let_others_go_first()
         try:
             under_way.finish()
         except BaseException as error:
@@ -130,6 +129,11 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    @property
+    def under_way(self) -> bool:
+        """A save is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _tidy(self, manifest: Manifest) -> None:
         """The new one is there: `latest` leads to it, and those that are not kept go."""
@@ -228,6 +232,15 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _let_others_go_first() -> None:
+    """Whatever trains: this thread takes what of the processors is left over."""
+    with suppress(OSError, AttributeError):  # not every system knows priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
+        policy, urgent = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+        if urgent > 1:  # real time, which knows no niceness
+            os.sched_setscheduler(0, policy, os.sched_param(urgent - 1))
 
 
 def _held_soon(folder: Path) -> HeldFolder | None:
