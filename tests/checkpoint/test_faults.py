@@ -77,11 +77,17 @@ def save(tiny: Tiny, folder: Path, disk: Disk | None = None, *, background: bool
         run.save(tiny.optimizer)
 
 
-def assert_loads(folder: Path, at_step: dict[int, Bits], newest: tuple[int, ...] = (1, 2)) -> None:
+def assert_whole(folder: Path, newest: tuple[int, ...] = (1, 2)) -> None:
+    """All checkpoints that are there are, and one is."""
     saved = saved_in(folder)
     assert [each.step for each in saved[-1:] if each.step in newest], saved
     for each in saved:
         assert list(faults(each.path)) == []
+
+
+def assert_loads(folder: Path, at_step: dict[int, Bits], newest: tuple[int, ...] = (1, 2)) -> None:
+    assert_whole(folder, newest)
+    saved = saved_in(folder)
     fresh = Tiny()
     with fresh.pipe:
         with Checkpoints(folder, fresh.pipe) as run:
@@ -114,30 +120,37 @@ def test_power_loss_at_any_operation_leaves_a_whole_checkpoint(
         count += 1
         for kind in ("synced", "names", "chance"):
             disk.left(left, chosen if kind == "chance" else None, names=kind == "names")
-            assert_loads(left / "run", at_step)
+            assert_whole(left / "run")
+            if kind == "chance":
+                assert_loads(left / "run", at_step)
             shutil.rmtree(left)
     disk.left(left, None)
     assert_loads(left / "run", at_step, newest=(2,))  # `save` has returned, so all of it is on the disk
     assert count > 25
 
 
-def test_a_disk_that_only_says_it_syncs_leaves_broken_checkpoints(
-    tmp_path: Path, tiny: Tiny, at_step: dict[int, Bits]
-) -> None:
+def test_a_disk_that_only_says_it_syncs_leaves_broken_checkpoints(tmp_path: Path, tiny: Tiny) -> None:
     """So the test above sees a sync that is missing."""
     left, broken = tmp_path / "left", 0
     for disk in power_losses(tiny, tmp_path, syncs=False):
         disk.left(left, None, names=True)
         try:
-            assert_loads(left / "run", at_step)
-        except (AssertionError, CheckpointError):
+            assert_whole(left / "run")
+        except AssertionError:
             broken += 1
         shutil.rmtree(left)
     assert broken
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("error", "background"),
+    [
+        ("ENOSPC", True),
+        ("EIO", False),
+        pytest.param("ENOSPC", False, marks=pytest.mark.slow),
+        pytest.param("EIO", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_or_broken_disk_leaves_a_whole_checkpoint_and_is_named(
     error: str, background: bool, tmp_path: Path, tiny: Tiny, at_step: dict[int, Bits]
 ) -> None:
@@ -153,7 +166,7 @@ def test_a_full_or_broken_disk_leaves_a_whole_checkpoint_and_is_named(
         if disk.done <= at:
             break
         assert at == 1 or (told.startswith(f"can't save {folder}") and f": {words}" in told)  # 1: a look at the folder
-        assert_loads(folder, at_step)
+        assert_whole(folder)
     assert at > 25
     assert_loads(folder, at_step, newest=(2,))
 

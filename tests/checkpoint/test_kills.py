@@ -108,7 +108,7 @@ def killed(launcher: Launcher, tmp_path: Path, kills: int, seed: int) -> None:
 
 
 def test_runs_that_are_killed_go_on_with_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:
-    killed(launcher, tmp_path, 5, seed=1)
+    killed(launcher, tmp_path, 3, seed=1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.checkpoint.training import SCHEDULES, Training, assert_as_in, left, training
 from tests.run.forked import Launch
 
-STEPS = 3  # before the save, and as many after it
+STEPS = 2  # before the save, and as many after it
 MANY = 50
 COUNTS = (1, 2, 4, 8)
 TRANSPORTS = {1: "auto", 2: "gloo", 4: "memory", 8: "auto"}
@@ -68,7 +68,7 @@ def save_and_resume_on_ranks(folder: str, steps: str, *folders: str) -> None:
     resume_on_ranks(steps, *folders)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
 def test_a_resume_on_other_devices_and_another_schedule_has_the_same_bits(
     before: int, after: int, tmp_path: Path
 ) -> None:
