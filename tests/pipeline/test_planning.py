@@ -75,6 +75,8 @@ def links_and_plans() -> None:
         plan = gapless.make_plan(model, x, y, mesh=mesh, loss=F.mse_loss, **asked, seconds=0.005)
         assert _same_everywhere(plan.to_json())
         assert (plan.mesh.replicas, plan.num_devices) == shape
+        assert plan.caution.startswith("4 CPU ranks share the ")
+        assert "may differ from the prediction by more than 10%" in plan.caution
         assert plan.microbatches * plan.samples == 16
         with gapless.Pipeline(model, mesh=mesh, schedule=plan, loss=F.mse_loss) as pipe:
             loss = pipe.step(x, y).loss

@@ -14,6 +14,7 @@ from gapless.pipeline.arguments import check_where
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.machine import Mesh
+from gapless.plan.profile.measure import cores
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.wanted import Wanted
@@ -57,7 +58,8 @@ def make_plan(
     example, target  a minibatch, as `step` takes it; `target` where there is a loss
     devices          how many, or a list of torch devices, all of one kind, of which the first is measured
     mesh             instead of devices, under torchrun: every rank calls this and gets the same plan, for which the
-                     first rank measures the layers
+                     first rank measures the layers. CPU ranks of one host slow each other down by what can't be known:
+                     `plan.caution` says so
     memory           bytes of each device, or as "24GiB"; a list has one for each; by default what a GPU has, and no
                      limit on the CPU
     microbatches     only this many; by default several numbers are tried
@@ -118,9 +120,20 @@ def _on_ranks(
                 threads=torch.get_num_threads(),
                 side_by_side=len(line.devices) if all(hop.near for hop in hops) else 1,
             ).found.best
+            if seat.torch_device.type == "cpu" and len(line.devices) > 1 and all(hop.near for hop in hops):
+                best = replace(best, caution=_shared_host(len(line.devices)))
             return json.dumps(best.to_json())
 
         return Plan.from_json(json.loads(line.from_first(made)))
+
+
+def _shared_host(ranks: int) -> str:
+    """What nobody has measured: the first rank has threads stand for the others."""
+    turns = " and take turns" if ranks > cores() else ""
+    return (
+        f"{ranks} CPU ranks share the {cores()} processors of one host{turns}. What they cost each other was measured "
+        "between threads of one process, so a step may differ from the prediction by more than 10%: run a few to know"
+    )
 
 
 def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...]:

@@ -81,6 +81,7 @@ class Plan:
     breakdown  of the predicted step, in seconds
     memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
     cuts       of a module that is traced: where its graph is cut
+    caution    why the step may well differ from what is predicted, where that is known
     """
 
     recipe: str
@@ -94,6 +95,7 @@ class Plan:
     memory: tuple[Footprint, ...]
     limits: tuple[int | None, ...]
     cuts: GraphCuts | None = None
+    caution: str = ""
 
     def __post_init__(self) -> None:
         stages, devices = self.schedule.num_stages, self.schedule.num_devices
@@ -163,6 +165,7 @@ class Plan:
             "samples": self.samples,
             "partition": list(self.partition),
             **({} if self.cuts is None else {"cuts": self.cuts.to_json()}),
+            **({"caution": self.caution} if self.caution else {}),
             "remat": list(self.remat),
             "step_seconds": self.step_seconds,
             "breakdown": asdict(self.breakdown),
@@ -187,6 +190,7 @@ class Plan:
                 memory=tuple(Footprint(**held) for held in data["memory"]),
                 limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
                 cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
+                caution=printable(str(data.get("caution", ""))),
             )
         except GaplessError as error:
             raise ConfigError(f"this is not a plan: {error}") from None

@@ -2,8 +2,10 @@
 
 import pytest
 
-from gapless.plan.profile.contention import ALONE, Contention
+from gapless.plan.profile.contention import ALONE, Contention, shared_makespan
+from gapless.schedule.action import Action, Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 
@@ -37,3 +39,52 @@ def test_more_devices_than_processors_take_turns() -> None:
     assert makespan(Contention(at_once=0.5), 2, 1) == pytest.approx(2 * makespan(ALONE, 2, 1))
     # What those who run at once cost each other comes on top.
     assert 1.2 * 1.8 < makespan(Contention(1.2, 1.2, 1.2, at_once=2.0), 4, 64) / plain < 1.2 * 2.0
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"])
+@pytest.mark.parametrize("latency", [0.0, 0.3])
+def test_with_a_processor_for_each_the_step_is_the_simulated_one(name: str, latency: float) -> None:
+    schedule, costs = make_schedule(name, devices=4, microbatches=6), Costs(input_grad=1.5, latency=latency)
+    assert shared_makespan(schedule, costs, 4.0) == pytest.approx(float(simulate(schedule, costs).makespan))
+
+
+def test_processors_that_are_shared_stand_idle_while_a_pipeline_fills() -> None:
+    schedule = make_schedule("gpipe", devices=3, microbatches=3)
+    costs = Costs(backward=1)
+    plain = float(simulate(schedule, costs).makespan)
+    assert plain == 10
+    # Three at once only in one slot of the forwards and one of the backwards: each takes half as long again.
+    assert shared_makespan(schedule, costs, 2.0) == pytest.approx(11.0)
+    # One processor: the work of all, one after another.
+    assert shared_makespan(schedule, costs, 1.0) == pytest.approx(18.0)
+
+
+def slowly(schedule: Schedule, costs: Costs, processors: float, step: float) -> float:
+    """The same by small steps of time: all that can run gets its share of each."""
+    durations = costs.durations(schedule.placement)
+    left = [[float(durations[a.kind][a.stage]) for a in row] for row in schedule.rows]
+    at, time = [0] * len(left), 0.0
+    done: set[Action] = set()
+    while any(place < len(row) for place, row in zip(at, left, strict=True)):
+        able = [
+            device
+            for device, row in enumerate(schedule.rows)
+            if at[device] < len(row) and done.issuperset(dependencies(row[at[device]], schedule))
+        ]
+        for device in able:
+            left[device][at[device]] -= step * min(1.0, processors / len(able))
+        for device in able:
+            if left[device][at[device]] <= 1e-9:
+                done.update(completes(schedule.rows[device][at[device]]))
+                at[device] += 1
+        time += step
+    return time
+
+
+@pytest.mark.parametrize("processors", [0.7, 1.5, 2.0])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_shared_processors_agree_with_time_in_small_steps(name: str, processors: float) -> None:
+    schedule, costs = make_schedule(name, devices=3, microbatches=4), Costs(forward=1, input_grad=1.4, weight_grad=0.8)
+    assert shared_makespan(schedule, costs, processors) == pytest.approx(
+        slowly(schedule, costs, processors, 0.02), rel=0.02
+    )

@@ -113,13 +113,13 @@ def _layer(name: str, number: int, size: Sizes, times: Times, entry: EntryTime) 
 
 
 def _timed(task: Task, threads: int, side_by_side: int, seconds: float) -> tuple[Times, EntryTime, Contention]:
-    count = min(side_by_side, _cores()) if task.device.type == "cpu" else 1
+    count = min(side_by_side, cores()) if task.device.type == "cpu" else 1
     runners = [Runner(task, side_by_side, index) for index in range(count)]
     phases = _Phases(runners, threads, seconds)
     phases.run()
     contention = _contention(phases.alone, phases.beside, runners[0].groups) if count > 1 else ALONE
-    if task.device.type == "cpu" and side_by_side * phases.processors > _cores():
-        contention = replace(contention, at_once=_cores() / phases.processors)
+    if task.device.type == "cpu" and side_by_side * phases.processors > cores():
+        contention = replace(contention, at_once=cores() / phases.processors)
     return phases.alone, _entry(phases.alone, runners[0].groups), contention
 
 
@@ -230,7 +230,8 @@ def _contention(alone: Times, beside: Times, groups: Iterable[int]) -> Contentio
 # -- where it is measured -----------------------------------------------------------------------------------------
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

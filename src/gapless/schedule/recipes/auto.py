@@ -2,7 +2,8 @@
 
 List scheduling is tried with several policies, and each schedule it finds is justified: the one leaves no gap at the
 start, the other none at the end. The named recipes are tried too, so that none is ever better. What a bound proves to
-be worse than the best so far is left out: that keeps it quick.
+be worse than the best so far is left out: that keeps it quick. So is the justification of a large schedule that is far
+behind the best.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +55,7 @@ _REST = tuple(
     for head_start, backlog in ((None, None), (2.0, None), (1.5, None), (1.0, None), (None, 1), (2.0, 1), (1.0, 1))
 )
 _EFFORT = 40_000
+_HOPELESS = 1.1  # justification rarely gains more than a tenth, and what starts that far behind has never won
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
 
@@ -96,6 +98,9 @@ class _Tries:
                     self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
         return least
 
+    def _is_large(self, placement: Placement) -> bool:
+        return 3 * placement.num_stages * self.num_microbatches > _EFFORT
+
     def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
         policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
         passes = max(2, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
@@ -121,6 +126,10 @@ class _Tries:
         """Whether what is justified within `limit` fits too."""
         timeline = self._try(schedule)
         if timeline is None or Kind.BACKWARD in schedule.kinds:
+            return False
+        assert self.best is not None
+        far_behind = self._value(timeline)[0] > _HOPELESS * self._value(self.best)[0]
+        if far_behind and self._is_large(schedule.placement):
             return False
         return self._try(self._justified(timeline, limit)) is not None
 

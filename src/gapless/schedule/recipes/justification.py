@@ -156,7 +156,9 @@ class _FillingRow:
             if first_index is None:
                 room = self.limit - takes
                 first_index = len(levels)
-                while first_index and levels[first_index - 1] <= room:
+                while (
+                    first_index > index and levels[first_index - 1] <= room
+                ):  # from the end, and no further than asked
                     first_index -= 1
             if index >= first_index:
                 return number
