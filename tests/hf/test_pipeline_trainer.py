@@ -250,6 +250,10 @@ def test_what_a_pipeline_can_t_do_is_refused_by_name(name: str, value: Any, mess
 def test_what_is_said_twice_or_in_the_wrong_place_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "microbatches is 8, but gradient_accumulation_steps is 4", microbatches=8)
     refused(tmp_path, "pipeline= has loss, which PipelineTrainer decides", pipeline={"loss": None})
+    refused(tmp_path, "pipeline= has 'timelines', which gapless.Pipeline does not take", pipeline={"timelines": True})
+    refused(tmp_path, "pipeline is a list, but it must be a dict", pipeline=["timeline"])
+    refused(tmp_path, "schedule='2bw' updates weights on the way, but Trainer updates them once", schedule="2bw")
+    refused(tmp_path, "devices is 0, but it must be a whole number of at least 1", devices=0)
     schedule = gapless.make_schedule("1f1b", devices=2, microbatches=4)
     refused(tmp_path, "the schedule is for 4 microbatches and no other number", schedule=schedule)
     args = arguments(tmp_path, gradient_accumulation_steps=1)

@@ -78,14 +78,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         }
         if isinstance(schedule, Plan) and remat is None:
             del self._asked["remat"]
-        self._pipelined: PipelinedModel | None = None
         self._batches: list[Any] = []  # of this update
         self._losses: list[Tensor] = []  # of those that are trained on
-        self.pipe: Pipeline | None = None
         self.result: Result | None = None
         super().__init__(model, args, *more, **options)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError("accelerate is set up for DeepSpeed or FSDP, and a pipeline is neither: use python alone")
+        self._make_pipeline()
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -93,17 +92,19 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """The pipeline puts each stage on its own device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The pipeline in place of the model, for training and for evaluation; made when it is first needed."""
-        if self._pipelined is None or self._pipelined.module is not self.model:
-            if getattr(self.model, "is_gradient_checkpointing", False):
-                self.model.gradient_checkpointing_disable()
-                if self._asked.get("remat") == "none":
-                    self._asked["remat"] = "stage"
-            if self.pipe is not None:
-                self.pipe.close()
-            self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
-            self._pipelined = PipelinedModel(self.model, self._evaluated)
+        """The pipeline in place of the model, for training and for evaluation; made anew for another model."""
+        if self._pipelined.module is not self.model or _checkpoints(self.model):
+            self.pipe.close()
+            self._make_pipeline()
         return self._pipelined
+
+    def _make_pipeline(self) -> None:
+        if _checkpoints(self.model):
+            self.model.gradient_checkpointing_disable()
+            if self._asked.get("remat") == "none":
+                self._asked["remat"] = "stage"
+        self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
+        self._pipelined = PipelinedModel(self.model, self._evaluated)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; what `gradient_checkpointing` asks for, remat does."""
@@ -137,9 +138,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _trained(self, batches: Sequence[Any], num_items: Any) -> list[Tensor]:
         """The losses as Trainer logs them; gradients are in `.grad`."""
-        model = self._wrap_model(self.model)
-        assert self.pipe is not None
-        model.train()
+        self._wrap_model(self.model).train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         targets = [{"inputs": dict(self._prepare_inputs(batch)), "num_items": num_items} for batch in batches]
@@ -195,8 +194,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Trainer's, on as many batches at a time as there are microbatches."""
-        model = self._wrap_model(self.model, training=False)
-        assert isinstance(model, PipelinedModel)
+        self._wrap_model(self.model, training=False)
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
 
         def predicted(batch: Any, it: Any) -> Any:
@@ -204,14 +202,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
         def before(batches: list[Any]) -> None:
             calls = [call_in(partial(predicted, batch), self.model) for batch in batches]
-            model.foresee([call for call in calls if call is not None])
+            self._pipelined.foresee([call for call in calls if call is not None])
 
         ahead = LookAhead(dataloader, self._asked["microbatches"], before)
         return super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def _evaluated(self, calls: Sequence[Any]) -> list[Any]:
         """What the model returns for each of these calls."""
-        assert self.pipe is not None
         most, outputs = self._asked["microbatches"], []
         with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
             for first in range(0, len(calls), most):
@@ -219,6 +216,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.native_amp:
             outputs = convert_outputs_to_fp32(lambda: outputs)()
         return list(pytree.tree_map_only(Tensor, lambda each: each.to(self.args.device), outputs))
+
+
+def _checkpoints(model: Any) -> bool:
+    """Whether it recomputes activations itself, which the stages do instead."""
+    return bool(getattr(model, "is_gradient_checkpointing", False))
 
 
 def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:

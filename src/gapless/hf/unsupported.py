@@ -1,10 +1,13 @@
 """What a user may ask Trainer for, but not on a pipeline: refused by name, before anything runs."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Schedule
+from gapless.schedule.recipes import find_recipe
 
 # Pipeline's arguments that have one of their own here, or that Trainer decides.
 _DECIDED = (
@@ -59,6 +62,15 @@ def check_pipeline(schedule: Any, options: Any) -> None:
             f"the schedule is for {schedule.num_microbatches} microbatches and no other number, but the last update of "
             "an epoch and an evaluation may have fewer: pass its name, or a Plan"
         )
+    if isinstance(schedule, str) and not find_recipe(schedule).synchronous:
+        raise ConfigError(
+            f"schedule={schedule!r} updates weights on the way, but Trainer updates them once for all batches: choose "
+            "another, as '1f1b' or 'zb-v'"
+        )
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"pipeline is a {type(options).__name__}, but it must be a dict of arguments of Pipeline")
+    if unknown := [name for name in options if name not in inspect.signature(Pipeline).parameters]:
+        raise ConfigError(f"pipeline= has {', '.join(map(repr, unknown))}, which gapless.Pipeline does not take")
     if decided := [name for name in options if name in _DECIDED]:
         raise ConfigError(
             f"pipeline= has {', '.join(decided)}, which PipelineTrainer decides: give devices, schedule, microbatches "
