@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Command
-from tests.cli.test_main import environment
 from tests.train.configs import write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -175,29 +173,6 @@ def test_an_example_config_is_printed_and_trains(gapless: Command, tmp_path: Pat
     assert gapless("train").err == (
         "gapless: CONFIG is missing: `gapless train --example > my.toml` writes one to start from\n"
     )
-
-
-def ranks(count: int, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
-            *("-m", "gapless", "train", *words),
-        ],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def test_ranks_train_with_the_same_file_and_the_same_bits(gapless: Command, tmp_path: Path) -> None:
-    config = str(write(tmp_path))
-    ended = ranks(2, config, "--folder", "of-ranks", "--json")
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found["losses"] == json.loads(gapless(f"train {config} --json").out)["losses"]
-    assert found["steps"] == 6
 
 
 def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless: Command, tmp_path: Path) -> None:

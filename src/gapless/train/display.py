@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from gapless.errors import printable
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
 from gapless.units import show_bytes
@@ -148,7 +149,7 @@ class Live(Callback):
             rows.add_row("left out", f"{self._skipped} updates whose loss or gradients were not finite")
         done = 0 if step is None else step.number
         self._progress.update(self._task, description=f"step {done:,} of {self._steps:,}")
-        return Panel(Group(self._progress, rows), title=Text(self._title), border_style="dim")
+        return Panel(Group(self._progress, rows), title=Text(printable(self._title)), border_style="dim")
 
 
 def curve(values: "deque[float]") -> str:

@@ -1,0 +1,159 @@
+"""The same config on the ranks of torchrun: the same bits, and a run that goes on after a rank was killed."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gapless.checkpoint.listing import saved_in
+from gapless.train.config import read_config
+from gapless.train.metrics import read_metrics
+from gapless.train.run_folder import RunFolder
+from gapless.train.torchrun import Ranks
+from gapless.train.training import prepared
+from tests.cli.test_main import environment
+from tests.train.configs import CONFIG, write
+
+LONGER = (("steps = 6", "steps = 40"), ('["cpu", "cpu"]', '["cpu", "cpu", "cpu", "cpu"]'))
+QUIET = ("run.tensorboard=false", "run.report=false", "checkpoint.every=2", "pipeline.threads=1")
+
+
+def launched(config: Path, ranks: int, *words: str, restarts: int = 0) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            *("--max-restarts", str(restarts), "-m", "gapless", "train", str(config), *words),
+            *(word for setting in QUIET for word in ("--set", setting)),
+        ],
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        cwd=config.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def weights_and_losses(config: Path, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Those of a run that has ended: loading its last checkpoint trains no step."""
+    with prepared(read_config(config, QUIET), RunFolder(folder), Ranks()) as training:
+        assert training.trainer.step == training.trainer.steps
+        weights = {name: each.clone() for name, each in training.pipe.state_dict().items()}
+    return weights, [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def assert_same(config: Path, one: Path, other: Path) -> None:
+    (weights, losses), (again, found) = (weights_and_losses(config, each) for each in (one, other))
+    assert losses == found
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def in_one_process(config: Path, folder: Path) -> None:
+    with prepared(read_config(config, QUIET), RunFolder(folder), Ranks()) as training:
+        training.run()
+
+
+def test_two_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    in_one_process(config, tmp_path / "one")
+    with launched(config, 2, "--folder", "ranks", "--json") as process:
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert json.loads(out)["ended"] == "all steps are done"
+    assert_same(config, tmp_path / "one", tmp_path / "ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b", "interleaved"])
+def test_four_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path, schedule: str) -> None:
+    config = write(tmp_path, *LONGER, ("zb-h1", schedule), ("depth = 5", "depth = 9"))
+    in_one_process(config, tmp_path / "one")
+    with launched(config, 4, "--folder", "ranks") as process:
+        _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert_same(config, tmp_path / "one", tmp_path / "ranks")
+
+
+@pytest.mark.slow
+def test_replicas_share_the_minibatches(tmp_path: Path) -> None:
+    config = write(tmp_path, ("microbatches = 4", "microbatches = 2"), ("dropout = 0.25", "dropout = 0.0"))
+    in_one_process(config, tmp_path / "one")
+    with launched(config, 4, "--folder", "ranks") as process:
+        _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    (_, losses), (_, found) = (weights_and_losses(config, tmp_path / each) for each in ("one", "ranks"))
+    assert found == pytest.approx(losses, rel=1e-4)  # sums over replicas have another order
+
+
+def ranks_of(agent: int) -> list[int]:
+    """The processes that torchrun has started."""
+    found = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return [int(each) for each in found if "gapless" in _command(int(each))]
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    config = write(tmp_path, *LONGER)
+    in_one_process(config, tmp_path / "one")
+    with launched(config, 4, "--folder", "ranks", restarts=3) as process:
+        until = time.monotonic() + 200
+        while (
+            len(saved_in(tmp_path / "ranks" / "checkpoints") if (tmp_path / "ranks" / "checkpoints").is_dir() else ())
+            < 2
+        ):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.3))
+        os.kill(chance.choice(ranks_of(process.pid)), signal.SIGKILL)
+        out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    (gone_on,) = re.findall(r"run: ranks, which goes on after step (\d+) of 40", out)
+    assert int(gone_on) % 2 == 0
+    assert int(gone_on) >= 2
+    assert_same(config, tmp_path / "one", tmp_path / "ranks")
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_on_all_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = write(tmp_path, ("steps = 6", "steps = 100000"))
+    with launched(config, 2, "--folder", "ranks") as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step "):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=200)
+    latest = saved_in(tmp_path / "ranks" / "checkpoints")[-1].step
+    last = [line for line in read_metrics(tmp_path / "ranks" / "metrics.jsonl") if "loss" in line][-1]["step"]
+    assert latest == last, err
+
+
+def test_a_number_of_ranks_that_makes_no_pipelines_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gapless.cli import main
+
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(write(tmp_path, text=CONFIG))]) == 2
+    assert capsys.readouterr().err == (
+        "gapless: torchrun started 3 ranks, but pipeline.devices is 2, one rank for each: start a multiple of 2 ranks, "
+        "or --set pipeline.devices=3\n"
+    )
