@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.zoo.transformer import transformer, translation_loss
+from gapless.zoo.transformer import gpipe_transformer, transformer, translation_loss
 from tests.zoo.training import TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
 
 
@@ -69,3 +69,47 @@ def test_it_learns_a_translation_by_heart() -> None:
         torch.autograd.backward(last)
         optimizer.step()
     assert last < first / 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "millions"), [(6, 8192, 16, 400), (24, 8192, 16, 1300), (64, 16384, 32, 6000)]
+)
+def test_the_sizes_of_gpipe_have_as_many_parameters_as_published(
+    layers: int, hidden: int, heads: int, millions: int
+) -> None:
+    with torch.device("meta"):
+        model = gpipe_transformer(layers, hidden, heads)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert abs(count / (millions * 1e6) - 1) < 0.06
+
+
+def cured() -> Any:
+    return transformer(
+        vocab=13,
+        width=8,
+        depth=2,
+        heads=2,
+        context=8,
+        hidden=12,
+        head_size=6,
+        one_vocabulary=True,
+        scaled_by_depth=True,
+        clip_logits=0.3,
+    )
+
+
+def test_two_cures_for_depth() -> None:
+    torch.manual_seed(0)
+    model = cured()
+    torch.manual_seed(0)
+    plain = transformer(vocab=13, width=8, depth=2, heads=2, context=8, hidden=12, head_size=6, one_vocabulary=True)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs / 2 if ".network." in name else theirs), name
+    (source, target), _ = sentences(4)
+    assert model(source, target).abs().max() <= 0.3 < plain(source, target).abs().max()
+
+
+@pytest.mark.slow
+def test_with_one_vocabulary_it_gives_the_bits_of_the_plain_loop_too() -> None:
+    subject = Subject(make=cured, batch=sentences, loss=translation_loss)
+    assert_same_steps(in_stages(subject, devices=2, schedule="1f1b", remat="none"), plainly(subject))

@@ -18,15 +18,15 @@ _PADDING = 0
 class Attention(nn.Module):
     """Queries from one sequence; keys and values from the same or from another."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, head_size: int) -> None:
         super().__init__()
         self.heads, self.p = heads, dropout
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
+        self.query = nn.Linear(width, heads * head_size)
+        self.key_value = nn.Linear(width, 2 * heads * head_size)
+        self.out = nn.Linear(heads * head_size, width)
 
     def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Any:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q = self.query(x).view(batch, length, self.heads, -1).transpose(1, 2)
         k, v = (
             part.view(batch, other.size(1), self.heads, -1).transpose(1, 2)
@@ -34,17 +34,17 @@ class Attention(nn.Module):
         )
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class EncoderLayer(nn.Module):
     """Attention to the source, then a two-layer network."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, head_size: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.attention = Attention(width, heads, dropout, head_size)
+        self.network = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Any:
@@ -56,12 +56,12 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention to the target so far, attention to the encoder's result, then a two-layer network."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, head_size: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.across = Attention(width, heads, dropout)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.attention = Attention(width, heads, dropout, head_size)
+        self.across = Attention(width, heads, dropout, head_size)
+        self.network = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Any:
@@ -74,6 +74,12 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """Source (batch, length) and target (batch, other length) token numbers in, where 0 is padding; `depth` layers in
     the encoder and as many in the decoder.
+
+    hidden            the width inside the two-layer networks; 4 times `width` if it is not given
+    head_size         of each head of attention; `width` / `heads` if it is not given
+    one_vocabulary    source and target share their embedding; the head has a weight of its own
+    scaled_by_depth   the two-layer networks start smaller by the number of layers \\  GPipe's two cures for very deep
+    clip_logits       the most that a logit may be, either way                      /  models, which else diverge
     """
 
     def __init__(
@@ -85,17 +91,32 @@ class Transformer(nn.Module):
         heads: int = 4,
         context: int = 256,
         dropout: float = 0.0,
+        hidden: int | None = None,
+        head_size: int | None = None,
+        one_vocabulary: bool = False,
+        scaled_by_depth: bool = False,
+        clip_logits: float | None = None,
     ) -> None:
         super().__init__()
-        self.scale = math.sqrt(width)
-        self.source_tokens, self.target_tokens = nn.Embedding(vocab, width), nn.Embedding(vocab, width)
+        self.scale, self.clip_logits = math.sqrt(width), clip_logits
+        self.source_tokens = nn.Embedding(vocab, width)
+        self.target_tokens = self.source_tokens if one_vocabulary else nn.Embedding(vocab, width)
+        sizes = (width, heads, dropout, head_size or width // heads, hidden or 4 * width)
         self.register_buffer("positions", _waves(context, width), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.encoder = nn.ModuleList(EncoderLayer(width, heads, dropout) for _ in range(depth))
+        self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(depth))
         self.memory_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderLayer(width, heads, dropout) for _ in range(depth))
+        self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab)
+        if scaled_by_depth:
+            self._scale_networks(1 / depth)
+
+    @torch.no_grad()
+    def _scale_networks(self, factor: float) -> None:
+        for layer in (*self.encoder, *self.decoder):
+            for parameter in layer.network.parameters():
+                parameter.mul_(factor)
 
     def forward(self, source: Tensor, target: Tensor) -> Any:
         there = (source != _PADDING)[:, None, None, :]  # (batch, heads, queries, keys)
@@ -108,7 +129,8 @@ class Transformer(nn.Module):
         y = self._embedded(self.target_tokens, target)
         for layer in self.decoder:
             y = layer(y, earlier, memory, there)
-        return self.head(self.norm(y))
+        logits = self.head(self.norm(y))
+        return logits if self.clip_logits is None else logits.clamp(-self.clip_logits, self.clip_logits)
 
     def _embedded(self, tokens: nn.Embedding, ids: Tensor) -> Any:
         positions: Tensor = self.get_buffer("positions")
@@ -116,6 +138,14 @@ class Transformer(nn.Module):
 
 
 transformer = Transformer  # under the name that a config has for it
+
+
+def gpipe_transformer(layers: int, hidden: int, heads: int, *, vocab: int = 64_000, **options: Any) -> Transformer:
+    """T(L, H, A) of GPipe's experiments: L layers each in encoder and decoder, of width 1024; networks of H in between;
+    A heads of size 64.
+    """
+    sizes: dict[str, Any] = {"width": 1024, "depth": layers, "hidden": hidden, "heads": heads, "head_size": 64}
+    return Transformer(vocab=vocab, one_vocabulary=True, **sizes, **options)
 
 
 def translation_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,32 @@
+"""AmoebaNet has the published numbers of parameters, and gives the same bits in stages."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gapless.zoo.amoebanet import amoebanet
+from tests.zoo.training import Subject, assert_same_steps, in_stages, plainly
+
+
+@pytest.mark.parametrize(("kind", "filters", "millions"), [("D", 208, 82), ("D", 416, 318), ("B", 512, 557)])
+def test_its_parameters_are_as_many_as_published(kind: str, filters: int, millions: int) -> None:
+    with torch.device("meta"):
+        model = amoebanet(kind=kind, cells=18, filters=filters)  # type: ignore[arg-type]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert abs(count / (millions * 1e6) - 1) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["B", "D"])
+@pytest.mark.parametrize("size", [32, 37])
+def test_any_size_of_image_goes_through(kind: str, size: int) -> None:
+    model = amoebanet(kind=kind, cells=3, filters=8, classes=5)  # type: ignore[arg-type]
+    assert model(torch.randn(2, 3, size, size)).shape == (2, 5)
+
+
+def test_in_stages_it_gives_the_bits_of_the_plain_loop() -> None:
+    subject = Subject(
+        make=lambda: amoebanet(cells=3, filters=8, classes=5, dropout=0.1),
+        batch=lambda: (torch.randn(8, 3, 32, 32), torch.randint(5, (8,))),
+        loss=F.cross_entropy,
+    )
+    assert_same_steps(in_stages(subject, devices=3, schedule="zb-h1", remat="none"), plainly(subject))
