@@ -54,9 +54,9 @@ class CountedDisk(Disk):
         self._next(other)
         super().exchange(path, other)
 
-    def link(self, path: Path, to: str) -> None:
+    def link(self, path: Path, to: str) -> bool:
         self._next(path)
-        super().link(path, to)
+        return super().link(path, to)
 
     def remove(self, path: Path) -> None:
         self._next(path)
@@ -150,9 +150,10 @@ class LossyDisk(CountedDisk):
         one, two = self._at_path(path.parent).names, self._at_path(other.parent).names
         one[path.name], two[other.name] = two[other.name], one[path.name]
 
-    def link(self, path: Path, to: str) -> None:
-        super().link(path, to)
+    def link(self, path: Path, to: str) -> bool:
+        made = super().link(path, to)
         self._at_path(path.parent).names[path.name] = _Link(to)
+        return made
 
     def remove(self, path: Path) -> None:
         super().remove(path)

@@ -97,6 +97,30 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_and_the_on
         assert steps(run) == [0]
 
 
+def test_a_failed_save_does_not_hide_the_error_of_the_training_loop(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    def trains() -> None:
+        with Checkpoints(tmp_path / "run", pipe, disk=CountedDisk(6, full(28))) as run:
+            run.save(sgd(pipe.parameters()))
+            raise ValueError("no more data")
+
+    with pytest.raises(ValueError, match="no more data") as told:
+        trains()
+    assert "the save that was under way: can't save" in told.value.__notes__[0]
+
+
+class NoLinks(Disk):
+    """A file system without symbolic links."""
+
+    def link(self, path: Path, to: str) -> bool:
+        return False
+
+
+def test_a_file_system_without_links_has_no_latest_and_all_else(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    with Checkpoints(tmp_path / "run", pipe, disk=NoLinks()) as run:
+        run.save(sgd(pipe.parameters()))
+    assert (os.listdir(tmp_path / "run"), run.latest) == (["step-00000000"], tmp_path / "run" / "step-00000000")
+
+
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_gone(
     tmp_path: Path, pipe: gapless.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

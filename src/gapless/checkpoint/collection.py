@@ -139,9 +139,9 @@ class Checkpoints:
         """The new one is there: `latest` leads to it, and those that are not kept go."""
         disk = self._disk
         link = self.folder / aside(LATEST)
-        disk.link(link, name_of(manifest.step))
-        disk.rename(link, self.folder / LATEST)
-        disk.sync_folder(self.folder)
+        if disk.link(link, name_of(manifest.step)):
+            disk.rename(link, self.folder / LATEST)
+            disk.sync_folder(self.folder)
         saved = self.saved
         kept = {each.path for each in (saved if self._keep is None else saved[-self._keep :])}
         kept |= {each.path for each in self._by_metric(saved)[: self._best]}
@@ -230,8 +230,13 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception as another:
+            if error is None:
+                raise
+            error.add_note(f"gapless: and the save that was under way: {another}")  # nothing hides what came first
 
 
 def _let_others_go_first() -> None:

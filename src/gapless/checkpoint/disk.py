@@ -17,6 +17,7 @@ from typing import Any
 
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_CWD = -100
+_UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class Disk:
@@ -51,6 +52,9 @@ class Disk:
         try:
             with naming(path):
                 os.fsync(opened)
+        except OSError as error:
+            if error.errno not in _UNKNOWN:  # some network file systems have nothing to sync here
+                raise
         finally:
             os.close(opened)
 
@@ -66,9 +70,15 @@ class Disk:
             number = ctypes.get_errno() if swap is not None else errno.ENOSYS
             raise OSError(number, os.strerror(number), str(other))
 
-    def link(self, path: Path, to: str) -> None:
-        """A symbolic link."""
-        os.symlink(to, path)
+    def link(self, path: Path, to: str) -> bool:
+        """A symbolic link; False where the file system has none."""
+        try:
+            os.symlink(to, path)
+        except OSError as error:
+            if error.errno not in (*_UNKNOWN, errno.EPERM):
+                raise
+            return False
+        return True
 
     def remove(self, path: Path) -> None:
         """A folder and all that is in it."""
