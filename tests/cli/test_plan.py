@@ -338,3 +338,16 @@ def test_links_and_forms_that_make_no_sense_are_refused(gapless: Command, line: 
     code, out, err = gapless(f"plan {VGG16} {line}")
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_what_a_change_of_the_machine_brings_is_told(gapless: Command, profile: str) -> None:
+    line = f"plan {profile} --devices 2 --memory 110MiB --schedules 1f1b -M 4 --what-if"
+    out = gapless(line).out
+    assert "\nwhat if" in out
+    found = json.loads(gapless(f"{line} devices+1,memory+1GiB --json").out)
+    assert [answer["change"] for answer in found["what_if"]] == ["devices+1", "memory+1GiB"]
+    assert all(answer["gain"] >= 0 for answer in found["what_if"])
+    code, _, err = gapless(f"{line} gold+1")
+    assert (code, err.split(":")[1]) == (2, " 'gold+1' is no change")
+    _, _, err = gapless(f"{line} --no-flush")
+    assert "--what-if is not for it" in err

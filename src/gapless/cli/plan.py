@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless import units
-from gapless.cli import options, terminal
+from gapless.cli import options, terminal, what_if_report
 from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
@@ -20,6 +20,7 @@ from gapless.plan.profile.profile import SLACK, Link, Profile
 from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from gapless.view import text
 
 EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
@@ -59,6 +60,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="plan stages and their replicas for training without a flush instead, as PipeDream does; pipedream counts "
         "times as its optimizer does, ring (the default) as they are here",
     )
+    searched.add_argument(
+        "--what-if",
+        nargs="?",
+        const="",
+        metavar="CHANGE,CHANGE",
+        help="plan again for a machine with memory+8GiB (each), devices+1, bandwidth*2, latency/2, speed*1.5 or "
+        "minibatch*2, and tell what each brings (default: 8 GiB more, a device more, links twice as fast)",
+    )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
     options.add_values(
@@ -81,10 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         terminal.show_progress("")
     _write(arguments, profile, found)
+    answers = _answers(arguments, profile, found)
     if arguments.json:
-        terminal.print_json(as_json(profile, found))
+        told = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
+        terminal.print_json(as_json(profile, found) | told)
     else:
         terminal.say(report(profile, found, arguments.top))
+        if answers is not None:
+            terminal.say(f"\n{what_if_report.report(found.best, answers)}")
         terminal.draw(f"\n{text.grid(found.best.timeline, terminal.width(), terminal.on_terminal())}")
         terminal.draw(f"\n{text.key(found.best.schedule, terminal.on_terminal())}")
     return 0
@@ -95,17 +108,31 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
     profile = _profile(arguments)
+    found = search(profile, _machine(arguments), _wanted(arguments), arguments.minibatch, terminal.show_progress)
+    return profile, found
+
+
+def _machine(arguments: argparse.Namespace) -> list[Device]:
     count = arguments.devices or 4
     memories = _listed("--memory", arguments.memory, count, _memory) or [None] * count
     speeds = _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
-    found = search(
-        profile,
-        [Device(*pair) for pair in zip(memories, speeds, strict=True)],
-        Wanted(**options.given(arguments, Wanted), replicas=True),
-        arguments.minibatch,
-        terminal.show_progress,
-    )
-    return profile, found
+    return [Device(*pair) for pair in zip(memories, speeds, strict=True)]
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    return Wanted(**options.given(arguments, Wanted), replicas=True)
+
+
+def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Answer] | None:
+    """What the changes that were asked about bring; None where nobody asked."""
+    if arguments.what_if is None:
+        return None
+    machine = _machine(arguments)
+    changes = read_changes(arguments.what_if) if arguments.what_if else usual_changes(profile, machine)
+    try:
+        return what_if(profile, machine, found.best, changes, _wanted(arguments), terminal.show_progress)
+    finally:
+        terminal.show_progress("")
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:
@@ -127,10 +154,10 @@ def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity
 
 
 def _without_flush(arguments: argparse.Namespace) -> int:
-    others = ("html", "svg", "perfetto", "write", "speeds", "schedules", "minibatch", "microbatches")
+    others = ("what_if", "html", "svg", "perfetto", "write", "speeds", "schedules", "minibatch", "microbatches")
     wrong = [name for name in others if getattr(arguments, name) is not None]
     if wrong or arguments.source.endswith(".toml"):
-        what = f"--{wrong[0]}" if wrong else "a config"
+        what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(
             f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
         )
@@ -144,11 +171,12 @@ def _without_flush(arguments: argparse.Namespace) -> int:
 
 
 def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
-    if arguments.bandwidth is not None or arguments.latency is not None:
-        raise ConfigError(
-            "--bandwidth and --latency are for a profile, and a config's links are measured: write what is measured "
-            "with --profile, and plan that"
-        )
+    for name in ("bandwidth", "latency", "what_if"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a profile, and a config is measured: write what is measured with "
+                "--profile, and plan that"
+            )
     if arguments.shard_optimizer:
         raise ConfigError(
             "--shard-optimizer is for replicas, and a config is planned as one pipeline: write what is measured with "
@@ -175,6 +203,8 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.what_if:
+        read_changes(arguments.what_if)
     options.refuse_below_one(arguments, "devices", "minibatch", "microbatches", "top")
     if arguments.devices is not None and arguments.devices > 4096:
         raise ConfigError(f"--devices is {arguments.devices}, but a plan is made for at most 4096")
