@@ -351,3 +351,21 @@ def test_what_a_change_of_the_machine_brings_is_told(gapless: Command, profile: 
     assert (code, err.split(":")[1]) == (2, " 'gold+1' is no change")
     _, _, err = gapless(f"{line} --no-flush")
     assert "--what-if is not for it" in err
+
+
+def test_devices_of_another_kind_have_a_profile_of_their_own(gapless: Command, profile: str, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.json"
+    slow.write_text(Path(profile).read_text().replace('"forward": "', '"forward": "2'))
+    line = f"plan {profile} --device-profiles 1,{slow}:2 --schedules 1f1b -M 4"
+    out = gapless(line).out
+    assert f"2 devices of {slow}: 0." in out
+    assert "with each layer's own time on its kind of device a step takes" in out
+    assert json.loads(gapless(f"{line} --json").out)["own_step_seconds"] > 0
+    for more, message in (
+        ("--devices 2", "--device-profiles lists 3 devices, but --devices is 2: leave it out"),
+        ("--speeds 1,1,1", "--speeds and --device-profiles both say how fast the devices are"),
+    ):
+        code, _, err = gapless(f"{line} {more}")
+        assert code == 2
+        assert message in err
+    assert "has 'many', but it takes how many" in gapless(f"plan {profile} --device-profiles many").err

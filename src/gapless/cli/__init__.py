@@ -8,7 +8,7 @@ show          draw a schedule
 simulate      time and memory of a schedule
 compare       all schedules, ranked
 verify        check a schedule in a file
-plan          cut a model and choose a schedule for it; it prints plan_report, what_if_report, no_flush
+plan          cut a model and choose a schedule for it; beside it plan_report, what_if_report, no_flush, device_kinds
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
 view          the report of a run

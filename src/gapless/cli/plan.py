@@ -10,6 +10,7 @@ from typing import Any
 
 from gapless import units
 from gapless.cli import options, terminal, what_if_report
+from gapless.cli.device_kinds import Kinds, read_kinds
 from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
@@ -17,6 +18,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
+from gapless.plan.search.own_times import own_seconds
 from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
@@ -39,6 +41,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--devices -K", int, None, "N", "number of devices (default: the config's, or 4)"),
         ("--memory", str, None, "SIZE", "memory of each device, as 24GiB, or a list such as 24GiB,16GiB"),
         ("--speeds", str, None, "X,X", "speeds of the devices, if they differ; 1 is as profiled"),
+        (
+            "--device-profiles",
+            str,
+            None,
+            "N,FILE:N",
+            "devices of several kinds: N as profiled, N as in another profile",
+        ),
         ("--minibatch", int, None, "N", "samples in a step (default: from the file)"),
         ("--microbatches -M", int, None, "M", "number of microbatches (default: try several)"),
         ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
@@ -92,10 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments, profile, found)
     answers = _answers(arguments, profile, found)
     if arguments.json:
-        told = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
+        told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
+        if (kinds := _kinds(arguments, profile)) is not None:
+            told["own_step_seconds"] = own_seconds(found.best, kinds.profiles)
         terminal.print_json(as_json(profile, found) | told)
     else:
         terminal.say(report(profile, found, arguments.top))
+        if (kinds := _kinds(arguments, profile)) is not None:
+            terminal.say(f"\n{kinds.report(found.best)}")
         if answers is not None:
             terminal.say(f"\n{what_if_report.report(found.best, answers)}")
         terminal.draw(f"\n{text.grid(found.best.timeline, terminal.width(), terminal.on_terminal())}")
@@ -108,14 +121,30 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
     profile = _profile(arguments)
-    found = search(profile, _machine(arguments), _wanted(arguments), arguments.minibatch, terminal.show_progress)
+    found = search(
+        profile, _machine(arguments, profile), _wanted(arguments), arguments.minibatch, terminal.show_progress
+    )
     return profile, found
 
 
-def _machine(arguments: argparse.Namespace) -> list[Device]:
-    count = arguments.devices or 4
+def _kinds(arguments: argparse.Namespace, profile: Profile) -> Kinds | None:
+    if arguments.device_profiles is None:
+        return None
+    if arguments.speeds is not None:
+        raise ConfigError("--speeds and --device-profiles both say how fast the devices are: give one of them")
+    kinds = read_kinds(arguments.device_profiles, profile)
+    if arguments.devices not in (None, len(kinds.speeds)):
+        raise ConfigError(
+            f"--device-profiles lists {len(kinds.speeds)} devices, but --devices is {arguments.devices}: leave it out"
+        )
+    return kinds
+
+
+def _machine(arguments: argparse.Namespace, profile: Profile) -> list[Device]:
+    kinds = _kinds(arguments, profile)
+    count = len(kinds.speeds) if kinds else arguments.devices or 4
     memories = _listed("--memory", arguments.memory, count, _memory) or [None] * count
-    speeds = _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
+    speeds = kinds.speeds if kinds else _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
     return [Device(*pair) for pair in zip(memories, speeds, strict=True)]
 
 
@@ -127,7 +156,7 @@ def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> l
     """What the changes that were asked about bring; None where nobody asked."""
     if arguments.what_if is None:
         return None
-    machine = _machine(arguments)
+    machine = _machine(arguments, profile)
     changes = read_changes(arguments.what_if) if arguments.what_if else usual_changes(profile, machine)
     try:
         return what_if(profile, machine, found.best, changes, _wanted(arguments), terminal.show_progress)
@@ -154,7 +183,18 @@ def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity
 
 
 def _without_flush(arguments: argparse.Namespace) -> int:
-    others = ("what_if", "html", "svg", "perfetto", "write", "speeds", "schedules", "minibatch", "microbatches")
+    others = (
+        "what_if",
+        "device_profiles",
+        "html",
+        "svg",
+        "perfetto",
+        "write",
+        "speeds",
+        "schedules",
+        "minibatch",
+        "microbatches",
+    )
     wrong = [name for name in others if getattr(arguments, name) is not None]
     if wrong or arguments.source.endswith(".toml"):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
@@ -171,7 +211,7 @@ def _without_flush(arguments: argparse.Namespace) -> int:
 
 
 def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
-    for name in ("bandwidth", "latency", "what_if"):
+    for name in ("bandwidth", "latency", "what_if", "device_profiles"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for a profile, and a config is measured: write what is measured with "

@@ -9,6 +9,7 @@ breakdown  where the time of a step goes
 judge      from a choice to the quickest plan that fits
 refine     the last per cent: cuts moved layer by layer
 search     all choices, ranked
+own_times  a plan on devices of several kinds, with each layer's own time there
 what_if    what a change of the machine would bring
 replicate  stages that are replicated each on its own, as PipeDream does without a flush
 """
