@@ -21,5 +21,6 @@ What a trace needs to be true
     called       a trace makes the choices of a plain call
     lost         what a trace would lose without a word is refused
     instead      what the thread that traces calls in place of torch's own functions
+    in_forward   what holds in the forward of a traced model only
     origin       whose code a file is
 """

@@ -28,11 +28,11 @@ class LostError(Exception):
 
 
 @contextlib.contextmanager
-def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
-    """While it holds, this thread may do nothing that a trace loses. Yields the attributes in which modules store
-    tensors meanwhile: nothing will store them when the trace runs.
+def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """While it holds, this thread may do nothing that a trace loses. The attributes in which modules store tensors
+    meanwhile are put into `stored`: nothing will store them when the trace runs.
     """
-    stored, drawn = list[tuple[nn.Module, str]](), _drawn_outside()
+    drawn = _drawn_outside()
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.autograd.Function, "apply", functools.partial(_refuse, "autograd.Function.apply")),
         (Tensor, "register_hook", functools.partial(_refuse, "register_hook")),
@@ -45,7 +45,7 @@ def nothing_lost() -> Iterator[list[tuple[nn.Module, str]]]:
         for each in replaced:
             stack.enter_context(instead(*each))
         stack.enter_context(_Switches())
-        yield stored
+        yield
     if _drawn_outside() != drawn:
         raise LostError(
             "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "

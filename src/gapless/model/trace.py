@@ -6,6 +6,7 @@ made; traces are kept, so this happens once for each new kind of batch.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -28,6 +29,7 @@ from gapless.stage.auxiliary import traced
 from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
+from .in_forward import in_forward
 from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
@@ -102,13 +104,13 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
+            questions, stored = Questions(flat), list[tuple[nn.Module, str]]()
             with (
-                nothing_lost() as stored,
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
                 spelled_out(model, kwargs),
-                Questions(flat) as questions,
+                in_forward(model, functools.partial(_watched, stored, questions)),
             ):
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
@@ -124,6 +126,12 @@ def _export(
             torch.set_rng_state(before)
     assert last is not None
     raise PartitionError(_refusal(model, last)) from last
+
+
+@contextlib.contextmanager
+def _watched(stored: list[tuple[nn.Module, str]], questions: Questions) -> Iterator[None]:
+    with nothing_lost(stored), questions:
+        yield
 
 
 def _load_tracer() -> None:
