@@ -95,11 +95,14 @@ def in_microbatch_order(schedule: Schedule) -> bool:
     return all(numbers == list(range(schedule.num_microbatches)) for numbers in chains.values())
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(questions())
-def test_it_fits_runs_keeps_the_order_and_is_never_worse_than_a_named_recipe(
-    question: tuple[int, int, int, Costs, Number | None, Objective],
-) -> None:
+@pytest.mark.parametrize("number", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_it_fits_runs_keeps_the_order_and_is_never_worse_than_a_named_recipe(number: int) -> None:
+    settings(max_examples=number, suppress_health_check=[HealthCheck.too_slow])(
+        given(questions())(keeps_its_promises)
+    )()
+
+
+def keeps_its_promises(question: tuple[int, int, int, Costs, Number | None, Objective]) -> None:
     devices, microbatches, stages_per_device, costs, limit, objective = question
 
     def make(name: str) -> Schedule:
@@ -137,6 +140,10 @@ def test_every_recipe_of_these_placements_is_one_that_auto_competes_with() -> No
 @pytest.mark.parametrize("devices", [8, 16])
 def test_a_transformer_has_less_than_one_and_a_half_percent_of_span_bubble(devices: int) -> None:
     assert transformer_bubble(devices) < 0.012
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_so_have_transformers_of_other_shapes(devices: int) -> None:
     for weight, inputs, latency in ((0.65, 0.9, 0.05), (0.85, 1.1, 0.01)):
         assert transformer_bubble(devices, Costs(1, inputs, weight, latency=latency)) < 0.015
 

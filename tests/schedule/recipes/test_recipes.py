@@ -9,7 +9,7 @@ from itertools import product
 from types import ModuleType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import ConfigError, ScheduleError
@@ -64,6 +64,7 @@ def check_everything(name: str, K: int, M: int, v: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@settings(max_examples=8)  # a slow test has all of them
 @given(K=st.integers(1, 12), M=st.integers(1, 40), v=st.integers(1, 4))
 def test_every_recipe_is_verified_complete_in_order_within_its_peak_and_round_trips(
     name: str, K: int, M: int, v: int
