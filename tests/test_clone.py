@@ -55,8 +55,8 @@ def test_what_depends_on_places_passes_in_a_clone_called_gapless(clone: Path) ->
 
 
 def test_a_script_beside_the_clone_imports_the_package_and_not_the_folder(clone: Path) -> None:
-    # `import gapless` gave the folder, as an empty package: module 'gapless' has no attribute 'Pipeline'.
+    # `import gapless` gave the folder, as an empty package: module 'gapless' has no attribute 'make_schedule'.
     script = clone.parent / "train.py"
-    script.write_text("import gapless\nprint(gapless.Pipeline.__name__)\n")
+    script.write_text("import gapless\nprint(gapless.make_schedule.__name__)\n")
     ended = run(clone.parent, "train.py")
-    assert ended.stdout == "Pipeline\n", ended.stderr
+    assert ended.stdout == "make_schedule\n", ended.stderr

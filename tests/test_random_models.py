@@ -139,7 +139,9 @@ def assert_exact(seed: int) -> None:
     assert not found, f"{trial(seed)}\n  {len(found)} differ: {found[:6]}"
 
 
-@pytest.mark.parametrize("first", range(0, 100, 10))
+@pytest.mark.parametrize(
+    "first", [*range(0, 50, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(50, 100, 10))]
+)
 def test_a_hundred_random_models_train_to_the_bits_of_the_loop_a_user_would_write(first: int) -> None:
     for seed in range(first, first + 10):
         assert_exact(seed)
