@@ -13,7 +13,7 @@ from gapless.bench.peer.launcher import Launcher
 from gapless.model import capture
 from tests.open_pages import browser, show  # noqa: F401
 from tests.run.crew import Server
-from tests.run.forked import Launch
+from tests.run.forked import SELDOM, Launch
 from tests.traced_once import Traces
 
 
@@ -34,13 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: Python's collector need not look through it, neither meanwhile nor later."""
+    """What is imported stays: Python's collector need not look through it, neither meanwhile nor later. And it looks
+    seldom: a trace makes so many objects that it would look hundreds of times.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(*SELDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gapless.bench.peer.launcher import Launcher
 from gapless.bench.peer.ranks import join_group
 
+SELDOM = (20_000, 20, 50)  # Python's collector looks so often, in tests and in ranks
 _POLL = 0.02
 _PATIENCE = 20.0  # for ranks that wait for one that has failed
 

@@ -1,6 +1,7 @@
 """What ranks need sooner or later: imported by the launcher, once for all of them."""
 
 import contextlib
+import gc
 
 import torch
 import torch.distributed.fsdp
@@ -12,6 +13,9 @@ import gapless.pipeline.pipeline
 import gapless.run.ranks.many_processes  # noqa: F401
 from gapless.errors import ConfigError
 from gapless.schedule.recipes.cp_sat import solver_module
+from tests.run.forked import SELDOM
+
+gc.set_threshold(*SELDOM)
 
 # What torch imports at the first use of an optimizer, and of a trace.
 torch.optim.SGD([torch.zeros(1)], lr=0.1)

@@ -42,6 +42,7 @@ from tests.pipelines import (
     schedule_named,
     tokens,
 )
+from tests.run.crew import Server
 from tests.run.forked import Launch
 
 SCHEDULES = (*(name for name, recipe in RECIPES.items() if recipe.synchronous), "text", "object")
@@ -515,7 +516,6 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 import gapless
 
-dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
@@ -532,13 +532,30 @@ dist.destroy_process_group()
 """
 
 
-def test_a_script_under_torchrun_has_the_loss_on_every_rank(tmp_path: Path) -> None:
+def script() -> None:
+    exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+
+
+def test_a_script_has_the_loss_on_every_rank(server: Server, tmp_path: Path) -> None:
     """It neither closes the pipeline nor knows its rank."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with server.crew(script, 2, folder=tmp_path) as crew:
+        assert set(crew.ended().values()) == {0}, crew.everything()
+        for rank in range(2):
+            assert crew.said(rank) == f"loss {loss_of_script():.6f}\n"
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_has_the_loss_on_every_rank(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f'import torch.distributed as dist\ndist.init_process_group("gloo")\n{SCRIPT}')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
     run = subprocess.run(torchrun, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr
+    said = re.findall(r"loss \d+\.\d{6}", run.stdout)  # the lines of two processes may run into one
+    assert said == [f"loss {loss_of_script():.6f}"] * 2
+
+
+def loss_of_script() -> float:
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -547,5 +564,4 @@ def test_a_script_under_torchrun_has_the_loss_on_every_rank(tmp_path: Path) -> N
         loss = gapless.plain_step(model, x, y, loss=F.mse_loss, microbatches=4, step=step).loss
         optimizer.step()
         optimizer.zero_grad()
-    said = re.findall(r"loss \d+\.\d{6}", run.stdout)  # the lines of two processes may run into one
-    assert said == [f"loss {loss.item():.6f}"] * 2
+    return loss.item()
