@@ -18,12 +18,16 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
 setup: $(STAMP)
 
-# With the pip of today: that of Python 3.11 needs twice as long to choose among all there is.
+# With the pip of today: that of Python 3.11 needs twice as long to choose among all there is. The pip of $(PYTHON) puts
+# it there, or else ensurepip, which takes longer.
+TOOLS := pip 'setuptools>=77'
 $(EMPTY):
 	@$(PYTHON) -c 'import sys; sys.exit("gapless needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || ($(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv)
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip 'setuptools>=77'
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile --upgrade $(TOOLS) 2>/dev/null || { \
+		$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+			{ $(SUDO) apt-get update -q && $(SUDO) apt-get install -y -q python3-venv; }; \
+		$(BIN)/python -m ensurepip && $(PIP) --upgrade $(TOOLS); }
 	touch $@
 
 # Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
