@@ -1,11 +1,13 @@
 """A run from its config to its report: it goes on where it was, and ends as it should."""
 
+import gc
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +310,33 @@ def test_the_loop_that_people_may_copy_has_at_most_100_lines() -> None:
     body = code[code.index("    def stop(self, why: str) -> None:") :]
     assert len(body) <= 100
     assert make_trainer.__annotations__["return"] is Trainer  # what `gapless train` runs
+
+
+def held() -> tuple[int, int, int]:
+    """Memory in pages, file descriptors and threads of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_10_000_steps_take_no_more_memory_files_or_threads_than_1_000(tmp_path: Path) -> None:
+    """With everything that `gapless train` does beside a step: metrics, TensorBoard, timelines, checkpoints."""
+    settings = ["run.tensorboard=true", "run.timeline=100", "checkpoint.every=500", "model.arguments.depth=3"]
+    config = config_of(tmp_path, *settings, "data.arguments.count=1000").changed(steps=10_000)
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    class Looks(Kept):
+        def on_step(self, trainer: Any, step: Any) -> None:
+            if step.number % 1000 == 990:
+                seen[step.number] = held()
+
+    with prepared(config, RunFolder(tmp_path / "run"), Ranks()) as training:
+        training.add(Looks())
+        training.run()
+    first, last = seen[1990], seen[9990]
+    assert last[1:] == first[1:], seen
+    assert (last[0] - first[0]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20, seen
+    print(seen)

@@ -60,6 +60,7 @@ VALUES = [
         '"layer"',
     ),
 ]
+_ELSEWHERE = ("run.folder", "run.wandb")  # would write outside, or want a network
 SMALL = ("--set", "run.tensorboard=false", "--set", "run.report=false")
 
 
@@ -75,11 +76,12 @@ def wild(chance: random.Random) -> str:
             tables[name].append(line)
     for _ in range(chance.randint(1, 4)):
         table = chance.choice(list(TABLES))
-        key = (
-            chance.choice([*keys_of(TABLES[table]), "zzz"]) if chance.random() < 0.95 else chance.choice(["stesp", "é"])
-        )
+        keys = keys_of(TABLES[table])
+        key = chance.choice(list(keys)) if chance.random() < 0.95 else chance.choice(["zzz", "stesp", "é"])
+        likely = chance.random() < 0.6 and key in keys and f"{table}.{key}" not in _ELSEWHERE
+        value = keys[key][0].example if likely else chance.choice(VALUES)
         tables[table] = [line for line in tables[table] if not line.startswith(f"{key} ")]
-        tables[table].append(f"{key} = {chance.choice(VALUES)}")
+        tables[table].append(f"{key} = {value}")
     tables["train"] = [line for line in tables["train"] if not line.startswith("steps ")] + ["steps = 2"]
     lines = [line for name, rows in tables.items() if rows for line in (f"[{name}]", *rows)]
     if chance.random() < 0.2:

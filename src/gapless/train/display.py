@@ -79,7 +79,7 @@ class Lines(Callback):
 
 
 class Live(Callback):
-    """A panel at the end of the terminal, drawn four times a second."""
+    """A panel at the end of the terminal, drawn twice a second."""
 
     def __init__(self, title: str, gauge: Gauge, replicas: int = 1, console: Any = None) -> None:
         from rich.console import Console
@@ -98,7 +98,7 @@ class Live(Callback):
         self._step: Step | None = None
         self._steps = 0
         self._live = Shown(
-            console=console or Console(), get_renderable=self._drawn, refresh_per_second=4, transient=False
+            console=console or Console(), get_renderable=self._drawn, refresh_per_second=2, transient=False
         )
 
     def on_start(self, trainer: Loop) -> None:
