@@ -125,3 +125,18 @@ def test_steps_are_measured_as_often_as_asked(tmp_path: Path, every: int) -> Non
     with prepared(config, RunFolder(tmp_path / "run"), Ranks()) as training:
         training.run()
         assert len(training.gauge.timelines) == (2 if every else 0)
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    """A run that was killed just after a checkpoint lacked the steps that a buffer still held."""
+    found: list[int] = []
+
+    class Reads(Callback):
+        def on_step(self, trainer: Loop, step: Step) -> None:
+            found.append([line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1])
+
+    config = read_config(write(tmp_path), ["run.tensorboard=false", "run.report=false"])
+    with prepared(config, RunFolder(tmp_path / "run"), Ranks()) as training:
+        training.add(Reads())
+        training.run()
+    assert found == [1, 2, 3, 4, 5, 6]

@@ -20,7 +20,7 @@ from gapless.errors import ConfigError
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
 
-_FLUSH, _DRAW = 1.0, 0.1  # seconds
+_DRAW = 0.1  # seconds
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -44,7 +44,6 @@ class Metrics(Callback):
     def __init__(self, path: Path, gauge: Gauge | None = None, replicas: int = 1) -> None:
         self._path, self._gauge, self._replicas = path, gauge, replicas
         self._file: TextIO | None = None
-        self._flushed = time.monotonic()
 
     def on_start(self, trainer: Loop) -> None:
         kept = [line for line in read_metrics(self._path) if line["step"] <= trainer.step]
@@ -52,7 +51,8 @@ class Metrics(Callback):
         with aside.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
         os.replace(aside, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        # Line by line: one that a killed process still held would be missing before the checkpoint that came after it.
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def on_step(self, trainer: Loop, step: Step) -> None:
         self._write(facts_of(step, self._gauge, self._replicas))
@@ -73,9 +73,6 @@ class Metrics(Callback):
         assert self._file is not None
         plain = {key: _number(key, value) for key, value in facts.items()}
         self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
-        if time.monotonic() - self._flushed > _FLUSH or "loss" not in facts:
-            self._file.flush()
-            self._flushed = time.monotonic()
 
 
 def facts_of(step: Step, gauge: Gauge | None, replicas: int) -> dict[str, Any]:
