@@ -13,15 +13,20 @@ from gapless.plan.search.own_times import own_seconds
 
 @dataclass(frozen=True)
 class Kinds:
-    """The profile of each device, and what is told of the kinds that are not as profiled."""
+    """The profile of each device and its speed, and what is told of the kinds that are not as profiled."""
 
+    base: Profile
     profiles: tuple[Profile, ...]
     speeds: tuple[float, ...]
     lines: tuple[str, ...]
 
+    def step_seconds(self, plan: Plan) -> float:
+        """With every layer's own time on its kind of device."""
+        return own_seconds(plan, self.base, self.profiles, self.speeds)
+
     def report(self, plan: Plan) -> str:
         """How fast each kind is, and what the plan takes with every layer's own time there."""
-        own = own_seconds(plan, self.profiles)
+        own = self.step_seconds(plan)
         told = (
             f"with each layer's own time on its kind of device a step takes {units.show_seconds(own)}; with one speed "
             f"for each kind it was planned to take {units.show_seconds(plan.step_seconds)}"
@@ -48,4 +53,4 @@ def read_kinds(text: str, base: Profile) -> Kinds:
         if file:
             span = f"its layers {kind.slowest:.3g} to {kind.fastest:.3g}"
             lines.append(f"{number} devices of {file}: {kind.speed:.3g} times as fast, {span}")
-    return Kinds(tuple(profiles), tuple(speeds), tuple(lines))
+    return Kinds(base, tuple(profiles), tuple(speeds), tuple(lines))

@@ -18,7 +18,6 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
-from gapless.plan.search.own_times import own_seconds
 from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
         if (kinds := _kinds(arguments, profile)) is not None:
-            told["own_step_seconds"] = own_seconds(found.best, kinds.profiles)
+            told["own_step_seconds"] = kinds.step_seconds(found.best)
         terminal.print_json(as_json(profile, found) | told)
     else:
         terminal.say(report(profile, found, arguments.top))

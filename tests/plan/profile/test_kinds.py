@@ -47,8 +47,7 @@ def test_where_all_layers_are_equally_slow_the_plan_was_right() -> None:
     base = profiles.even(6)
     slow = other(base, *[2.0] * 6)
     plan = search(base, [Device(), Device(), Device(speed=0.5)], WANTED, 8).best
-    order = [base, base, slow]
-    assert own_seconds(plan, order) == pytest.approx(plan.step_seconds)
+    assert own_seconds(plan, base, [base, base, slow], [1, 1, 0.5]) == pytest.approx(plan.step_seconds)
 
 
 def test_each_layer_takes_its_own_time_on_its_own_device() -> None:
@@ -63,4 +62,4 @@ def test_each_layer_takes_its_own_time_on_its_own_device() -> None:
         thirds.append(sum(layer.forward.median for layer in layers))
     costs = replace(plan.costs, forward=thirds, input_grad=thirds, weight_grad=thirds, backward=[2 * t for t in thirds])
     wanted = plan.step_seconds - plan.timeline.makespan + simulate(plan.schedule, costs).makespan
-    assert own_seconds(plan, [base, slow]) == pytest.approx(wanted)
+    assert own_seconds(plan, base, [base, slow], [1, 0.5]) == pytest.approx(wanted)
