@@ -115,13 +115,12 @@ def replicate(
     found = _planned(profile, levels, form, memory if len(levels) == 1 else None, straight)
     if found is not None and len(levels) > 1 and memory is not None and max(found.memory) > memory:
         found = _planned(profile, [(levels[-1][0], num_devices)], form, memory, straight)
+    if found is None and memory is None:
+        raise PlanError(f"{len(profile.layers)} layers make no {num_devices} stages: use fewer devices")
     if found is None:
-        limit = f" in {show_bytes(memory)}" if memory is not None else ""
         raise PlanError(
-            f"no stages of these {len(profile.layers)} layers fit on {num_devices} devices{limit}: use more devices, "
-            "or larger ones"
-            if memory is not None
-            else f"{len(profile.layers)} layers make no {num_devices} stages: use fewer devices"
+            f"no stages of these {len(profile.layers)} layers fit on {num_devices} devices in "
+            f"{show_bytes(memory or 0)}: use more devices, or larger ones"
         )
     if form is RING and not straight and len(found.replicas) > 1:
         alone = _replication(profile, (len(profile.layers),), (num_devices,), _in_one(profile, levels, form), form)
