@@ -93,7 +93,7 @@ def test_weights_are_exported_as_a_folder_that_hugging_face_loads(gapless: Comma
         pipe.save(tmp_path / "step", None)
     for largest, has_index in {"5GB": False, "10kB": True}.items():
         words = ["checkpoint export", str(tmp_path / "step"), str(tmp_path / largest), "--largest", largest]
-        assert gapless(*words)[::2] == (0, "")
+        assert gapless(*words).code == 0
         assert (tmp_path / largest / "model.safetensors.index.json").exists() == has_index
         found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / largest).state_dict()
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())

@@ -53,7 +53,7 @@ class SaveUnderWay:
         self.parts = parts  # that this rank writes
 
     def finish(self) -> None:
-        """When it returns the checkpoint is there, on every rank; when it raises it is not, on any."""
+        """When it returns, the checkpoint is there for every rank; when it raises, it does so on every rank."""
         try:
             self._finish()
         finally:
