@@ -10,7 +10,9 @@ from torch import nn
 import gapless
 from gapless.errors import ConfigError, PlanError
 from gapless.plan.plan import Plan
+from gapless.plan.planner import planned
 from gapless.plan.profile.machine import Mesh
+from gapless.plan.search.wanted import Wanted
 from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 8, 8
@@ -31,18 +33,11 @@ def batch(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    found = gapless.make_plan(
-        model(),
-        *batch(),
-        devices=["cpu"] * 2,
-        loss=F.mse_loss,
-        microbatches=4,
-        schedules=["zb-h1"],
-        memory="64MiB",
-        seconds=0.01,
-    )
-    assert isinstance(found, Plan)
-    return found
+    # So small a model is quicker on one device, so a pipeline of both is asked for.
+    wanted = Wanted(microbatches=4, schedules=["zb-h1"], mesh=Mesh(1, 2))
+    return planned(
+        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, wanted=wanted, memory="64MiB", seconds=0.01
+    ).found.best
 
 
 def test_a_plan_is_for_these_devices_and_this_minibatch(plan: Plan) -> None:
@@ -116,6 +111,25 @@ def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> N
     assert found.minibatch == SAMPLES
 
 
+def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
+    found = gapless.make_plan(
+        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], microbatches=2, seconds=0.01
+    )
+    fewer = replace(found, mesh=replace(found.mesh, order=(1,))) if found.num_devices == 1 else found
+    assert fewer.searched is not None
+    assert fewer.searched.devices == 2
+    assert "searched" in fewer.to_json()
+    ours, plain = model(), model()
+    with gapless.Pipeline(ours, devices=["cpu"] * 2, schedule=fewer, loss=F.mse_loss) as pipe:
+        assert len(pipe.devices) == found.num_devices
+        pipe.step(*batch())
+    gapless.plain_step(plain, *batch(), microbatches=2, loss=F.mse_loss)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.alone
 def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> None:
     layers = [Emulated(forward=2e-3, input_grad=2e-3, weight_grad=2e-3) for _ in range(4)]
@@ -123,9 +137,9 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
     found = gapless.make_plan(
         layers, x, x, devices=["cpu"] * 2, loss=lambda y, _: y.sum(), schedules=["1f1b"], seconds=0.02
     )
-    # Each microbatch takes as long, whatever is in it: as few as fill the pipeline.
-    assert (found.microbatches, found.samples) == (2, 4)
-    assert found.step_seconds == pytest.approx(3 * 12e-3, rel=0.25)
+    # Each microbatch takes as long, whatever is in it: one of all samples is best, and another device gains nothing.
+    assert (found.microbatches, found.samples) == (1, 8)
+    assert found.step_seconds == pytest.approx(4 * 6e-3, rel=0.25)
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,7 @@ def as_json(profile: Profile, found: Found) -> dict[str, Any]:
         "profile": profile.name,
         "explanation": found.explanation,
         "complete": found.complete,
+        "gap": found.searched.gap,
         "best": found.best.to_json(),
         "plans": [
             {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}

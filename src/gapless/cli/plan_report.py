@@ -38,9 +38,26 @@ def report(profile: Profile, found: Found, top: int) -> str:
         parts.append(_about_the_allocator(profile))
     if found.rejected:
         parts.append(f"left out:\n{_rejections(found)}")
-    if not found.complete:
-        parts.append("the search was cut short by the time limit: more time may find a better plan")
+    parts.append(textwrap.fill(how_good(found), _WIDTH))
     return "\n\n".join(parts)
+
+
+def how_good(found: Found) -> str:
+    """What is known of the best plan: how much better any other could be, and what was not tried."""
+    searched, best = found.searched, found.best
+    known = f"no plan of these kinds can be more than {text.percent(searched.gap)} faster"
+    said = [f"{searched.tried} choices were tried; {known}" if searched.gap > 1e-6 else f"{known}: it is the best"]
+    if searched.cut_short:
+        said.append(
+            f"the search was cut short by the time limit, with {searched.untried} choices not tried: more time may "
+            "find a better plan, and another machine may find another"
+        )
+    elif searched.untried:
+        said.append(f"{searched.untried} choices were not tried, since the search has a budget")
+    if best.idle_devices:
+        plural = "s stay" if best.idle_devices > 1 else " stays"
+        said.append(f"{best.idle_devices} device{plural} idle: no plan that was found for all is as fast")
+    return "; ".join(said)
 
 
 def _about_the_allocator(profile: Profile) -> str:
@@ -67,7 +84,7 @@ def best_of_each_kind(plans: Sequence[Plan], most: int) -> list[Plan]:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    again = plan.remat.count("stage")
+    again = len(plan.remat) - plan.remat.count("none")
     waits = (plan.breakdown.bubble + plan.breakdown.communication) / plan.step_seconds
     return (
         plan.recipe,
@@ -83,10 +100,12 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 
 def _cuts(plan: Plan) -> str:
-    again = [str(stage) for stage, kind in enumerate(plan.remat) if kind == "stage"]
     lines = [f"layers per stage: {','.join(map(str, plan.partition))}"]
-    if again:
-        lines.append(f"recomputed stages: {','.join(again)}")
+    for kind, words in (("stage", "recomputed stages"), ("layer", "stages recomputed layer by layer")):
+        if again := [str(stage) for stage, word in enumerate(plan.remat) if word == kind]:
+            lines.append(f"{words}: {','.join(again)}")
+    if plan.mesh.order:
+        lines.append(f"devices, in the order of the pipeline: {','.join(map(str, plan.mesh.order))}")
     if plan.mesh.replicas > 1:
         lines.append("mesh: " + ", ".join(f"{name} {size}" for name, size in plan.mesh.dimensions))
     return "\n".join(lines)

@@ -218,11 +218,29 @@ def check_where(devices: Any, mesh: Any) -> None:
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
 
 
+def _of_plan(schedule: object, devices: Devices | World | None) -> Devices | World | None:
+    """Of the devices that a plan was made for, those that it uses, in its order."""
+    if not isinstance(schedule, Plan) or schedule.searched is None or schedule.mesh.replicas > 1:
+        return devices
+    if not isinstance(devices, int | str | torch.device | Sequence):
+        return devices
+    there, used = torch_devices(devices), schedule.mesh.order or range(schedule.num_devices)
+    return [there[number] for number in used] if len(there) == schedule.searched.devices else devices
+
+
 def world_of(
-    devices: Devices | World | None, mesh: Any, timeout: float, intra_op_threads: int | None, transport: TransportName
+    devices: Devices | World | None,
+    mesh: Any,
+    timeout: float,
+    intra_op_threads: int | None,
+    transport: TransportName,
+    schedule: object = None,
 ) -> World:
-    """One process with a thread per device, or one of many processes; or one that the caller has made."""
+    """One process with a thread per device, or one of many processes; or one that the caller has made. A plan, given as
+    the schedule, chooses among the devices that it was made for.
+    """
     check_where(devices, mesh)
+    devices = _of_plan(schedule, devices)
     one_of("transport", transport, get_args(TransportName))
     if mesh is None and transport != "auto":
         raise ConfigError(f"transport={transport!r} is for mesh=: in one process nothing is carried; leave it out")

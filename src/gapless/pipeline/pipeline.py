@@ -121,7 +121,7 @@ class Pipeline(HeldModel):
         transport: TransportName = "auto",
         graphs: Graphs = False,
     ) -> None:
-        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, transport)
+        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, transport, schedule)
         self.devices = self._world.devices
         self._close = close_with(self, self._world.close)
         self.seed = seed

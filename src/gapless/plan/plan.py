@@ -69,12 +69,33 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Searched:
+    """How good a plan is known to be: no plan of the kinds that were searched is faster by more than `gap`.
+
+    gap        as a share of the step, from a bound that no plan can be below
+    complete   every choice was tried, or can't be better; `untried` counts the others
+    cut_short  the time limit ended the search, so another machine may find another plan
+    devices    how many there were; a plan may leave some idle
+    """
+
+    gap: float
+    complete: bool
+    cut_short: bool
+    tried: int
+    untried: int
+    devices: int
+
+
+Remat = Literal["none", "stage", "layer"]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a Pipeline needs to know, and what it may expect.
 
     recipe     the name of the schedule that `schedule` was made from
     partition  layers per stage; of a module that is traced, pieces of its graph
-    remat      per stage "none" or "stage"
+    remat      per stage "none", "stage" or "layer"
     samples    in one microbatch
     mesh       how many pipelines of how many devices
     costs      of the stages: seconds and bytes
@@ -82,12 +103,14 @@ class Plan:
     memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
     cuts       of a module that is traced: where its graph is cut
     caution    why the step may well differ from what is predicted, where that is known
+    batch      samples in a step, where microbatches of `samples` do not divide them: some are then smaller
+    searched   how far it was searched, and how good it is known to be
     """
 
     recipe: str
     schedule: Schedule
     partition: tuple[int, ...]
-    remat: tuple[Literal["none", "stage"], ...]
+    remat: tuple[Remat, ...]
     samples: int
     mesh: Mesh
     costs: Costs
@@ -96,6 +119,8 @@ class Plan:
     limits: tuple[int | None, ...]
     cuts: GraphCuts | None = None
     caution: str = ""
+    batch: int | None = None
+    searched: Searched | None = None
 
     def __post_init__(self) -> None:
         stages, devices = self.schedule.num_stages, self.schedule.num_devices
@@ -123,7 +148,13 @@ class Plan:
 
     @property
     def minibatch(self) -> int:
-        return self.mesh.replicas * self.microbatches * self.samples
+        return self.batch or self.mesh.replicas * self.microbatches * self.samples
+
+    @property
+    def idle_devices(self) -> int:
+        """Those that were there and that it does not use."""
+        used = self.mesh.replicas * self.num_devices
+        return 0 if self.searched is None else self.searched.devices - used
 
     @property
     def step_seconds(self) -> float:
@@ -148,9 +179,9 @@ class Plan:
         if self.stages_per_device > 1:
             parts.append(f"{self.stages_per_device} stages each")
         parts.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''} of {self.samples}")
-        again = self.remat.count("stage")
-        if again:
-            parts.append("remat" if again == len(self.remat) else f"remat of {again} of {len(self.remat)} stages")
+        for kind, words in (("stage", "remat"), ("layer", "remat layer by layer")):
+            if again := self.remat.count(kind):
+                parts.append(words if again == len(self.remat) else f"{words} of {again} of {len(self.remat)} stages")
         return ", ".join(parts)
 
     # -- the JSON form ------------------------------------------------------------------------------------------------
@@ -161,13 +192,16 @@ class Plan:
             "devices": self.num_devices,
             "replicas": self.mesh.replicas,
             "replicas_inside": self.mesh.inside,
+            **({"order": list(self.mesh.order)} if self.mesh.order else {}),
             "microbatches": self.microbatches,
             "samples": self.samples,
+            "minibatch": self.minibatch,
             "partition": list(self.partition),
             **({} if self.cuts is None else {"cuts": self.cuts.to_json()}),
             **({"caution": self.caution} if self.caution else {}),
             "remat": list(self.remat),
             "step_seconds": self.step_seconds,
+            **({} if self.searched is None else {"searched": asdict(self.searched)}),
             "breakdown": asdict(self.breakdown),
             "memory": [asdict(held) for held in self.memory],
             "limits": list(self.limits),
@@ -182,15 +216,17 @@ class Plan:
                 recipe=printable(str(data["recipe"])),
                 schedule=Schedule.parse(json.dumps(data["schedule"])),
                 partition=tuple(map(int, data["partition"])),
-                remat=tuple("stage" if word == "stage" else "none" for word in data["remat"]),
+                remat=tuple(_REMAT.get(word, "none") for word in data["remat"]),
                 samples=int(data["samples"]),
-                mesh=Mesh(int(data["replicas"]), int(data["devices"]), bool(data["replicas_inside"])),
+                mesh=_mesh(data),
                 costs=Costs(**data["costs"]),
                 breakdown=Breakdown(**data["breakdown"]),
                 memory=tuple(Footprint(**held) for held in data["memory"]),
                 limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
                 cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
                 caution=printable(str(data.get("caution", ""))),
+                batch=_batch(data),
+                searched=Searched(**data["searched"]) if "searched" in data else None,
             )
         except GaplessError as error:
             raise ConfigError(f"this is not a plan: {error}") from None
@@ -212,3 +248,21 @@ class Plan:
             return cls.from_json(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ConfigError(str(error)[:200]) from None
+
+
+_REMAT: dict[str, Remat] = {"none": "none", "stage": "stage", "layer": "layer"}
+
+
+def _mesh(data: Any) -> Mesh:
+    order = tuple(map(int, data.get("order", ())))
+    mesh = Mesh(int(data["replicas"]), int(data["devices"]), bool(data["replicas_inside"]), order)
+    if order and (len(set(order)) != mesh.replicas * mesh.num_devices or min(order) < 0):
+        raise ConfigError(f"its order lists {list(order)[:8]}, but it has {mesh.replicas * mesh.num_devices} devices")
+    return mesh
+
+
+def _batch(data: Any) -> int | None:
+    """Only where microbatches do not divide it."""
+    whole = int(data["replicas"]) * int(data["microbatches"]) * int(data["samples"])
+    given = int(data.get("minibatch", whole))
+    return None if given == whole else given

@@ -13,6 +13,7 @@ from gapless.errors import ConfigError, PlanError
 from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.plan.explain import explained
+from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile import profile as profiled
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.measure import hop, measure
@@ -85,6 +86,7 @@ def planned(
     else:
         assert isinstance(model, nn.Module)
         source, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
+        wanted = replace(wanted, layer_remat=False)  # a piece of a graph is one layer to its stage
     measured |= {
         "loss": loss,
         "device": there[0],
@@ -212,8 +214,22 @@ def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Pla
     samples = near[plans[0].samples]
     found = founds[samples]
     text = explained(plans, len(found.rejected))
-    complete = all(each.complete for each in founds.values())
-    return Planned(profiles[samples], Found(tuple(plans), found.rejected, text, complete))
+    searched = _of_all(plans[0], [each.searched for each in founds.values()], found)
+    plans[0] = replace(plans[0], searched=searched)
+    return Planned(profiles[samples], Found(tuple(plans), found.rejected, text, searched))
+
+
+def _of_all(best: Plan, parts: Sequence[Searched], found: Found) -> Searched:
+    """How far all sizes were searched. The bound is that of the size that the best plan comes from."""
+    least = found.best.step_seconds * (1 - found.searched.gap)
+    return replace(
+        found.searched,
+        gap=max(0.0, 1 - least / best.step_seconds),
+        complete=all(part.complete for part in parts),
+        cut_short=any(part.cut_short for part in parts),
+        tried=sum(part.tried for part in parts),
+        untried=sum(part.untried for part in parts),
+    )
 
 
 def _devices(devices: Devices) -> list[torch.device]:

@@ -51,24 +51,28 @@ def _unrolled(schedule: Schedule) -> Unrolled:
     wires: list[tuple[int, int] | None] = []
     numbers: dict[tuple[int, int], int] = {}
     routes = Routes(schedule.placement)
-    known: dict[tuple[int, Kind], tuple[int, int] | None] = {}
+    known: dict[tuple[int, Kind], _Known] = {}
     replicated = schedule.placement.single is None
+    nothing: tuple[int, ...] = ()
     for device, action, needs, gives in replay(schedule, milestones):
         stage, kind, microbatch = action
-        away = [maker[base + microbatch] for base in needs]
-        others = tuple(number for number in away if number >= 0 and steps[number][0] != device)
-        for base in gives:
-            maker[base + microbatch] = len(steps)
-        steps.append((device, rank[kind] + stage, others))
-        if kind not in MAKERS:
-            wires.append(None)
-            continue
-        if replicated or (stage, kind) not in known:
-            route = routes.leaving(action)
+        found = None if replicated else known.get((stage, kind))
+        if found is None:
+            route = routes.leaving(action) if kind in MAKERS else None
             wire = None
             if route is not None and route.crosses:
                 pair = route.channel[:2]
                 wire = numbers.setdefault(pair, len(numbers)), max(route.source, route.target)
-            known[stage, kind] = wire
-        wires.append(known[stage, kind])
+            # Where a stage has one home, what an action needs comes from elsewhere for all microbatches or for none.
+            makers = [(base, maker[base + microbatch]) for base in needs]
+            away = tuple(base for base, number in makers if number >= 0 and steps[number][0] != device)
+            found = known[stage, kind] = (rank[kind] + stage, away, wire)
+        place, away, wire = found
+        for base in gives:
+            maker[base + microbatch] = len(steps)
+        steps.append((device, place, tuple([maker[base + microbatch] for base in away]) if away else nothing))
+        wires.append(wire)
     return Unrolled(steps, wires, len(numbers))
+
+
+_Known = tuple[int, tuple[int, ...], tuple[int, int] | None]  # the place in the table, bases from elsewhere, the wire

@@ -14,10 +14,12 @@ from gapless.bench.planner.late_link import late
 from gapless.bench.planner.subjects import Subject, emulated
 from gapless.bench.report import milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, finals, median, ratio
+from gapless.errors import PlanError
 from gapless.plan.plan import Plan
-from gapless.plan.profile.machine import Device
+from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop
 from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.search.choices import RECIPES
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 
@@ -91,16 +93,13 @@ def _sized(profile: Profile) -> Profile:
 def _plans(place: Place, profile: Profile) -> list[Plan]:
     """The best of each recipe, the best of all first."""
     link = Link("emulated", None, hop().latency + place.latency / 1e3)
-    found = search(
-        replace(profile, links=(link,)),
-        [Device(None if place.limit is None else place.limit * _MIB)] * place.devices,
-        Wanted(microbatches=place.microbatches, slack=0.0, time_limit=None),
-        minibatch=place.microbatches,
-    )
-    best: dict[str, Plan] = {}
-    for plan in found.plans:
-        best.setdefault(plan.recipe, plan)
-    return list(best.values())
+    devices = [Device(None if place.limit is None else place.limit * _MIB)] * place.devices
+    found = []
+    for recipe in (*RECIPES, "auto"):  # each alone: what can't be the best of all is left out of a search
+        wanted = Wanted(place.microbatches, [recipe], mesh=Mesh(1, place.devices), slack=0.0, time_limit=None)
+        with contextlib.suppress(PlanError):
+            found.append(search(replace(profile, links=(link,)), devices, wanted, place.microbatches).best)
+    return sorted(found, key=lambda plan: plan.step_seconds)
 
 
 def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:

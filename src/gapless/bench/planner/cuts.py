@@ -14,6 +14,7 @@ from gapless.bench.planner.subjects import Subject
 from gapless.bench.report import milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, finals, median, ratio
 from gapless.plan.cut.partition import equal_counts
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
@@ -44,7 +45,8 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
 def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) -> dict[str, Any]:
     count = len(subject.layers)
     # As `make_plan` would cut it.
-    wanted, minibatch = Wanted(_MICROBATCHES, ["1f1b"], time_limit=None), _MICROBATCHES * profile.samples
+    wanted = Wanted(_MICROBATCHES, ["1f1b"], mesh=Mesh(1, _DEVICES), time_limit=None)
+    minibatch = _MICROBATCHES * profile.samples
     chosen = _shown(search(profile, _DEVICES, wanted, minibatch).best.partition)
     equal = _shown(equal_counts(count, _DEVICES))
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.drafts import Drafts
+from gapless.plan.search.drafts import Drafts, Modes
 from gapless.plan.search.judge import Judge
 from gapless.run.world import World
 from gapless.schedule.recipes import find_recipe
@@ -83,7 +83,7 @@ def planned(
     drafts = Drafts(profile, [Device()] * devices)
     each = 1 if find_recipe(recipe).placement == "line" else 2  # stages of a device
     choice = Choice(recipe, each, Mesh(1, devices), microbatches, profile.samples)
-    again = frozenset(range(choice.placement.num_stages)) if remat else frozenset()
+    again: Modes = ("stage" if remat else "none",) * choice.placement.num_stages
     counts = drafts.cut(choice, again) if partition is None else tuple(partition)
     return Judge(drafts).finished(drafts.make(choice, counts, again))
 

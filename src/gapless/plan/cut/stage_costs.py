@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import add
 
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Layer, Profile
@@ -16,12 +17,15 @@ class Stages:
 
     costs     for the simulator: where links differ, a message on a slower one counts as a larger one
     boundary  the bytes of each stage's input as they are
+    remat     of each stage "none", "stage" or "layer"; the costs of one that is recomputed layer by layer have the
+              recompute inside the backward, and what it keeps is the input of every layer
     """
 
     layers: tuple[tuple[Layer, ...], ...]
     placement: Placement
     costs: Costs
     boundary: tuple[int, ...]
+    remat: tuple[str, ...]
 
     @property
     def memory_costs(self) -> Costs:
@@ -32,9 +36,15 @@ class Stages:
 
 
 def make_stages(
-    profile: Profile, counts: Sequence[int], placement: Placement, mesh: Mesh, speeds: Sequence[float]
+    profile: Profile,
+    counts: Sequence[int],
+    placement: Placement,
+    mesh: Mesh,
+    speeds: Sequence[float],
+    remat: Sequence[str] | None = None,
 ) -> Stages:
     """`counts` are the layers per stage, `speeds` those of the devices."""
+    modes = ("none",) * len(counts) if remat is None else tuple(remat)
     ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = tuple(profile.layers[first:last] for first, last in pairwise(ends))
     homes = placement.homes
@@ -56,7 +66,34 @@ def make_stages(
         kept_for_weight_grad=[sum(layer.kept_for_weight_grad for layer in own) for own in layers],
         boundary=boundary,
     )
-    return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary)
+    if "layer" in modes:
+        costs = _layer_by_layer(costs, layers, boundary, modes)
+    return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary, modes)
+
+
+def _layer_by_layer(
+    costs: Costs, layers: Sequence[Sequence[Layer]], boundary: Sequence[int], modes: Sequence[str]
+) -> Costs:
+    """Stages that keep the input of each layer, and make the rest again inside the backward."""
+    chosen = [mode == "layer" for mode in modes]
+    inputs = [size + sum(layer.boundary for layer in own[:-1]) for size, own in zip(boundary, layers, strict=True)]
+
+    def where(other: Sequence[Number], usual: Sequence[Number]) -> tuple[Number, ...]:
+        return tuple(a if here else b for here, a, b in zip(chosen, other, usual, strict=True))
+
+    def listed(name: str) -> Sequence[Number]:
+        return getattr(costs, name)  # type: ignore[no-any-return]
+
+    later = {name: where(list(map(add, listed(name), listed("recompute"))), listed(name)) for name in _BACKWARD}
+    return replace(
+        costs,
+        **later,  # type: ignore[arg-type]
+        recompute=where([0.0] * len(layers), listed("recompute")),
+        activation=where(inputs, listed("activation")),
+    )
+
+
+_BACKWARD = ("input_grad", "backward")
 
 
 def _with_links(costs: Costs, profile: Profile, placement: Placement, mesh: Mesh, boundary: Sequence[int]) -> Costs:

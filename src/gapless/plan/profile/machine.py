@@ -45,11 +45,14 @@ def check_reach(profile: Profile, num_devices: int) -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Which devices make which pipeline. `inside`: the replicas of a stage are neighbours, not the stages."""
+    """Which devices make which pipeline. `inside`: the replicas of a stage are neighbours, not the stages. `order`: the
+    devices that take the places of the mesh, where these are not the first ones in the order in which they are given.
+    """
 
     replicas: int
     num_devices: int  # of one pipeline
     inside: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def dimensions(self) -> tuple[tuple[str, int], ...]:
@@ -59,7 +62,8 @@ class Mesh:
 
     def device(self, replica: int, position: int) -> int:
         """The number among all devices of the one at `position` of a pipeline."""
-        return position * self.replicas + replica if self.inside else replica * self.num_devices + position
+        place = position * self.replicas + replica if self.inside else replica * self.num_devices + position
+        return self.order[place] if self.order else place
 
     def hop(self, profile: Profile, one: int, other: int) -> Link:
         """What connects two positions of a pipeline; of all replicas the slowest."""

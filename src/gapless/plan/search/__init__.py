@@ -3,7 +3,10 @@
 wanted     what a plan is searched for
 choices    what is chosen from: pipelines, microbatches, recipes, stages per device
 bound      what no plan of a choice can be below
+estimate   about what a choice takes: the order in which they are tried
+auto_order the order that `auto` finds for devices with rooms of their own
 drafts     a choice with its cuts and its schedule, and what each device would hold
+least      what choices take at the least, and about what they take
 footprint  bytes of each device at its peak
 breakdown  where the time of a step goes
 judge      from a choice to the quickest plan that fits

@@ -1,24 +1,25 @@
 """What no plan of a choice can be below, however the model is cut, ordered and recomputed.
 
 The bounds come from the actions alone, never from a plan that was found. A backward takes at least the quicker of a
-whole B and an I with a W, since lowering may split and fuse; no recompute is counted. With x the time of a stage for
-one microbatch, of which a share is passed on before its weight gradient:
+whole B and an I with a W, since lowering may split and fuse. With x the time of a stage for one microbatch:
 
     every device is busy all the time                M sum(x) / devices
-    the slowest stage or hop of the best cuts        M max(x)
+    layers can't be cut: one device has more         M times what the fullest of all devices has
     one microbatch goes down and back up             sum(F) + sum(I)
     a line of stages fills, and drains               F of the stages before, M x, and then I of the stages before
+    memory: what a layer leaves behind is held while the microbatch goes down and back up, or is made again
 
-The last holds for each stage s of a line. Cuts that make later stages smaller lessen it, and the best that any cuts can
-do is a geometric row: with `a` the share of x that stages before must do first (and after), x(s+1) = (1 - a/M) x(s),
-and the step takes a sum(x) / (1 - (1 - a/M)^K). Where weight gradients may wait, only F counts in `a`.
+In a line the last but one holds for each stage, wherever it starts, so the best of all cuts is found layer by layer.
+Where weight gradients may wait, only the F before a stage count.
 """
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
-from gapless.plan.cut.chain import Chain, solve
 from gapless.plan.profile.contention import ALONE
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
@@ -50,12 +51,22 @@ class Bounds:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._works = cache(self._work)
-        self._slowest = cache(self._slowest_stage)
+        self._line = cache(self._best_line)
+        self._in_room = cache(self._pace_in_room)
+        self._packed = cache(self._fullest_device)
 
     def seconds(
-        self, recipe: str, stages_per_device: int, mesh: Mesh, microbatches: int, speeds: Sequence[float]
+        self,
+        recipe: str,
+        stages_per_device: int,
+        mesh: Mesh,
+        microbatches: int,
+        speeds: Sequence[float],
+        room: float | None = None,
     ) -> float:
-        """Of a step, the sum of gradients and the update included."""
+        """Of a step, with the sum of gradients and the update. `room`: bytes for the activations of all devices of a
+        pipeline together; None without a limit.
+        """
         K, M, fastest = mesh.num_devices, microbatches, max(speeds)
         profile, works = self.profile, self._works(K > 1)
         entry = _entry(profile, alone=K == 1)
@@ -66,11 +77,19 @@ class Bounds:
             return (M * total / fastest + mesh.sum_seconds(profile, 0, gradients) + update) * (1 - _ROUNDING)
         least = M * total / sum(speeds)
         once = sum(work.forward + work.handed for work in works) / fastest
-        found = max(least, once, M * (max(work.all for work in works) + entry.all) / fastest)
+        if room is not None:
+            least = max(least, M * self._in_room(room, sum(speeds), fastest))
+        found = max(
+            least, once, M * (max(work.all for work in works) + entry.all) / fastest, M * self._packed(tuple(speeds))
+        )
         if stages_per_device == 1:
-            found = max(found, M * self._slowest(tuple(speeds)), self._filled(works, M, K, recipe) / fastest)
+            found = max(found, self._line(tuple(speeds), M, recipe in WHOLE))
             found = max(found, self._with_sums(mesh, M * total, gradients, speeds))
         return (found + update) * (1 - _ROUNDING)
+
+    def work(self, together: bool) -> float:
+        """Of all layers for one microbatch, at the least."""
+        return sum(work.all for work in self._works(together)) * (1 - _ROUNDING)
 
     def _with_sums(self, mesh: Mesh, busy: float, gradients: float, speeds: Sequence[float]) -> float:
         """In a line a device sums the gradients of its stage when all its work is done."""
@@ -79,18 +98,32 @@ class Bounds:
         sums = min(mesh.sum_seconds(self.profile, position, gradients) for position in range(mesh.num_devices))
         return (busy + min(speeds) * sums) / sum(speeds)
 
-    def _filled(self, works: Sequence[_Work], M: int, K: int, recipe: str) -> float:
-        """A line that fills and drains, at its best cuts. Entry times are left out."""
-        if recipe in WHOLE:
-            ahead = min((work.forward + work.handed) / work.all if work.all else 1.0 for work in works)
-            # The last weight gradient of a stage holds nobody up.
-            M_ = M - max((work.backward - work.handed) / work.all if work.all else 0.0 for work in works)
-        else:
-            ahead, M_ = min(work.forward / work.all if work.all else 1.0 for work in works), float(M)
-        total = sum(work.all for work in works)
-        if ahead <= 0 or M_ <= 0:
-            return 0.0
-        return ahead * total / (1 - max(0.0, 1 - ahead / M_) ** K)
+    def _pace_in_room(self, room: float, power: float, fastest: float) -> float:
+        """Seconds for each microbatch that so many bytes for activations allow on devices of `power` together.
+
+        A layer either holds its activations while the layers after it run forward and backward, and so much of the
+        room for so long; or it is recomputed. What holds most for the least recompute is recomputed first.
+        """
+        layers, works = self.profile.layers, self._works(True)
+        down_and_up = list(accumulate(reversed([w.forward + w.handed for w in works])))[::-1]
+        slower = min(1.0, self.profile.contention.forward)
+        items = []
+        for layer, seconds in zip(layers, down_and_up, strict=True):
+            size = max(0, layer.activation - layer.overlap)
+            items.append((layer.recompute.median * slower, size * seconds / fastest, size))
+        busy = sum(work.all for work in works)
+        # All that a microbatch leaves behind is there at once, too, when it has ended its forwards.
+        least = _recomputed([(r, float(size)) for r, _, size in items], room)
+        if least == math.inf:
+            return math.inf
+        low = high = (busy + least) / power
+        if low * room < sum(held for _, held, _ in items):
+            high = max(low, (busy + sum(r for r, _, _ in items)) / power)
+            for _ in range(40):
+                middle = (low + high) / 2
+                fits = busy + _recomputed([(r, held) for r, held, _ in items], room * middle) <= power * middle
+                low, high = (low, middle) if fits else (middle, high)
+        return low
 
     def _work(self, together: bool) -> tuple[_Work, ...]:
         """`together`: devices run beside each other."""
@@ -102,23 +135,129 @@ class Bounds:
             found.append(_Work(slower.forward * layer.forward.median, min(whole, inputs), min(whole, inputs + weights)))
         return tuple(found)
 
-    def _slowest_stage(self, speeds: tuple[float, ...]) -> float:
-        """The slowest stage of a line at the best cuts."""
-        works = self._works(True)
+    def _fullest_device(self, speeds: tuple[float, ...]) -> float:
+        """The busiest of equal devices, whichever layers each has: with 94 blocks of 9 ms and a head of 20 ms on 16 of
+        them, one has the head and 4 blocks, or another has 7. Layers that are much alike count as their quickest.
+        """
+        if len(set(speeds)) > 1:
+            return 0.0
+        return packed([work.all for work in self._works(True)], len(speeds)) / speeds[0]
+
+    def _best_line(self, speeds: tuple[float, ...], M: int, whole: bool) -> float:
+        """A line that fills and drains, at its best cuts: the least T such that stages as long as T allows
+        reach the last layer. A stage that starts later may end later, so the longest are the best.
+        """
+        works, fastest = self._works(True), max(speeds)
         if len(works) < len(speeds):
             return 0.0
-        rows = {speed: [0.0] for speed in set(speeds)}
-        for speed, sums in rows.items():
-            for work in works:
-                sums.append(sums[-1] + work.all / speed)
-        found = solve(Chain([rows[speed] for speed in speeds], [None] * len(speeds), [None] * len(speeds)))
-        return 0.0 if found is None else float(found.slowest)
+        busy = [0.0, *accumulate(work.all for work in works)]
+        before = [0.0, *accumulate((w.forward + (w.handed if whole else 0.0)) / fastest for w in works)]
+        # The last weight gradient of a stage holds nobody up; of a layer it is at most so much of its work.
+        last = max((w.backward - w.handed) / w.all if w.all else 0.0 for w in works) if whole else 0.0
+        last = min(last, M - 1e-9)
+        low, high = 0.0, (M + 1) * busy[-1] / min(speeds) + before[-1]
+        for _ in range(50):
+            middle = (low + high) / 2
+            at = 0
+            for speed in speeds:
+                most = busy[at] + speed * min(middle / M, max(0.0, middle - before[at]) / (M - last))
+                at = max(at, bisect_right(busy, most) - 1)
+            low, high = (low, middle) if at >= len(works) else (middle, high)
+        return low
+
+
+def _recomputed(items: Sequence[tuple[float, float]], room: float) -> float:
+    """The least recompute so that the sizes of all others are within the room; layers may be recomputed in part.
+    `items`: the recompute and the size of each layer.
+    """
+    excess = sum(size for _, size in items) - room
+    found = 0.0
+    if room < 0:
+        return math.inf
+    for again, size in sorted(items, key=lambda item: item[0] / item[1] if item[1] else math.inf):
+        if excess <= 0 or not size:
+            break
+        freed = min(excess, size)
+        found += again * freed / size
+        excess -= freed
+    return found
 
 
 def _entry(profile: Profile, *, alone: bool) -> _Work:
     slower = ALONE if alone else profile.contention
     backward = min(slower.backward, slower.halves) * profile.entry.backward
     return _Work(slower.forward * profile.entry.forward, backward, backward)
+
+
+_ALIKE = 1.005  # times the quickest: layers up to there count as it
+_MOST_ODD = 6  # layers that are unlike most others
+
+
+def packed(works: Sequence[float], num_devices: int) -> float:
+    """What the busiest of so many devices has at the least, whichever layers each has; 0 where layers are too unlike to
+    tell quickly.
+    """
+    groups: list[list[float]] = []
+    for work in sorted(works):
+        if groups and work <= _ALIKE * groups[-1][0]:
+            groups[-1].append(work)
+        else:
+            groups.append([work])
+    most = max(groups, key=len)
+    odd = [group[0] for group in groups if group is not most for _ in group]
+    each, count = most[0], len(most)
+    if len(odd) > _MOST_ODD or not each or num_devices == 1:
+        return 0.0
+    shared = [[sum(part) for part in parts] for parts in _set_partitions(odd) if len(parts) <= num_devices]
+
+    def fits(bound: float) -> bool:
+        for loads in shared:
+            if max(loads, default=0.0) > bound:
+                continue
+            room = sum(int((bound - load) / each + _ROUNDING) for load in loads)
+            if room + (num_devices - len(loads)) * int(bound / each + _ROUNDING) >= count:
+                return True
+        return False
+
+    sums = {load for loads in shared for load in loads} | {0.0}
+    bounds = sorted({load + number * each for load in sums for number in range(count + 1)})
+    return bounds[bisect_left(bounds, True, key=fits)] * (1 - _ROUNDING)
+
+
+def _set_partitions(items: Sequence[float]) -> Iterator[list[list[float]]]:
+    """Every way to put them together."""
+    if not items:
+        yield []
+        return
+    for parts in _set_partitions(items[1:]):
+        yield [[items[0]], *parts]
+        for number, part in enumerate(parts):
+            yield [*parts[:number], [items[0], *part], *parts[number + 1 :]]
+
+
+class CutBounds:
+    """What no plan with given cuts can be below, of one choice: by sums of layers, so that thousands are quick."""
+
+    def __init__(
+        self, profile: Profile, placement: Placement, speeds: Sequence[float], microbatches: int, recipe: str
+    ) -> None:
+        works = Bounds(profile)._work(placement.num_devices > 1)
+        entry = _entry(profile, alone=placement.num_devices == 1)
+        self._all = [0.0, *accumulate(work.all for work in works)]
+        self._before = [0.0, *accumulate(w.forward + (w.handed if recipe in WHOLE else 0.0) for w in works)]
+        self._last = max(work.backward - work.handed for work in works) if recipe in WHOLE else 0.0
+        self._entry, self._placement, self._speeds, self._M = entry, placement, speeds, microbatches
+
+    def seconds(self, counts: Sequence[int]) -> float:
+        """Of the makespan. What is before a stage counts at the speed of the fastest device."""
+        ends = [0, *accumulate(counts)]
+        fastest, least = max(self._speeds), 0.0
+        for stages, speed in zip(self._placement.stages, self._speeds, strict=True):
+            work = sum(self._all[ends[s + 1]] - self._all[ends[s]] + self._entry.all for s in stages) / speed
+            head = self._before[ends[stages[0]]] / fastest
+            last = max(counts[s] for s in stages) * self._last / speed if self._last else 0.0
+            least = max(least, self._M * work, head + self._M * work - last)
+        return least * (1 - _ROUNDING)
 
 
 def cut_seconds(costs: Costs, placement: Placement, microbatches: int, recipe: str) -> float:

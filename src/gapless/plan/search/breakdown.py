@@ -25,15 +25,36 @@ def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
         together = float(simulate(schedule, replace(costs, latency=0, bandwidth=None)).makespan)
     recompute = costs.durations(schedule.placement)[Kind.RECOMPUTE]
     again = sum(float(recompute[a.stage]) for a in schedule.actions if a.kind is Kind.RECOMPUTE)
+    forward = costs.durations(schedule.placement)[Kind.FORWARD]
+    for stage, mode in enumerate(stages.remat):
+        if mode == "layer":  # inside the backward, and as long beside the forward as in the profile
+            usual = sum(layer.forward.median for layer in stages.layers[stage]) or 1.0
+            share = sum(layer.recompute.median for layer in stages.layers[stage]) / usual
+            again += schedule.num_microbatches * share * float(forward[stage])
     work, shared = float(timeline.work), sum(map(float, timeline.busy)) / schedule.num_devices
     update = costs.per_stage("update", schedule.placement)
-    sizes = [sum(layer.gradients for layer in stages.of_device(device)) for device in range(schedule.num_devices)]
-    summed = max(mesh.sum_seconds(profile, device, size) for device, size in enumerate(sizes))
+    summed = (
+        max(_sums_end(profile, stages, timeline, mesh, device) for device in range(schedule.num_devices)) - makespan
+    )
     return Breakdown(
         compute=shared - again / schedule.num_devices,
         recompute=again / schedule.num_devices,
         imbalance=work - shared,
         bubble=together - work,
-        communication=makespan - together + summed,
+        communication=makespan - together + max(0.0, summed),
         update=max(sum(float(update[stage]) for stage in own) for own in stages.placement.stages),
     )
+
+
+def _sums_end(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh, device: int) -> float:
+    """When the last gradients of a device are added up: those of a stage once its last one is there, while other stages
+    still work, and one stage after another.
+    """
+    if mesh.replicas == 1:
+        return 0.0
+    last = {action.stage: float(end) for action, _, end in timeline.spans(device)}
+    done = 0.0
+    for stage, end in sorted(last.items(), key=lambda item: item[1]):
+        size = sum(layer.gradients for layer in stages.layers[stage])
+        done = max(done, end) + mesh.sum_seconds(profile, device, size)
+    return done

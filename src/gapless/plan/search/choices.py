@@ -1,11 +1,15 @@
 """What a search chooses from: pipelines and replicas, microbatches, recipes and stages per device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, permutations, product
+from typing import Any
 
 from gapless.errors import ConfigError
-from gapless.plan.profile.machine import Mesh
+from gapless.plan.profile.machine import Device, Mesh
+from gapless.plan.profile.profile import Link
 from gapless.schedule.placement import Placement, line, loop, vee
 from gapless.schedule.recipes import find_recipe
 
@@ -26,7 +30,9 @@ RECIPES = (
 
 _MOST_STAGES_PER_DEVICE = 4
 MOST_MICROBATCHES = 1024
-_DEPTHS = (1, 2, 4, 8)  # microbatches per device that are tried
+_ALL_SIZES = 64  # samples up to which every size of microbatches is a choice
+_MOST_ORDERS = 24  # of unlike devices
+_MOST_MACHINES = 4096
 
 
 @dataclass(frozen=True)
@@ -60,40 +66,94 @@ class Choice:
         return f"{self.recipe} on {devices}{stages}, {self.microbatches} microbatches of {self.samples}"
 
 
-def meshes(num_devices: int, *, even: bool, levels: int) -> list[Mesh]:
-    """Every way to use all devices, the longest pipeline first. Uneven devices make one pipeline."""
+def machines(devices: Sequence[Device]) -> list[tuple[int, ...]]:
+    """Every choice of devices, the most first: leaving some idle is a plan, too. Of devices that are alike the first
+    are taken, so that what there is to choose from only grows with the devices.
+    """
+    kinds: dict[Device, list[int]] = {}
+    for number, device in enumerate(devices):
+        kinds.setdefault(device, []).append(number)
+    counts = product(*(range(len(numbers), -1, -1) for numbers in kinds.values()))
+    found = ([x for n, k in zip(kinds.values(), each, strict=True) for x in n[:k]] for each in counts)
+    return sorted(
+        (tuple(sorted(one)) for one in islice(found, _MOST_MACHINES) if one), key=lambda one: (-len(one), one)
+    )
+
+
+def meshes(machine: Sequence[int], devices: Sequence[Device], *, replicas: bool, links: Sequence[Link]) -> list[Mesh]:
+    """Every way to use all devices of the machine, the longest pipeline first, and for unlike devices several orders.
+    Replicas of a stage are devices that are as alike as possible: the stage is as quick as its slowest replica.
+    """
     found = []
-    for K in range(num_devices, 0, -1):
-        replicas, left = divmod(num_devices, K)
-        if left == 0 and (even or replicas == 1):
-            found.append(Mesh(replicas, K))
-            if levels > 1 and replicas > 1 and K > 1:
-                found.append(Mesh(replicas, K, inside=True))
-    return found
+    near = not links or links[0].devices is None or len({number // links[0].devices for number in machine}) == 1
+    for K in range(len(machine), 0, -1):
+        R, left = divmod(len(machine), K)
+        if left or (R > 1 and not replicas):
+            continue
+        for order in _orders(machine, devices, R, K):
+            for inside in (False, True) if R > 1 and K > 1 and not near else (False,):
+                placed = order(inside)
+                found.append(Mesh(R, K, inside, () if placed == tuple(range(len(machine))) else placed))
+    return list(dict.fromkeys(found))
 
 
-def shorter(num_devices: int) -> list[Mesh]:
-    """One pipeline that leaves devices idle: for when nothing else fits the model."""
-    return [Mesh(1, K) for K in range(num_devices - 1, 1, -1) if num_devices % K]
+def _orders(
+    machine: Sequence[int], devices: Sequence[Device], R: int, K: int
+) -> list[Callable[[bool], tuple[int, ...]]]:
+    """Each gives the devices by their places in a mesh, where the replicas of a stage are neighbours, or its stages."""
+    if len({devices[number] for number in machine}) == 1:
+        return [lambda inside: tuple(machine)]
+
+    def kind(number: int) -> tuple[float, float]:
+        memory = devices[number].memory
+        return (float("inf") if memory is None else memory, devices[number].speed)
+
+    if every_order(machine, devices):
+        sorts: list[Sequence[int]] = [machine, *permutations(machine)]
+    else:
+        by_memory = sorted(machine, key=lambda number: (kind(number), number))
+        by_speed = sorted(machine, key=lambda number: (devices[number].speed, kind(number), number))
+        sorts = [by_memory, by_memory[::-1], by_speed, by_speed[::-1], machine]
+    rows = [tuple(tuple(row[at : at + R]) for at in range(0, len(row), R)) for row in sorts]  # each stage's replicas
+    different: dict[tuple[Any, ...], tuple[tuple[int, ...], ...]] = {}
+    for row in rows:
+        different.setdefault(tuple(tuple(sorted(map(kind, group))) for group in row), row)
+    return [partial(_placed, row) for row in different.values()]
+
+
+def every_order(machine: Sequence[int], devices: Sequence[Device]) -> bool:
+    """Whether all orders of these devices are choices: only some are, where there are many."""
+    return len({devices[number] for number in machine}) == 1 or math.perm(len(machine)) <= _MOST_ORDERS
+
+
+def _placed(groups: Sequence[Sequence[int]], inside: bool) -> tuple[int, ...]:
+    """`groups`: the replicas of each stage."""
+    return tuple(number for part in (groups if inside else zip(*groups, strict=True)) for number in part)
 
 
 def microbatches(mesh: Mesh, minibatch: int, asked: int | None = None) -> list[tuple[int, int]]:
-    """(M, samples in each) for the share of one replica, the smallest first; none where it can't be cut evenly."""
-    share, left = divmod(minibatch, mesh.replicas)
-    if left:
+    """(M, samples in each) for the share of one replica, the smallest first. Where the samples can't be shared out
+    evenly, this is the largest share, of which the last microbatches may be smaller.
+    """
+    if mesh.replicas > minibatch:
         return []
+    share = math.ceil(minibatch / mesh.replicas)
     if asked is not None:
         return [(asked, math.ceil(share / asked))] if asked <= share else []
-    divisors = [M for M in range(1, min(share, MOST_MICROBATCHES) + 1) if share % M == 0]
-    wanted = [depth * mesh.num_devices for depth in _DEPTHS]
-    near = {min(divisors, key=lambda M: (abs(math.log(M / want)), M)) for want in wanted}
-    return [(M, share // M) for M in sorted(near, reverse=True)]
+    sizes: Sequence[int] = range(1, share + 1)
+    if share > _ALL_SIZES:  # 1, 2, 4, 8, ..., and all of them
+        powers = {2**n for n in range(share.bit_length()) if 2**n <= share}
+        sizes = sorted(powers | {share})
+    least: dict[int, int] = {}  # by the number of microbatches
+    for size in sizes:
+        least.setdefault(math.ceil(share / size), size)
+    return [(M, size) for M, size in least.items() if M <= MOST_MICROBATCHES]
 
 
 def choices(
     counts: Mapping[Mesh, Sequence[tuple[int, int]]], recipes: Sequence[str], num_layers: int
 ) -> Iterator[Choice]:
-    """For each mesh with its numbers of microbatches."""
+    """For each mesh with its numbers of microbatches; only those that have a layer for each stage."""
     for mesh, pairs in counts.items():
         for M, samples in pairs:
             if mesh.num_devices == 1:  # all schedules are the same here, and this one holds least
@@ -101,7 +161,8 @@ def choices(
                 continue
             for recipe in recipes:
                 for stages_per_device in _stages_per_device(recipe, mesh.num_devices, num_layers):
-                    yield Choice(recipe, stages_per_device, mesh, M, samples)
+                    if mesh.num_devices * stages_per_device <= num_layers:
+                        yield Choice(recipe, stages_per_device, mesh, M, samples)
 
 
 def _stages_per_device(recipe: str, num_devices: int, num_layers: int) -> list[int]:

@@ -3,24 +3,25 @@
 Not yet lowered and not yet judged, so that many can be made to find one that fits.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
-from gapless.errors import PlanError, ScheduleError
+from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
-from gapless.plan.plan import Footprint
+from gapless.plan.plan import Footprint, Remat
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Layer, Profile
-from gapless.plan.search.bound import Bounds
+from gapless.plan.search.auto_order import auto_order, rebuilt
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
+from gapless.schedule.memory import peaks
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -28,6 +29,9 @@ from gapless.units import show_bytes
 
 _TRIES = 60  # to share a device's memory among its stages
 _MESSAGES = 6  # that `auto` leaves room for: a device has two neighbours, and messages go both ways
+_WEIGHT = {"auto": 40, "v-half": 8, "v-min": 8}  # what making a schedule takes, in simulations of it
+
+Modes = tuple[Remat, ...]
 
 
 class TooLargeError(PlanError):
@@ -38,21 +42,45 @@ class TooLargeError(PlanError):
         self.excess = excess
 
 
+class TooSlowError(PlanError):
+    """What can't be quicker than the best so far."""
+
+
 @dataclass(frozen=True)
 class Draft:
-    """`remat` are the stages that are recomputed, `timeline` is of `plain` with these recomputes."""
+    """`schedule` is `plain` with the recomputes of `remat`, of which there is one word per stage; `alone` are the
+    stages as they are without other devices beside them. What takes long to know is found when it is asked for.
+    """
 
     choice: Choice
     counts: tuple[int, ...]
-    remat: frozenset[int]
-    stages: Stages
+    remat: Modes
+    alone: Stages
     plain: Schedule
-    timeline: Timeline
-    held: tuple[Footprint, ...]
+    schedule: Schedule
+    _drafts: "Drafts"
+
+    @cached_property
+    def stages(self) -> Stages:
+        """As they are beside each other."""
+        profile = self._drafts.profile(self.choice.samples)
+        slower = _contention(profile, self.choice.mesh.replicas)
+        return replace(self.alone, costs=slower.costs(self.alone.costs, self.schedule))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        self._drafts.effort += self.schedule.num_actions
+        return simulate(self.schedule, self.stages.costs)
+
+    @cached_property
+    def held(self) -> tuple[Footprint, ...]:
+        """Asked for only where there is a limit, or a plan is made of it."""
+        return self._drafts.held(self.choice, self.stages, self.timeline)
 
     @property
-    def schedule(self) -> Schedule:
-        return self.timeline.schedule
+    def recomputed(self) -> frozenset[int]:
+        """The stages that have an R."""
+        return frozenset(stage for stage, mode in enumerate(self.remat) if mode == "stage")
 
     @property
     def seconds(self) -> float:
@@ -60,74 +88,91 @@ class Draft:
 
 
 class Drafts:
-    """Makes drafts of a profile for these devices, and keeps what several of them share."""
+    """Makes drafts of a profile for these devices, and keeps what several of them share. `effort` counts the actions
+    that were simulated: what the search's budget is spent on, and the same on every machine.
+    """
 
     def __init__(
-        self, profile: Profile, devices: Sequence[Device], *, shard_optimizer: bool = False, slack: float | None = None
+        self,
+        profile: Profile,
+        devices: Sequence[Device],
+        *,
+        shard_optimizer: bool = False,
+        slack: float | None = None,
+        by_layer: bool = True,
     ) -> None:
+        """`by_layer`: a stage may be recomputed layer by layer."""
         self.devices, self.shard_optimizer = devices, shard_optimizer
         self.slack = profile.slack if slack is None else slack
+        self.again: tuple[Remat, ...] = ("stage", "layer") if by_layer else ("stage",)
+        self.effort = 0
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
-        self._bounds = cache(lambda samples: Bounds(self.profile(samples)))
         self._named = cache(make_schedule)
-        self._plain: dict[tuple[Choice, tuple[int, ...]], Schedule] = {}
+        self._plain: dict[tuple[Choice, tuple[int, ...], Modes | None], Schedule] = {}
+        self._cuts: dict[Any, tuple[int, ...]] = {}
 
-    def make(self, choice: Choice, counts: tuple[int, ...], remat: frozenset[int] = frozenset()) -> Draft:
+    def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None) -> Draft:
+        modes = nothing_again(len(counts)) if remat is None else remat
         profile = self.profile(choice.samples)
-        stages = make_stages(profile, counts, choice.placement, choice.mesh, self.speeds(choice))
-        if (choice, counts) not in self._plain:
-            self._plain[choice, counts] = self._schedule(choice, stages)
-        plain = self._plain[choice, counts]
-        schedule = lowered(plain, stages.costs, Passes(recompute=remat, early=False))
-        stages = replace(stages, costs=_contention(profile, choice.mesh.replicas).costs(stages.costs, schedule))
-        timeline = simulate(schedule, stages.costs)
-        return Draft(choice, counts, remat, stages, plain, timeline, self.held(choice, stages, timeline))
+        stages = make_stages(profile, counts, choice.placement, choice.mesh, self.speeds(choice), modes)
+        plain = self._ordered(choice, counts, stages, modes)
+        again = [stage for stage, mode in enumerate(modes) if mode == "stage"]
+        schedule = lowered(plain, stages.costs, Passes(recompute=again, early=False)) if again else plain
+        return Draft(choice, counts, modes, stages, plain, schedule, self)
 
     def held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
         profile = self.profile(choice.samples)
+        self.effort += timeline.schedule.num_actions
         return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
 
-    def _schedule(self, choice: Choice, stages: Stages) -> Schedule:
+    def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes) -> Schedule:
         sizes: dict[str, Any] = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
         sizes["stages_per_device"] = choice.stages_per_device
-        if choice.recipe not in ("auto", "v-half", "v-min"):
+        if choice.recipe not in _WEIGHT:
             return self._named(choice.recipe, **sizes)
-        room = self._room(choice, stages) if choice.recipe == "auto" else None
-        try:
-            return make_schedule(choice.recipe, costs=stages.costs, memory_limit=room, **sizes)
-        except ScheduleError:
-            left = show_bytes(room or 0)
-            raise PlanError(f"no order was found that keeps within the {left} left for activations") from None
+        key = (choice, counts, modes if choice.recipe == "auto" else None)
+        if key not in self._plain:
+            self.effort += _WEIGHT[choice.recipe] * choice.num_actions
+            if choice.recipe == "auto":
+                self._plain[key] = auto_order(stages, self._rooms(choice, stages), sizes)
+            else:
+                self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **sizes)
+        return self._plain[key]
 
-    def _room(self, choice: Choice, stages: Stages) -> float | None:
-        """What is left for activations on the device with the least room; None without a limit."""
+    def _rooms(self, choice: Choice, stages: Stages) -> list[float | None]:
+        """What is left for activations on each device; None without a limit."""
         profile = self.profile(choice.samples)
-        activation = stages.costs.per_stage("activation", choice.placement)
-        found: list[float] = []
+        kept_ = stages.costs.per_stage("activation", choice.placement)
+        found: list[float | None] = []
         for device, limit in enumerate(self.limits(choice)):
             if limit is None:
+                found.append(None)
                 continue
             own, held = stages.of_device(device), choice.placement.stages[device]
             others = profile.reserved + max(layer.libraries for layer in own)
             fixed = others + sum(kept(layer, self.shards(choice)) for layer in own)
             messages = _MESSAGES * max(stages.boundary[stage] for stage in held)
-            beside = messages + max(layer.most_workspace for layer in own)
-            least = fixed + (1 + self.slack) * (beside + float(sum(activation[stage] for stage in held)))
+            beside = messages + max(layer.most_workspace for layer in own) + rebuilt(stages, held)
+            sizes = [stages.boundary[s] if stages.remat[s] == "stage" else float(kept_[s]) for s in held]
+            least = fixed + (1 + self.slack) * (beside + sum(sizes))
             if least > limit:
                 raise TooLargeError(
                     f"device {device} needs {show_bytes(least)} for a single microbatch, but has {show_bytes(limit)}",
                     least / limit,
                 )
             found.append((limit - fixed) / (1 + self.slack) - beside)
-        return min(found, default=None)
+        return found
 
     def cut(
         self,
         choice: Choice,
-        remat: Collection[int],
+        remat: Modes | None = None,
         memory: Sequence[Sequence[float]] | None = None,
         limits: Sequence[float] | None = None,
     ) -> tuple[int, ...]:
+        key = (choice.samples, choice.placement, choice.mesh, remat)
+        if memory is None and key in self._cuts:
+            return self._cuts[key]
         profile = self.profile(choice.samples)
         placement = choice.placement
         plain = [layer.work for layer in profile.layers]
@@ -135,8 +180,8 @@ class Drafts:
         homes = placement.homes
         links = [choice.mesh.hop(profile, *pair) for pair in pairwise((*homes, homes[-1]))]
         hops = [[link.seconds(layer.boundary) for layer in profile.layers] for link in links]
-        return partition(
-            [again if stage in remat else plain for stage in range(placement.num_stages)],
+        found = partition(
+            [again if remat and remat[stage] != "none" else plain for stage in range(placement.num_stages)],
             placement,
             speeds=self.speeds(choice),
             hops=hops if profile.links else None,
@@ -144,14 +189,35 @@ class Drafts:
             limits=limits,
             most_tries=_TRIES,
         )
-
-    def least_seconds(self, choice: Choice) -> float:
-        """What no plan of this choice can be below."""
-        bounds, speeds = self._bounds(choice.samples), self.speeds(choice)
-        return bounds.seconds(choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches, speeds)
+        if memory is None:
+            self._cuts[key] = found
+        return found
 
     def fits(self, draft: Draft) -> bool:
-        return not over_limit(draft.held, self.limits(draft.choice))
+        return not self.too_full(draft)
+
+    def too_full(self, draft: Draft) -> dict[int, float]:
+        """The devices that hold more than they have, and how much more. What is sure comes first: that is quick."""
+        limits = self.limits(draft.choice)
+        if all(limit is None for limit in limits):
+            return {}
+        found = self._surely_too_full(draft, limits)
+        if not found:
+            for device in over_limit(draft.held, limits):
+                found[device] = draft.held[device].total - float(limits[device] or 0)
+        return found
+
+    def _surely_too_full(self, draft: Draft, limits: Sequence[int | None]) -> dict[int, float]:
+        profile, shards = self.profile(draft.choice.samples), self.shards(draft.choice)
+        self.effort += draft.schedule.num_actions
+        found = {}
+        for device, peak in enumerate(peaks(draft.schedule, draft.alone.memory_costs)):
+            held = profile.reserved + sum(kept(layer, shards) for layer in draft.alone.of_device(device))
+            held += (1 + self.slack) * float(peak)
+            limit = limits[device]
+            if limit is not None and held > limit:
+                found[device] = held - limit
+        return found
 
     def excess(self, draft: Draft) -> float:
         """The largest need of a device, as a share of what it has."""
@@ -162,16 +228,33 @@ class Drafts:
         return choice.mesh.replicas if self.shard_optimizer else 1
 
     def limits(self, choice: Choice) -> list[int | None]:
-        return [device.memory for device in self.devices[: choice.mesh.num_devices]]
+        """Of each position of a pipeline: that of its replica with the least."""
+        found: list[int | None] = []
+        for own in self._devices(choice):
+            limits = [device.memory for device in own if device.memory is not None]
+            found.append(min(limits, default=None))
+        return found
 
     def speeds(self, choice: Choice) -> list[float]:
-        return [device.speed for device in self.devices[: choice.mesh.num_devices]]
+        """Of each position of a pipeline: that of its slowest replica."""
+        return [min(device.speed for device in own) for own in self._devices(choice)]
+
+    def _devices(self, choice: Choice) -> list[list[Device]]:
+        mesh = choice.mesh
+        replicas = range(mesh.replicas)
+        return [[self.devices[mesh.device(r, position)] for r in replicas] for position in range(mesh.num_devices)]
 
 
 def _contention(profile: Profile, replicas: int) -> Contention:
     """That of one pipeline: replicas take turns with it, too."""
     found = profile.contention
     return found if found.at_once is None else replace(found, at_once=found.at_once / replicas)
+
+
+def nothing_again(num_stages: int) -> Modes:
+    """Nothing is recomputed."""
+    nothing: Remat = "none"
+    return (nothing,) * num_stages
 
 
 def kept(layer: Layer, shards: int) -> float:

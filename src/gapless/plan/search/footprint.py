@@ -115,10 +115,12 @@ def _beside(schedule: Schedule, stages: Stages, device: int) -> tuple[_Table, _T
         workspaces = _workspaces(stages, stage, halves=stage in halved)
         after = {Kind.INPUT_GRAD: more, Kind.WEIGHT_GRAD: -more}
         given = {Kind.BACKWARD: input_, Kind.WEIGHT_GRAD: input_}
+        one = _largest_layer(stages, stage) if stages.remat[stage] == "layer" else {}
         for kind in Kind:
             waiting = after_backward if kind is Kind.FORWARD else after_forward
             workspace = workspaces.get(kind, 0)
-            plain[stage, kind] = _Beside(0, 0, waiting, workspace, after.get(kind, 0))
+            held_more = one.get(kind, 0) + (more if one and kind is Kind.INPUT_GRAD else 0)
+            plain[stage, kind] = _Beside(0, held_more, waiting, workspace, after.get(kind, 0))
             remade[stage, kind] = _Beside(
                 -input_ if kind is Kind.RECOMPUTE else 0,
                 # A forward makes all of it the first time too, and lets go of it at its end.
@@ -128,6 +130,12 @@ def _beside(schedule: Schedule, stages: Stages, device: int) -> tuple[_Table, _T
                 after.get(kind, 0) + given.get(kind, 0),
             )
     return plain, remade
+
+
+def _largest_layer(stages: Stages, stage: int) -> dict[Kind, int]:
+    """Of a stage that is recomputed layer by layer: the activations of one layer are there while it runs."""
+    size = max(layer.activation for layer in stages.layers[stage])
+    return dict.fromkeys((Kind.FORWARD, Kind.INPUT_GRAD, Kind.BACKWARD), size)
 
 
 def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
@@ -148,6 +156,9 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
         forward = max(forward, layer.forward_workspace - given)
         backward = max(backward, layer.halves_workspace + beside - gone)
         whole = max(whole, layer.workspace + beside - gone)
+        if stages.remat[stage] == "layer":  # those of other layers are not there at all, and the backward runs F again
+            backward, whole = max(backward, forward), max(whole, forward)
+            continue
         own = max(0, layer.activation - layer.overlap)
         given += own
         gone += own - layer.kept_for_weight_grad if halves else own
@@ -201,7 +212,7 @@ def _crossing(schedule: Schedule, stages: Stages) -> dict[tuple[int, Kind], tupl
     """The messages to other devices, by who makes them: their way, and their bytes. Of what a forward sends, only that
     which its stage does not hold anyway.
     """
-    remade = {stage for stage, _ in schedule.recomputed}
+    remade = {stage for stage, _ in schedule.recomputed} | {s for s, mode in enumerate(stages.remat) if mode == "layer"}
     routes = Routes(schedule.placement)
     found = {}
     for stage, kind in product(range(schedule.num_stages), MAKERS):

@@ -1,143 +1,309 @@
 """From a choice to a plan: cut the model, build the schedule, see that it fits, and predict the step.
 
-What does not fit is cut by memory too, or recomputed where that frees most, and the quicker of the two is taken.
+Where there are few ways to cut it, all that may be the quickest are tried. Else it is cut by time; what does not fit is
+cut by memory too, or recomputed where that is needed, and the quickest of all is taken.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, islice, pairwise, product
 
-from gapless.errors import PartitionError
-from gapless.plan.cut.stage_costs import Stages
-from gapless.plan.plan import Footprint, Plan
+from gapless.errors import GaplessError
+from gapless.plan.plan import Footprint, Plan, Remat
+from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.drafts import Draft, Drafts, TooLargeError, kept
+from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, kept, nothing_again
 from gapless.plan.search.footprint import in_flight_at_peak, over_limit
+from gapless.plan.search.least import Least
+from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.units import show_bytes
+from gapless.units import show_bytes, show_seconds
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
 _FAR = 1.25  # times the best step: lowering has not been seen to gain more
+_FEW_CUTS = 1000  # ways to cut a model that are looked at one by one
+_EFFORT = 60_000  # actions that are simulated for the cuts of one choice
+_FINISHED = 3  # drafts that are lowered
+_SURE = 0.8  # of what must be freed: that much is known before it is tried
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the devices that `auto` recomputes on, those with the least room first
 
 
 class Judge:
     """Turns choices into plans that fit."""
 
-    def __init__(self, drafts: Drafts) -> None:
-        self.drafts = drafts
+    def __init__(self, drafts: Drafts, minibatch: int | None = None) -> None:
+        """`minibatch`: samples in a step, where microbatches may not divide them."""
+        self.drafts, self.minibatch, self.least = drafts, minibatch, Least(drafts)
+        self._compositions = cache(lambda layers, stages: list(_compositions(layers, stages)))
 
     def plan(self, choice: Choice, best: float = math.inf) -> Plan:
         """Raises a GaplessError that says why there is none. What is far from the `best` step so far is not lowered
         with all the care that takes.
         """
-        first = self.drafts.make(choice, self.drafts.cut(choice, frozenset()))
-        if self.drafts.fits(first):
-            return self._quickest([first], best)
-        drafts = [*self._cut_by_memory(first), *self._recomputed(first)]
-        if not any(map(self.drafts.fits, drafts)):
-            drafts += self._cut_by_memory(drafts[-1])
-        if not any(map(self.drafts.fits, drafts)):
-            drafts += self._all_recomputed(first)
-        fitting = [draft for draft in drafts if self.drafts.fits(draft)]
-        if not fitting:
-            raise self._too_large(min((first, *drafts), key=self.drafts.excess))
-        return self._quickest(fitting, best)
+        found, missed = self._by_time(choice, best)
+        if self.few_cuts(choice):
+            found += self._all_cuts(choice, min([best, *(draft.seconds for draft in found)]))
+        if not found:
+            raise missed or self._too_large(self.drafts.make(choice, self.drafts.cut(choice)))
+        return self._quickest(found, best)
 
-    def _cut_by_memory(self, draft: Draft) -> list[Draft]:
-        """The same with fewer layers where most is held; [] where no cuts fit."""
+    def few_cuts(self, choice: Choice) -> bool:
+        """Whether every way to cut the model is looked at."""
+        layers = len(self.drafts.profile(choice.samples).layers)
+        return math.comb(layers - 1, choice.placement.num_stages - 1) <= _FEW_CUTS
+
+    def is_too_large(self, choice: Choice) -> bool:
+        """Whether nothing of it fits for certain: one device has no other cuts, and all recomputes were tried."""
+        return choice.mesh.num_devices == 1
+
+    # -- which cuts ---------------------------------------------------------------------------------------------------
+
+    def _by_time(self, choice: Choice, best: float) -> tuple[list[Draft], GaplessError | None]:
+        """The cuts that balance time; and where these do not fit as they are, others. Or why there are none."""
+        counts = self.drafts.cut(choice)
+        if choice.recipe == "auto":
+            try:
+                return [self._fitted_auto(choice, counts, best)], None
+            except GaplessError as error:
+                return [], error
+        first = self.drafts.make(choice, counts)
+        if self.drafts.fits(first):
+            return [first], None
+        drafts = self._cut_by_memory(first, best)
+        try:
+            made = self.fitted(choice, counts, best, first)
+            return [*drafts, made, *self._cut_again(made, best)], None
+        except TooSlowError as error:
+            return drafts, error
+        except TooLargeError as error:
+            made_all = [made for again in self.drafts.again for made in self._all_recomputed(first, again, best)]
+            fitting = [draft for draft in made_all if self.drafts.fits(draft)]
+            if fitting or drafts or not made_all:
+                return [*drafts, *fitting], error
+            return [], self._too_large(min([first, *made_all], key=self.drafts.excess))
+
+    def _cut_again(self, draft: Draft, best: float) -> list[Draft]:
+        """Cut for what is recomputed."""
+        try:
+            return [self.fitted(draft.choice, self.drafts.cut(draft.choice, draft.remat), best)]
+        except GaplessError:
+            return []
+
+    def _all_cuts(self, choice: Choice, best: float) -> list[Draft]:
+        """Those that may be the quickest, the most promising first."""
+        drafts, placement = self.drafts, choice.placement
+        profile = drafts.profile(choice.samples)
+        bounds = CutBounds(profile, placement, drafts.speeds(choice), choice.microbatches, choice.recipe)
+        cuts = self._compositions(len(profile.layers), placement.num_stages)
+        found: list[Draft] = []
+        until = drafts.effort + _EFFORT
+        for least, counts in sorted((bounds.seconds(counts), counts) for counts in cuts):
+            if least >= best or drafts.effort > until:
+                break
+            try:
+                draft = self.fitted(choice, counts, best)
+            except GaplessError:
+                continue
+            found.append(draft)
+            best = min(best, draft.seconds)
+        return found
+
+    def _cut_by_memory(self, draft: Draft, best: float) -> list[Draft]:
+        """The same with fewer layers where most is held; [] where no cuts fit, or they can't be the best."""
         choice, made = draft.choice, draft
         layers = self.drafts.profile(choice.samples).layers
         fixed = [kept(layer, self.drafts.shards(choice)) for layer in layers]
         grown = 1 + self.drafts.slack
-        flying = [grown * (layer.activation - layer.overlap) for layer in layers]
+        whole = [grown * (layer.activation - layer.overlap) for layer in layers]
+        inputs = [0.0, *(grown * layer.boundary for layer in layers[:-1])]
+        flying = [inputs if mode == "layer" else whole for mode in draft.remat]
         copies = [0.0] * draft.schedule.num_stages
         for _ in range(_ROUNDS):
-            copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.stages)))
-            memory = [[size + times * each for size, each in zip(fixed, flying, strict=True)] for times in copies]
+            copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.alone)))
+            memory = [
+                [size + times * each for size, each in zip(fixed, own, strict=True)]
+                for times, own in zip(copies, flying, strict=True)
+            ]
             # Less what is no matter of which layers a device has: messages, workspace, what others take.
             limits = [
                 math.inf if limit is None else limit - (held.reserved + grown * (held.buffers + held.workspace))
                 for held, limit in zip(made.held, self.drafts.limits(choice), strict=True)
             ]
             try:
-                made = self.drafts.make(choice, self.drafts.cut(choice, draft.remat, memory, limits), draft.remat)
-            except PartitionError:
+                counts = self.drafts.cut(choice, draft.remat, memory, limits)
+                if self.least.recomputed(choice, counts, draft.remat, draft.plain) >= best:
+                    return []
+                made = self.drafts.make(choice, counts, draft.remat)
+            except GaplessError:
                 return []
             if self.drafts.fits(made):
                 return [made]
         return []
 
-    def _recomputed(self, draft: Draft) -> list[Draft]:
-        """Stages of devices that are too full are recomputed, those that free most first; then cut for that again."""
-        choice, remat, made = draft.choice, set(draft.remat), draft
-        while full := over_limit(made.held, self.drafts.limits(choice)):
-            flying = in_flight_at_peak(made.schedule, made.stages)
-            before = len(remat)
-            for device in full:
-                left = [stage for stage in choice.placement.stages[device] if stage not in remat]
-                if left:
-                    remat.add(max(left, key=lambda stage: (flying[stage] * _freed(made.stages, stage), -stage)))
-            if len(remat) == before:
-                break
-            made = self.drafts.make(choice, draft.counts, frozenset(remat))
-        try:
-            again = self.drafts.make(choice, self.drafts.cut(choice, remat), frozenset(remat))
-        except PartitionError:
-            return [made]
-        return [made, again]
-
-    def _all_recomputed(self, draft: Draft) -> list[Draft]:
+    def _all_recomputed(self, draft: Draft, again: Remat, best: float) -> list[Draft]:
         """Everything recomputed and cut by memory; then what has the room is no longer recomputed."""
-        every = frozenset(range(draft.schedule.num_stages))
+        num_stages = len(draft.counts)
+        every: Modes = (again,) * num_stages
         drafts = [self.drafts.make(draft.choice, draft.counts, every)]
-        drafts += self._cut_by_memory(drafts[0])
-        best = drafts[-1]
-        if self.drafts.fits(best):
-            for stage in reversed(range(draft.schedule.num_stages)):
-                fewer = self.drafts.make(draft.choice, best.counts, best.remat - {stage})
-                best = fewer if self.drafts.fits(fewer) else best
-        return [*drafts, best]
+        drafts += self._cut_by_memory(drafts[0], best)
+        last = drafts[-1]
+        if self.drafts.fits(last):
+            for stage in reversed(range(num_stages)):
+                fewer = self.drafts.make(draft.choice, last.counts, _changed(last.remat, {stage: "none"}))
+                last = fewer if self.drafts.fits(fewer) else last
+        return [*drafts, last]
+
+    # -- what to recompute --------------------------------------------------------------------------------------------
+
+    def fitted(self, choice: Choice, counts: tuple[int, ...], best: float, first: Draft | None = None) -> Draft:
+        """With these cuts, and as little recomputed as each device needs to fit. Raises TooLargeError, or TooSlowError
+        where it can't be quicker than `best`.
+        """
+        if choice.recipe == "auto":
+            return self._fitted_auto(choice, counts, best)
+        made = first or self.drafts.make(choice, counts)
+        options: dict[int, Iterator[dict[int, Remat]]] = {}
+        flying: Sequence[float] = ()
+        modes = made.remat
+        while full := self.drafts.too_full(made):
+            if not flying:
+                self._refuse_slow(choice, counts, made.plain, full, best)
+                flying = in_flight_at_peak(made.schedule, made.alone)
+            for device, excess in full.items():
+                if device not in options:
+                    options[device] = iter(self._recomputes(made, device, flying, excess / (1 + self.drafts.slack)))
+                changes = next(options[device], None)
+                if changes is None:
+                    raise self._too_large(made)
+                modes = _changed(modes, changes)
+            self._refuse_slow(choice, counts, made.plain, modes, best)
+            made = self.drafts.make(choice, counts, modes)
+        return made
+
+    def _refuse_slow(
+        self, choice: Choice, counts: tuple[int, ...], plain: Schedule, again: Modes | Collection[int], best: float
+    ) -> None:
+        """Raises where these recomputes, or one on each of the devices that are too full, can't be the quickest."""
+        modes: Modes = again if isinstance(again, tuple) else nothing_again(len(counts))
+        full = () if isinstance(again, tuple) else again
+        least = self.least.recomputed(choice, counts, modes, plain, full)
+        if least >= best:
+            raise TooSlowError(f"it fits only with recomputes, and then takes at least {show_seconds(least)}")
+
+    def _recomputes(self, draft: Draft, device: int, flying: Sequence[float], excess: float) -> list[dict[int, Remat]]:
+        """What may be recomputed of the stages of a device, what costs least time first; those that can't free enough
+        are left out, but for what frees most.
+        """
+        stages, own = draft.alone, draft.choice.placement.stages[device]
+        times = stages.costs.per_stage("recompute", stages.placement)
+        sizes = stages.costs.per_stage("activation", stages.placement)
+        words: tuple[Remat, ...] = ("none", *self.drafts.again)
+        options = [dict(zip(own, row, strict=True)) for row in product(words, repeat=len(own))][1:]
+
+        def cost(option: dict[int, Remat]) -> tuple[float, int]:
+            extra = sum(float(times[stage]) for stage, word in option.items() if word != "none")
+            return float(f"{extra:.9g}"), sum(word == "layer" for word in option.values())
+
+        def freed(option: dict[int, Remat]) -> float:
+            back = kept_ = 0.0
+            for stage, word in option.items():
+                layers = stages.layers[stage]
+                inner = sum(layer.boundary for layer in layers[:-1]) if word == "layer" else 0
+                if word != "none":
+                    kept_ += flying[stage] * (float(sizes[stage]) - stages.boundary[stage] - inner)
+                    one = max(layer.activation for layer in layers)
+                    back = max(back, one if word == "layer" else float(sizes[stage]))
+            return kept_ - back
+
+        most = max(map(freed, options))
+        return [each for each in sorted(options, key=cost) if freed(each) >= min(most, _SURE * excess)]
+
+    def _fitted_auto(self, choice: Choice, counts: tuple[int, ...], best: float) -> Draft:
+        """It finds an order for any room; but with less recomputed that may be a slow one."""
+        limits = self.drafts.limits(choice)
+        rooms = [math.inf if limit is None else float(limit) for limit in limits]
+        smallest = sorted(range(len(rooms)), key=rooms.__getitem__)
+        tried = [nothing_again(len(counts))]
+        if any(limit is not None for limit in limits):
+            for again, share in product(self.drafts.again, _SHARES):
+                some = smallest[: max(1, round(share * len(smallest)))]
+                tried.append(_changed(tried[0], {s: again for d in some for s in choice.placement.stages[d]}))
+        found: list[Draft] = []
+        missed: GaplessError | None = None
+        for modes in dict.fromkeys(tried):
+            if self.least.recomputed(choice, counts, modes) >= best:
+                missed = missed or TooSlowError("with the recomputes that it needs it can't be the quickest")
+                continue
+            try:
+                made = self.drafts.make(choice, counts, modes)
+            except GaplessError as error:
+                missed = missed or error
+                continue
+            if not self.drafts.fits(made):
+                missed = missed or self._too_large(made)
+                continue
+            found.append(made)
+            best = min(best, made.seconds)
+        if not found:
+            assert missed is not None
+            raise missed
+        return min(found, key=lambda draft: draft.seconds)
+
+    # -- plans --------------------------------------------------------------------------------------------------------
 
     def finished(self, draft: Draft) -> Plan:
         """Lowered as a Pipeline would, and simulated."""
         choice, stages = draft.choice, draft.stages
-        for early in (True, False) if draft.remat else (True,):  # early if there is room for it, or late
-            passes = Passes(split=True, fuse=True, recompute=draft.remat, early=early)
+        found = [(draft.timeline, draft.held)]
+        for early in (True, False) if draft.recomputed else (True,):  # early if there is room for it, or late
+            passes = Passes(split=True, fuse=True, recompute=draft.recomputed, early=early)
             timeline = simulate(lowered(draft.plain, stages.costs, passes), stages.costs)
+            self.drafts.effort += 8 * timeline.schedule.num_actions
             held = self.drafts.held(choice, stages, timeline)
             if not over_limit(held, self.drafts.limits(choice)):
-                return self._made(draft, timeline, held)
-        return self._made(draft, draft.timeline, draft.held)
+                found.append((timeline, held))
+        # The plain one last of equals: what is lowered has fewer actions.
+        return self._made(draft, *min(reversed(found), key=lambda pair: pair[0].makespan))
 
-    def _quickest(self, drafts: Sequence[Draft], best: float) -> Plan:
-        draft = min(drafts, key=lambda draft: draft.seconds)
-        if draft.seconds > _FAR * best:
-            return self._made(draft, draft.timeline, draft.held)
-        return self.finished(draft)
+    def _quickest(self, drafts: Iterable[Draft], best: float) -> Plan:
+        ranked = sorted(drafts, key=lambda draft: draft.seconds)
+        near = [draft for draft in ranked if draft.seconds <= _FAR * min(best, ranked[0].seconds)]
+        if not near:
+            return self._made(ranked[0], ranked[0].timeline, ranked[0].held)
+        different = {(draft.counts, draft.remat): draft for draft in reversed(near)}
+        plans = [self.finished(draft) for draft in islice(reversed(different.values()), _FINISHED)]
+        return min(plans, key=lambda plan: plan.step_seconds)
 
     def _made(self, draft: Draft, timeline: Timeline, held: tuple[Footprint, ...]) -> Plan:
         choice, stages, schedule = draft.choice, draft.stages, timeline.schedule
         recomputed = {stage for stage, _ in schedule.recomputed}
+        whole = choice.mesh.replicas * choice.microbatches * choice.samples
         return Plan(
             recipe=choice.recipe,
             schedule=schedule.renamed(choice.recipe),
             partition=draft.counts,
-            remat=tuple("stage" if stage in recomputed else "none" for stage in range(schedule.num_stages)),
+            remat=tuple(
+                "stage" if stage in recomputed else "layer" if mode == "layer" else "none"
+                for stage, mode in enumerate(draft.remat)
+            ),
             samples=choice.samples,
             mesh=choice.mesh,
             costs=stages.costs,
             breakdown=breakdown(self.drafts.profile(choice.samples), stages, timeline, choice.mesh),
             memory=held,
             limits=tuple(self.drafts.limits(choice)),
+            batch=self.minibatch if self.minibatch not in (None, whole) else None,
         )
 
     def _too_large(self, draft: Draft) -> TooLargeError:
         limits = self.drafts.limits(draft.choice)
-        device = over_limit(draft.held, limits)[0]
+        device = (over_limit(draft.held, limits) or [0])[0]
         held = draft.held[device]
-        remat = " even with remat" if draft.remat else ""
+        remat = " even with remat" if set(draft.remat) != {"none"} else ""
         parts = ("parameters", "gradients", "optimizer_state", "activations")
         listed = ", ".join(f"{part.replace('_', ' ')} {show_bytes(getattr(held, part))}" for part in parts)
         return TooLargeError(
@@ -147,6 +313,11 @@ class Judge:
         )
 
 
-def _freed(stages: Stages, stage: int) -> float:
-    size = stages.costs.per_stage("activation", stages.placement)[stage]
-    return float(size) - stages.boundary[stage]
+def _compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut so many layers."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield tuple(end - start for start, end in pairwise((0, *cuts, layers)))
+
+
+def _changed(modes: Modes, changes: dict[int, Remat]) -> Modes:
+    return tuple(changes.get(stage, mode) for stage, mode in enumerate(modes))

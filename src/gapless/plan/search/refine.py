@@ -9,34 +9,42 @@ from itertools import product
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
+from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.judge import Judge
 
-_MOST_ACTIONS = 600_000  # that are simulated in all
+_EFFORT = 200_000  # actions that are simulated
 
 
 def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], bool]) -> Plan:
-    """The plan, or a quicker one with other cuts that fits too."""
-    remat = frozenset(stage for stage, kind in enumerate(plan.remat) if kind == "stage")
-    tries = _MOST_ACTIONS // max(1, plan.schedule.num_actions)
-    if choice.recipe == "auto":
-        tries //= 50  # a schedule of its own for every try
-    best = judge.drafts.make(choice, plan.partition, remat)
+    """The plan, or a quicker one with other cuts that fits too. What is recomputed follows the cuts."""
+    drafts = judge.drafts
+    until = drafts.effort + _EFFORT
+    profile = drafts.profile(choice.samples)
+    bounds = CutBounds(profile, choice.placement, drafts.speeds(choice), choice.microbatches, choice.recipe)
+    try:
+        best = drafts.make(choice, plan.partition, plan.remat)
+    except GaplessError:
+        return plan
+    seen = {best.counts}
     moved = True
-    while moved and tries > 0 and not out_of_time():
+    while moved and not out_of_time():
         moved = False
         for cut, layers in product(range(len(plan.partition) - 1), (1, -1)):
             counts = list(best.counts)
             counts[cut] += layers
             counts[cut + 1] -= layers
-            if min(counts[cut], counts[cut + 1]) < 1 or tries <= 0:
+            moves = tuple(counts)
+            if min(counts[cut], counts[cut + 1]) < 1 or moves in seen or drafts.effort > until:
                 continue
-            tries -= 1
+            seen.add(moves)
+            if bounds.seconds(moves) >= best.seconds:
+                continue
             try:
-                draft = judge.drafts.make(choice, tuple(counts), remat)
+                draft = judge.fitted(choice, moves, best.seconds)
             except GaplessError:
                 continue
-            if judge.drafts.fits(draft) and draft.seconds < best.seconds * (1 - 1e-9):
+            if draft.seconds < best.seconds * (1 - 1e-9):
                 best, moved = draft, True
     better = judge.finished(best)
     return better if better.step_seconds < plan.step_seconds * (1 - 1e-9) else plan

@@ -6,14 +6,14 @@ The answer does not depend on chance, nor on the clock unless the time limit cut
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
 from gapless.errors import ConfigError, GaplessError, PlanError
 from gapless.plan.explain import explained
-from gapless.plan.plan import Plan
+from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile.machine import Device, Mesh, check_devices, check_reach
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search import choices as options
@@ -24,9 +24,13 @@ from gapless.plan.search.refine import refined
 from gapless.plan.search.wanted import ANYTHING, Wanted
 from gapless.units import show_bytes, show_seconds
 
+_HOPELESS = 1.1  # times the best step: other cuts have not been seen to gain more
 _REFINED = 3  # of the best, each of another recipe
-_MOST_ACTIONS = 2_000_000  # of a schedule that is tried; fewer where making it takes as long as simulating it
-_AUTO = 3  # places at which `auto` is tried
+_MOST_ACTIONS = 2_000_000  # of a schedule that is tried; fewer where making it takes longer than simulating it
+_SLOWER = {"auto": 80, "v-half": 10, "v-min": 10}
+_BUDGET = 5_000_000  # actions that are simulated for one choice of devices
+_QUICK = 6_000  # actions of a choice that is tried first, so that there is something to compare with
+_FIRST = 8  # of these
 
 
 class Rejection(NamedTuple):
@@ -38,16 +42,22 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """All plans, the quickest first; all that was rejected; and in two sentences why the first is the first."""
+    """All plans, the quickest first; all that was rejected; in two sentences why the first is the first; and how far
+    was searched.
+    """
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
     explanation: str
-    complete: bool  # False where the time limit ended the search
+    searched: Searched
 
     @property
     def best(self) -> Plan:
         return self.plans[0]
+
+    @property
+    def complete(self) -> bool:
+        return self.searched.complete
 
 
 def search(
@@ -57,7 +67,7 @@ def search(
     minibatch: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """The best plan for a profile on these devices.
+    """The best plan for a profile on these devices, or on some of them.
 
     minibatch  samples in a step; by default the profile's, or 4 of its microbatches per device
     """
@@ -72,130 +82,153 @@ def search(
         )
     check_reach(profile, len(there))
     _check_layers(profile, there)
-    judge = Judge(Drafts(profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack))
-    tries = _Attempts(judge, wanted, minibatch, len(profile.layers), progress)
-    even = wanted.replicas and len(set(there)) == 1
-    meshes = options.meshes(len(there), even=even, levels=len(profile.links))
-    tries.try_all([wanted.mesh] if wanted.mesh else meshes)
-    if not tries.found and not tries.missed and not wanted.mesh:
-        tries.try_all(options.shorter(len(there)))
+    drafts = Drafts(
+        profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack, by_layer=wanted.layer_remat
+    )
+    tries = _Attempts(Judge(drafts, minibatch), wanted, minibatch, len(profile.layers), progress)
+    for machine in [tuple(range(len(there)))] if wanted.mesh else options.machines(there):
+        if not tries.could_gain(machine):
+            continue
+        if not wanted.mesh and not options.every_order(machine, there):
+            tries.least = min(tries.least, tries.judge.least.on(machine, minibatch))
+        meshes = options.meshes(machine, there, replicas=wanted.replicas, links=profile.links)
+        tries.try_machine([wanted.mesh] if wanted.mesh else meshes)
     if not tries.found:
         raise PlanError(_why_none(tries, there, minibatch))
-    tries.refine()
-    plans = tuple(plan for _, plan in tries.ranked())
-    text = explained(plans, len(tries.rejected))
-    return Found(plans, tuple(tries.rejected), text, not tries.ended_early)
+    ranked = [plan for _, plan in tries.ranked()]
+    searched = tries.searched(len(there))
+    plans = (replace(ranked[0], searched=searched), *ranked[1:])
+    return Found(plans, tuple(tries.rejected), explained(plans, len(tries.rejected)), searched)
 
 
 class _Attempts:
-    """Keeps what was found and what was rejected."""
+    """Keeps what was found and what was rejected.
+
+    Every machine, which is a choice of devices, has a budget of its own, and what is tried of it depends on nothing but
+    itself: a choice is left out only where it can't be better than what was found. So a machine with more devices finds
+    all that one with fewer finds.
+    """
 
     def __init__(
         self, judge: Judge, wanted: Wanted, minibatch: int, num_layers: int, progress: Callable[[str], None]
     ) -> None:
         self.judge, self.minibatch, self.num_layers, self.progress = judge, minibatch, num_layers, progress
-        self.microbatches, self.recipes, self.time_limit = wanted.microbatches, wanted.schedules, wanted.time_limit
+        self.microbatches, self.time_limit = wanted.microbatches, wanted.time_limit
+        self.recipes = (*options.RECIPES, "auto") if wanted.schedules is None else tuple(wanted.schedules)
         self.deadline = None if self.time_limit is None else time.monotonic() + self.time_limit
         self.found: list[tuple[Choice, Plan]] = []
         self.best: Plan | None = None
         self.rejected: list[Rejection] = []
-        self.tried: set[Choice] = set()
         self.too_large: dict[tuple[str, int, Mesh], int] = {}  # the smallest microbatches that did not fit
-        self.tight: dict[tuple[str, int, Mesh], int] = {}  # and those that did, if some stage is recomputed
         self.missed: list[tuple[float, Rejection]] = []  # what does not fit, and what it needs for each byte there is
-        self.ended_early = False
+        self.least = math.inf  # what no plan can be below, of all choices that may fit
+        self.tried = self.untried = 0
+        self.cut_short = False
+
+    @property
+    def step(self) -> float:
+        """That of the best plan so far."""
+        return math.inf if self.best is None else self.best.step_seconds
 
     def out_of_time(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def try_all(self, meshes: Sequence[Mesh]) -> None:
+    def could_gain(self, machine: Sequence[int]) -> bool:
+        """Whether these devices, busy all the time, would be quicker than the best so far."""
+        return self.judge.least.on(machine, self.minibatch) < self.step
+
+    def try_machine(self, meshes: Sequence[Mesh]) -> None:
+        drafts = self.judge.drafts
         counts = {mesh: options.microbatches(mesh, self.minibatch, self.microbatches) for mesh in meshes}
-        asked = options.RECIPES if self.recipes is None else [name for name in self.recipes if name != "auto"]
-        self._try(options.choices(counts, asked, self.num_layers))
-        while self.microbatches is None and (smaller := self._smaller()):
-            self._try(smaller)
-        if self.recipes is None or "auto" in self.recipes:
-            self._try(self._auto(counts))
+        asked = {
+            choice: self.judge.least.estimate(choice)
+            for choice in options.choices(counts, self.recipes, self.num_layers)
+        }
+        ranked = sorted(asked, key=lambda choice: (asked[choice], choice.num_actions))  # of equals the first stays
+        quick = [choice for choice in ranked if choice.recipe == "1f1b" and choice.num_actions <= _QUICK][:_FIRST]
+        until = drafts.effort + _BUDGET
+        here: list[tuple[Choice, Plan]] = []
+        for number, choice in enumerate(dict.fromkeys((*quick, *ranked))):
+            said = f"best {show_seconds(self.step)}" if self.best else "nothing fits yet"
+            self.progress(f"{number}/{len(ranked)} choices, {said}")
+            if (plan := self._tried(choice, until)) is not None:
+                here.append((choice, plan))
+        self._refine(here)
 
-    def _smaller(self) -> list[Choice]:
-        """What did not fit, or only with a recompute, with the next smaller microbatches, as long as there are any."""
-        found = []
-        for (recipe, stages_per_device, mesh), samples in self.tight.items():
-            share = self.minibatch // mesh.replicas
-            size = max((size for size in range(1, samples // 2 + 1) if share % size == 0), default=None)
-            if size is not None and share // size <= options.MOST_MICROBATCHES:
-                found.append(Choice(recipe, stages_per_device, mesh, share // size, size))
-        return [choice for choice in found if choice not in self.tried]
+    def _tried(self, choice: Choice, until: int) -> Plan | None:
+        """What is made of a choice, if it may be the best; everything else is rejected, with the reason."""
+        least = self.judge.least.seconds(choice)
+        if least >= self.step:
+            self._reject(
+                choice,
+                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
+                f"{show_seconds(self.step)}",
+            )
+            return None
+        over = self.out_of_time()
+        if (over or self.judge.drafts.effort > until) and self.found:
+            self.least = min(self.least, least)
+            self.untried += 1
+            self.cut_short = self.cut_short or over
+            why = f"the time limit of {self.time_limit:g} s was over" if over else "the budget of the search was spent"
+            self._reject(choice, f"not tried: {why}")
+            return None
+        self.tried += 1
+        plan = self._judged(choice)
+        if plan is not None or not self.judge.is_too_large(choice):
+            self.least = min(self.least, least)
+        return plan
 
-    def _auto(self, counts: Mapping[Mesh, Sequence[tuple[int, int]]]) -> list[Choice]:
-        """It takes as long as all others together: only where they do best, or come nearest, unless it is alone."""
-        best = [choice for choice, _ in self.ranked()]
-        best = best or [rejection.choice for _, rejection in sorted(self.missed, key=itemgetter(0))]
-        there = [(choice.mesh, choice.microbatches, choice.samples) for choice in best if choice.mesh.num_devices > 1]
-        places = list(dict.fromkeys(there))[:_AUTO]
-        if places:
-            counts = {mesh: [(M, size) for other, M, size in places if other == mesh] for mesh, _, _ in places}
-        return [c for c in options.choices(counts, ["auto"], self.num_layers) if c.recipe == "auto"]
-
-    def _try(self, asked: Iterable[Choice]) -> None:
-        enough = [c for c in asked if c.mesh.num_devices * c.stages_per_device <= self.num_layers]
-        choices = sorted(enough, key=self.judge.drafts.least_seconds)  # stable, so that equals stay in their order
-        self.tried.update(choices)
-        for number, choice in enumerate(choices):
-            best = self.best
-            said = f"best {show_seconds(best.step_seconds)}" if best else "nothing fits yet"
-            self.progress(f"{number}/{len(choices)} choices, {said}")
-            least = self.judge.drafts.least_seconds(choice)
-            if self.out_of_time() and (self.found or self.rejected):
-                self.ended_early = True
-                self._reject(choice, f"not tried: the time limit of {self.time_limit:g} s was over")
-            elif best is not None and least > best.step_seconds:
-                self._reject(
-                    choice,
-                    f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
-                    f"{show_seconds(best.step_seconds)}",
-                )
-            else:
-                self._judge(choice)
-
-    def _judge(self, choice: Choice) -> None:
+    def _judged(self, choice: Choice) -> Plan | None:
         kind = (choice.recipe, choice.stages_per_device, choice.mesh)
-        most = _MOST_ACTIONS if choice.recipe not in ("auto", "v-half", "v-min") else _MOST_ACTIONS // 20
+        most = _MOST_ACTIONS // _SLOWER.get(choice.recipe, 1)
         if choice.num_actions > most:
             self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
-            return
+            return None
         smaller = self.too_large.get(kind, math.inf)
         if choice.samples >= smaller:
             self._reject(choice, f"too large even with microbatches of {smaller}")
-            return
+            return None
         try:
-            plan = self.judge.plan(choice, self.best.step_seconds if self.best else math.inf)
-            self.found.append((choice, plan))
-            if "stage" in plan.remat:
-                self.tight[kind] = min(choice.samples, self.tight.get(kind, choice.samples))
-            if self.best is None or _value(plan) < _value(self.best):
-                self.best = plan
+            plan = self.judge.plan(choice, self.step)
         except TooLargeError as error:
             self._reject(choice, str(error))
             self.too_large[kind] = choice.samples
-            self.tight[kind] = min(choice.samples, self.tight.get(kind, choice.samples))
             self.missed.append((error.excess, self.rejected[-1]))
+            return None
         except GaplessError as error:
             self._reject(choice, str(error))
+            return None
+        self._add(choice, plan)
+        return plan
+
+    def _add(self, choice: Choice, plan: Plan) -> None:
+        self.found.append((choice, plan))
+        if self.best is None or _value(plan) < _value(self.best):
+            self.best = plan
 
     def _reject(self, choice: Choice, reason: str) -> None:
         self.rejected.append(Rejection(choice, reason))
 
+    def _refine(self, here: Sequence[tuple[Choice, Plan]]) -> None:
+        """The best of this machine, each of another recipe; all cuts of those with few were looked at."""
+        seen: set[str] = set()
+        for choice, plan in sorted(here, key=lambda pair: _value(pair[1])):
+            if plan.step_seconds > _HOPELESS * self.step:
+                break
+            if choice.recipe not in seen and len(seen) < _REFINED and not self.out_of_time():
+                seen.add(choice.recipe)
+                better = plan if self.judge.few_cuts(choice) else refined(self.judge, choice, plan, self.out_of_time)
+                if better is not plan:
+                    self.found.remove((choice, plan))
+                    self._add(choice, better)
+
     def ranked(self) -> list[tuple[Choice, Plan]]:
         return sorted(self.found, key=lambda pair: _value(pair[1]))
 
-    def refine(self) -> None:
-        seen: set[str] = set()
-        for choice, plan in self.ranked():
-            if choice.recipe not in seen and len(seen) < _REFINED and not self.out_of_time():
-                seen.add(choice.recipe)
-                self.found.remove((choice, plan))
-                self.found.append((choice, refined(self.judge, choice, plan, self.out_of_time)))
+    def searched(self, devices: int) -> Searched:
+        gap = 1 - min(self.least, self.step) / self.step if self.step else 0.0
+        return Searched(gap, self.untried == 0, self.cut_short, self.tried, self.untried, devices)
 
 
 def _value(plan: Plan) -> tuple[float, int, int]:
@@ -221,7 +254,7 @@ def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
 
 
 def _why_none(tries: _Attempts, devices: Sequence[Device], minibatch: int) -> str:
-    cut_short = f" (cut short by the time limit of {tries.time_limit:g} s)" if tries.ended_early else ""
+    cut_short = f" (cut short by the time limit of {tries.time_limit:g} s)" if tries.cut_short else ""
     if tries.missed:
         excess, (choice, reason) = min(tries.missed, key=itemgetter(0))
         most = max(device.memory or 0 for device in devices)

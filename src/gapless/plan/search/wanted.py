@@ -20,6 +20,7 @@ class Wanted:
     shard_optimizer  the optimizer's state is shared out among replicas
     slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
     time_limit       in seconds; what was found until then is the answer
+    layer_remat      a stage may be recomputed layer by layer
     """
 
     microbatches: int | None = None
@@ -29,6 +30,7 @@ class Wanted:
     shard_optimizer: bool = False
     slack: float | None = None
     time_limit: float | None = 60.0
+    layer_remat: bool = True
 
     def __post_init__(self) -> None:
         check_number("slack", self.slack)
