@@ -27,8 +27,8 @@ from gapless.units import show_bytes, show_seconds
 _HOPELESS = 1.1  # times the best step: other cuts have not been seen to gain more
 _REFINED = 3  # of the best, each of another recipe
 _MOST_ACTIONS = 2_000_000  # of a schedule that is tried; fewer where making it takes longer than simulating it
-_SLOWER = {"auto": 80, "v-half": 10, "v-min": 10}
-_BUDGET = 5_000_000  # actions that are simulated for one choice of devices
+_SLOWER = {"auto": 160, "v-half": 10, "v-min": 10}
+_BUDGET = 12_000_000  # actions that are simulated for one choice of devices
 _QUICK = 6_000  # actions of a choice that is tried first, so that there is something to compare with
 _FIRST = 8  # of these
 
