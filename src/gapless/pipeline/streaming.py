@@ -69,22 +69,10 @@ def make_stream(
         )
     optimizer = _maker(optimizer, correction, lr)
     _check(staged, options)
-    if annealed_over is not None:
-        at_least_one("lr_by_delay", annealed_over)
-    if vertical and recipe != "pipedream":
-        raise ConfigError(f"vertical=True is for pipedream, and the schedule is {recipe}: leave it out")
-    if clip is not None and not clip > 0:
-        raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
-    if in_flight is not None:
-        at_least_one("in_flight", in_flight)
     placement = staged.placement
     replicas = [len(cycle) for cycle in placement.cycles]
     in_turns = max(replicas) > 1
-    if vertical and in_turns:
-        raise ConfigError(
-            "vertical=True gives a minibatch one version at all stages, but stages with different replicas have made "
-            "different updates: leave it out, or leave out replicas="
-        )
+    _check_asked(asked, recipe, in_turns=in_turns)
     ahead = forwards_ahead(replicas)
     flow, names = _flow(world, placement), _names(staged)
     stages, kind = len(staged.partition), "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
@@ -125,12 +113,38 @@ def make_stream(
         facts = {name: value for name, value in asked._asdict().items() if name not in ("optimizer", "scheduler")}
         flow.meet(facts, fault)
 
-    cut = partial(_cut, staged, staged.stages, options)
+    cut = partial(_cut, staged, staged.stages, options, others)
     least = -(-replicas[0] * (ahead[0] + 1) // options.microbatches)  # NOAM, in minibatches of all replicas
     saveable, under_way = partial(SavedStream, SavedModel(world, staged, options)), (in_flight or least) + replicas[0]
     stream = Stream(flow, devices, cut, lambda: world.call("streaming"), under_way, saveable)
     others.add(stream)
     return stream
+
+
+def _check_asked(asked: Asked, recipe: str, *, in_turns: bool) -> None:
+    """Each for itself, whatever the model is."""
+    _, scheduler, vertical, clip, _, _, annealed_over, in_flight, split = asked
+    if annealed_over is not None:
+        at_least_one("lr_by_delay", annealed_over)
+    if vertical and recipe != "pipedream":
+        raise ConfigError(f"vertical=True is for pipedream, and the schedule is {recipe}: leave it out")
+    if clip is not None and not (_is_number(clip) and clip > 0):
+        raise ConfigError(f"clip is {clip!r}, but it must be a norm above 0")
+    for word, value in (("vertical", vertical), ("split", split)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{word} is {value!r:.40}, but it must be True or False")
+    if scheduler is not None and not callable(scheduler):
+        raise ConfigError(
+            "every stage has a scheduler of its own: pass a function that makes one, as scheduler=lambda optimizer: "
+            "torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        )
+    if in_flight is not None:
+        at_least_one("in_flight", in_flight)
+    if vertical and in_turns:
+        raise ConfigError(
+            "vertical=True gives a minibatch one version at all stages, but stages with different replicas have made "
+            "different updates: leave it out, or leave out replicas="
+        )
 
 
 def _flow(world: World, placement: Placement) -> "ThreadFlow | RankFlow":
@@ -147,10 +161,16 @@ def _flow(world: World, placement: Placement) -> "ThreadFlow | RankFlow":
     return RankFlow(world.footing, placement)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _maker(optimizer: Any, correction: Correction | None, lr: float | None) -> MakeOptimizer:
     if correction is not None:
         one_of("correction", correction, get_args(Correction))
     if correction == "nesterov":
+        if lr is not None and not (_is_number(lr) and lr >= 0):
+            raise ConfigError(f"lr is {lr!r:.40}, but it must be a number from 0 on")
         if optimizer is not None:
             raise ConfigError("correction='nesterov' is an optimizer of its own: leave optimizer= out, and give lr=")
         return DelayedNesterov if lr is None else partial(DelayedNesterov, lr=lr)
@@ -185,9 +205,16 @@ def _check(staged: StagedModel, options: Options) -> None:
 
 
 def _cut(
-    staged: StagedModel, made_of: Mapping[int, Stage], options: Options, batch: Any, stream: Stream
+    staged: StagedModel,
+    made_of: Mapping[int, Stage],
+    options: Options,
+    streams: Iterable[Stream],
+    batch: Any,
+    stream: Stream,
 ) -> Sequence[Fed]:
     """What a loader gives, in microbatches, for a stream that was made of these stages."""
+    if any(each.is_running for each in streams if each is not stream):
+        raise ConfigError("another stream of this pipeline is under way: drain() it first")
     inputs, target = pair_of(batch, stream.fed)
     count, traced = options.microbatches, isinstance(staged.model, Captured)
     if (size := mb.batch_size(inputs, options.batch_dims)) < count:

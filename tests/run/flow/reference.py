@@ -216,8 +216,8 @@ def replicated(
 
 
 def in_turns(
-    model: nn.Sequential,
-    partition: Sequence[int],
+    model: nn.Module,
+    partition: Sequence[int] | Sequence[Sequence[str]],
     replicas: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
     *,

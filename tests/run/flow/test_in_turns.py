@@ -23,6 +23,7 @@ from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 from tests.run.flow.test_rank_flow import failing, follow
 from tests.run.flow.test_stream import SEED, adam, batches, make, momentum, slower
+from tests.run.flow.test_stream_traced import net
 from tests.run.forked import Launch
 
 
@@ -95,8 +96,8 @@ def settings() -> None:
     check((3, 1), "dropout", momentum, 13, drains=(1, 5), ends=(8,), split=True)
     check((1, 2, 1), "dropout", adam, 9, drains=(4,), scheduler=slower, clip=0.5, ahead=True)
     saved((1, 3), 7, 10)
+    traced((1, 3))
     forward_fails((3, 1), 1, 2)
-    forward_fails((2, 2), 3, 1)
     an_update_fails()
     interrupted((2, 2), 1)
     different_minibatches()
@@ -124,6 +125,22 @@ def saved(replicas: Sequence[int], at: int, count: int) -> None:
                 assert mine(pipe, replicas, history, counts[at])
                 assert [result.minibatch for result in stream.run(data[at:])] == list(range(at, count))
             assert mine(pipe, replicas, history, counts[-1])
+
+
+def traced(replicas: Sequence[int]) -> None:
+    """All replicas of a stage trace the model, and hold its weights alike."""
+    data = batches(7)
+    with pipeline(net(0.2), replicas, example=data[0][0]) as pipe:
+        with pipe.stream(optimizer=momentum) as stream:
+            names = [each["parameters"] for each in stream.state_dict()["stages"].values()]
+            losses, history, counts = reference.in_turns(
+                net(0.2), names, replicas, data, loss=F.mse_loss, optimizer=momentum, seed=SEED
+            )
+            found = [result.loss for result in stream.run(data)]
+        assert all(map(torch.equal, found, losses))
+        state = pipe.state_dict()
+        for stage, versions, at in zip(names, history, counts[-1], strict=True):
+            assert all(map(torch.equal, (state[name] for name in stage), versions[at]))
 
 
 def forward_fails(replicas: Sequence[int], guilty: int, at: int) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 
 SEED = 5
@@ -704,3 +704,43 @@ def test_a_stream_keeps_its_pipeline() -> None:
     gc.collect()
     with stream:
         assert len(list(stream.run(batches(5)))) == 5
+
+
+def test_what_a_stream_is_asked_for_is_checked() -> None:
+    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"vertical": "no"}, "vertical is 'no', but it must be True or False"),
+            ({"split": None}, "split is None, but it must be True or False"),
+            ({"clip": "1"}, "clip is '1', but it must be a norm above 0"),
+            ({"scheduler": 3}, "every stage has a scheduler of its own: pass a function"),
+            ({"optimizer": None, "correction": "nesterov", "lr": "1"}, "lr is '1', but it must be a number"),
+        ]
+        for asked, told in wrong:
+            with pytest.raises(ConfigError, match=told):
+                pipe.stream(**{"optimizer": momentum, **asked})
+
+
+def test_a_run_or_a_stream_that_begins_under_another_is_told() -> None:
+    """Two runs in turn got each other's results; two streams were told of an edit of the model."""
+    data = batches(6)
+    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        one, other = pipe.stream(optimizer=momentum), pipe.stream(optimizer=momentum)
+        first = one.run(data)
+        next(first)
+        with pytest.raises(ConfigError, match=r"another stream of this pipeline is under way: drain\(\) it first"):
+            next(other.run(data))
+        second = one.run(data)
+        next(second)
+        with pytest.raises(ConfigError, match="another run of this stream has begun"):
+            next(first)
+        assert len(list(second)) == 5
+
+
+def test_a_pipeline_that_is_closed_under_its_stream_says_so() -> None:
+    with gapless.Pipeline(make("linear"), devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe:
+        results = pipe.stream(optimizer=momentum).run(batches(9))
+        next(results)
+    with pytest.raises(
+        TransportError, match=r"closed while its stream was under way, and the model is at minibatch \d"
+    ):
+        list(results)

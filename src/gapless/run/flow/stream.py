@@ -54,6 +54,7 @@ class Stream:
         self._ready: deque[Passed] = deque()  # said before a drain, and not handed out yet
         self._running = ExitStack()
         self._settings: tuple[Any, ...] = ()
+        self._runs = 0  # of which the last one gets the results
         self._stopped: Sequence[Stopped] = ()
         self.is_running = False
         self.owner: object = None  # a pipeline that nobody else keeps would be closed
@@ -79,8 +80,13 @@ class Stream:
         self.check_whole()
         self._check_caller()
         earlier = self._fed
+        self._runs = run = self._runs + 1
         try:
             while more or self._passed < self._fed:
+                if run != self._runs:
+                    raise ConfigError(
+                        "another run of this stream has begun, and the results are its own: end one first"
+                    )
                 while more and self._fed - self._passed < self._in_flight:
                     batch = next(batches, END)
                     more = batch is not END
@@ -141,7 +147,10 @@ class Stream:
             minibatch, loss = self._flow.hear()
             if loss is None:
                 self._drain()
-                raise AssertionError("a device has ended without a word")
+                raise TransportError(
+                    f"the pipeline was closed while its stream was under way, and {counts(self._stopped)}: leave the "
+                    "loop, or drain the stream, before you close it"
+                )
             self._ready.append(self._result(minibatch, loss))
         self._passed += 1
         return self._ready.popleft()
