@@ -108,6 +108,22 @@ def test_a_failed_save_does_not_hide_the_error_of_the_training_loop(tmp_path: Pa
     assert "the save that was under way: can't save" in told.value.__notes__[0]
 
 
+def test_a_step_before_the_last_is_refused_for_it_would_be_removed_at_once(
+    tmp_path: Path, pipe: gapless.Pipeline
+) -> None:
+    optimizer = sgd(pipe.parameters())
+    with Checkpoints(tmp_path / "run", pipe, keep=1, background=False) as run:
+        pipe.steps = 9
+        run.save(optimizer)
+        pipe.steps = 3
+        with pytest.raises(CheckpointError, match="run has step-00000009, and this is step 3: go on from that one"):
+            run.save(optimizer)
+        assert steps(run) == [9]
+        (tmp_path / "run" / "step-00000009" / "manifest.json").write_text("{}")  # a damaged one takes nobody's place
+        run.save(optimizer)
+        assert [(each.step, bool(each.fault)) for each in run.saved] == [(3, False), (9, True)]
+
+
 class NoLinks(Disk):
     """A file system without symbolic links."""
 

@@ -94,6 +94,8 @@ class Checkpoints:
         folder = self.folder / name_of(saveable.steps)
 
         def contents() -> Contents:
+            if gathering.place == 0:
+                self._check_newest(saveable.steps)
             made = saveable.contents(gathering, optimizer=optimizer, scheduler=scheduler, extra=extra)
             if metric is not None:
                 number = float(metric)
@@ -113,6 +115,15 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._finish, args=(under_way,), name="gapless checkpoint")
         self._thread.start()
         return folder
+
+    def _check_newest(self, step: int) -> None:
+        """What is kept and loaded are the last steps: one before them would be removed at once."""
+        later = [each for each in saved_in(self.folder, after=step) if not each.fault]
+        if later:
+            raise CheckpointError(
+                f"{printable(str(self.folder))} has {later[-1].path.name}, and this is step {step}: go on from that "
+                "one with load, remove it, or save to another folder"
+            )
 
     def _finish(self, under_way: SaveUnderWay) -> None:
         _let_others_go_first()
@@ -142,11 +153,11 @@ class Checkpoints:
         if disk.link(link, name_of(manifest.step)):
             disk.rename(link, self.folder / LATEST)
             disk.sync_folder(self.folder)
-        saved = self.saved
+        saved = [each for each in self.saved if not each.fault]  # the others stay, and take nobody's place
         kept = {each.path for each in (saved if self._keep is None else saved[-self._keep :])}
         kept |= {each.path for each in self._by_metric(saved)[: self._best]}
         for each in saved:
-            if each.path not in kept and not each.fault:
+            if each.path not in kept:
                 set_aside(disk, each.path)
 
     # -- what is there ----------------------------------------------------------------------------------------------

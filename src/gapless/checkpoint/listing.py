@@ -29,13 +29,15 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def saved_in(folder: Path) -> list[Saved]:
-    """In the order of their steps. What another program has put there is left out."""
+def saved_in(folder: Path, after: int = -1) -> list[Saved]:
+    """Those after a step, in the order of their steps. What another program has put there is left out."""
     found = []
     for entry in os.scandir(folder):
         match = _NAME.fullmatch(entry.name)
-        if match and (entry.is_symlink() or entry.is_dir()):
-            found.append(_looked_at(Path(entry.path), int(match[1])))
+        if match and int(match[1]) > after and (entry.is_symlink() or entry.is_dir()):
+            each = _looked_at(Path(entry.path), int(match[1]))
+            if not each.fault or os.path.lexists(each.path):  # a run at work may have removed it meanwhile
+                found.append(each)
     return sorted(found, key=lambda each: each.step)
 
 
@@ -45,8 +47,8 @@ def _looked_at(path: Path, step: int) -> Saved:
         return Saved(path, step, fault=f"{shown}: name the checkpoint itself")
     try:
         manifest = read_manifest(path)
-    except CheckpointError as error:
+        size = manifest.size + (path / NAME).stat().st_size
+    except (CheckpointError, OSError) as error:
         return Saved(path, step, fault=str(error))
-    size = manifest.size + (path / NAME).stat().st_size
     facts = manifest.facts
     return Saved(path, step, manifest.metric, float(facts["time"]), size, str(facts["kind"]))

@@ -112,6 +112,8 @@ def _found(folder: Path) -> list[Saved]:
             fault = str(error)
         return [Saved(folder, step, fault=fault)]
     found = saved_in(folder)
+    if not found and (folder / "checkpoints").is_dir():  # where `gapless train` has them
+        found = saved_in(folder / "checkpoints")
     if not found:
         raise CheckpointError(f"{printable(str(folder))} has no checkpoints: name a checkpoint, or the folder of a run")
     return found
