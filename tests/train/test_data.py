@@ -108,6 +108,16 @@ def test_token_files_are_mapped_and_windows_stay_within_a_file(tmp_path: Path) -
     assert all(torch.equal(inputs[0] + 1, target[0]) for inputs, target in batches)
 
 
+def test_token_files_of_several_types_are_refused(tmp_path: Path) -> None:
+    import numpy
+
+    numpy.save(tmp_path / "a.npy", numpy.arange(40, dtype="int32"))
+    numpy.arange(40, dtype="uint16").tofile(tmp_path / "b.bin")
+    settings = ["data.name=tokens", 'data.arguments={ files = ["a.npy", "b.bin"], context = 8 }']
+    with pytest.raises(ConfigError, match=r"the tokens are int32 in .*a\.npy and uint16 in .*b\.bin: write all files"):
+        feed(read_config(write(tmp_path, text=GPT), settings))
+
+
 def test_records_of_every_form_are_one_text(tmp_path: Path) -> None:
     words = ["one", 'two, "three"', "fünf"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in words), "utf-8")

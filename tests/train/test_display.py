@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.config import read_config
-from gapless.train.display import Lines, Live, curve
+from gapless.train.display import Lines, Live, Speed, curve
 from gapless.train.metrics import read_metrics
 from gapless.train.run_folder import RunFolder
 from gapless.train.torchrun import Ranks
@@ -70,6 +72,32 @@ def test_bars_show_the_course_of_the_loss() -> None:
     assert curve(deque([1.0, 2.0, 3.0])) == "▁▅█"
     assert curve(deque([1.0, float("nan"), 1.0])) == "▁▁"
     assert curve(deque([1.0])) == ""
+
+
+def test_a_thread_may_ask_for_the_speed_at_any_time() -> None:
+    """A deque that changes while it is gone through raises, and would end the thread that draws."""
+    speed, done, wrong, usual = Speed(), threading.Event(), list[Exception](), sys.getswitchinterval()
+    steps = [Step(number, 2.0, 0.1, None, 16, 512, 0.5, 0.1, 0.1) for number in (1, 2, 3)]
+    speed.add(steps[0])
+
+    def asks() -> None:
+        try:
+            while not done.is_set():
+                assert (speed.seconds, speed.speed()) == (0.5, "1,024 tokens/s")
+        except Exception as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=asks)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for number in range(20_000):
+            speed.add(steps[min(number, 2)])
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(usual)
+    assert not wrong
 
 
 class _Loop(Callback):

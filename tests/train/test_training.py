@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 import torch.nn.functional as F
 
 import gapless
+from gapless.cli import main
 from gapless.errors import ConfigError
 from gapless.train.config import Config, read_config
 from gapless.train.data import make_feeds
+from gapless.train.evaluation import mean_loss
 from gapless.train.job import build
 from gapless.train.metrics import read_metrics
 from gapless.train.run_folder import RunFolder, folder_of
@@ -40,6 +44,10 @@ def late_nan(outputs, target, state=[0]):
 def few(minibatch, seed):
     for _ in range(3):
         yield torch.zeros(minibatch, 8), torch.zeros(minibatch, dtype=torch.long)
+
+
+def steep(outputs, target):
+    return torch.nn.functional.cross_entropy(outputs, target) + (0 * outputs).sqrt().sum()
 
 
 def worse(outputs, target):
@@ -85,6 +93,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(tmp_p
     lines = [line for line in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in lines] == [step.loss for step in kept.steps]
+    assert [line["step"] for line in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "ended" in line] == [6]
 
 
 def test_checkpoints_come_every_n_steps_and_the_steps_after_the_last_one_are_done_again(tmp_path: Path) -> None:
@@ -120,6 +129,39 @@ def test_a_run_may_begin_with_a_checkpoint_of_another(tmp_path: Path) -> None:
     run(config.changed(steps=3), tmp_path / "one")
     _, _, kept = run(config, tmp_path / "two", start=tmp_path / "one" / "checkpoints" / "step-00000003")
     assert [step.number for step in kept.steps] == [4, 5, 6]
+
+
+def test_a_run_that_goes_on_keeps_its_threads_unless_told_otherwise(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config.changed(steps=1, threads=3), tmp_path / "run")
+    assert run(config.changed(steps=2), tmp_path / "run")[0].config.pipeline.threads == 3
+    assert run(config.changed(steps=3, threads=1), tmp_path / "run")[0].config.pipeline.threads == 1
+
+
+def test_what_is_held_out_may_not_change_since_the_order_of_the_data_would(tmp_path: Path) -> None:
+    run(config_of(tmp_path, "train.steps=1", text=GPT), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"had .* windows to train on when the run was saved, and has .* now: go on"):
+        run(config_of(tmp_path, "train.steps=2", "evaluate.every=1", text=GPT), tmp_path / "run")
+
+
+def test_a_folder_with_nothing_to_go_on_from_takes_another_config(tmp_path: Path) -> None:
+    with pytest.raises(NotFiniteError):
+        run(config_of(tmp_path, "loss.name=mine.py:no_number"), tmp_path / "run")
+    assert len(run(config_of(tmp_path, "optimizer.arguments.lr=0.5"), tmp_path / "run")[2].steps) == 6
+
+
+def test_the_command_line_finds_the_checkpoints_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(config_of(tmp_path), tmp_path / "run")
+    assert main(["checkpoint", "list", str(tmp_path / "run")]) == 0
+    assert "step-00000006" in capsys.readouterr().out
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()  # as where the file system has no links
+    quiet = [word for each in QUIET for word in ("--set", each)]
+    words = ["train", str(tmp_path / "mine.toml"), "--folder", str(tmp_path / "run"), *quiet, "--resume"]
+    assert main(words) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*words, "elsewhere"]) == 0
+    told = f"gapless: {tmp_path / 'run'} holds a run, which goes on; --resume CHECKPOINT is for a new folder\n"
+    assert capsys.readouterr().err == told
 
 
 def test_minutes_count_too(tmp_path: Path) -> None:
@@ -168,6 +210,75 @@ def test_too_many_of_them_end_it_and_name_the_step_and_the_microbatch(tmp_path: 
     with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan, in microbatch 1 of 4; a smaller learning"):
         run(config, tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_gradients_that_are_not_finite_do_not_reach_the_weights_without_clip_either(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, ("clip = 0.5\n", ""), ("cross_entropy", "mine.py:steep")))
+    with (tmp_path / "mine.py").open("a") as mine:
+        mine.write(MORE)
+    job = build(config)
+    assert isinstance(job.model, torch.nn.Module)
+    before = [parameter.clone() for parameter in job.model.parameters()]
+    with job.pipeline(None) as pipe, pytest.raises(NotFiniteError, match="the gradients of step 1 have norm nan"):
+        make_trainer(config, job, pipe).run()
+    assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
+
+
+def test_a_second_ctrl_c_saves_nothing_of_a_step_that_is_half_done(tmp_path: Path) -> None:
+    class Impatient(Kept):
+        def on_step(self, trainer: Any, step: Any) -> None:
+            if step.number == 3:
+                trainer.stop("Ctrl-C")
+                raise KeyboardInterrupt
+
+    with prepared(config_of(tmp_path), RunFolder(tmp_path / "run"), Ranks()) as training:
+        training.add(Impatient())
+        with pytest.raises(KeyboardInterrupt):
+            training.run()
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_ranks_that_leave_in_the_middle_of_an_update_have_not_begun_it(tmp_path: Path) -> None:
+    """Its steps will be done again, with the random numbers that they had."""
+    config = config_of(tmp_path, "train.accumulate=2")
+    job = build(config)
+    with job.pipeline(None) as pipe:
+        trainer, world = make_trainer(config, job, pipe), vars(pipe)["_world"]
+
+        @contextmanager
+        def asked_to_leave() -> Iterator[None]:
+            yield
+            world.stopping = True
+
+        trainer.autocast = asked_to_leave
+        trainer.run()
+        assert (trainer.step, pipe.steps, trainer.ended) == (0, 0, "SIGTERM")
+
+
+def test_all_callbacks_hear_of_the_end_whatever_one_of_them_raises(tmp_path: Path) -> None:
+    heard = list[int]()
+
+    class Ends(Kept):
+        def on_end(self, trainer: Any) -> None:
+            heard.append(len(heard))
+            raise OSError(f"the disk is full: {heard[-1]}")
+
+    config = config_of(tmp_path, "train.steps=1")
+    job = build(config)
+    with job.pipeline(None) as pipe:
+        trainer = make_trainer(config, job, pipe)
+        trainer.callbacks += [Ends(), Ends()]
+        with pytest.raises(OSError, match="the disk is full: 0"):
+            trainer.run()
+    assert heard == [0, 1]
+
+
+def test_replicas_of_different_sizes_find_the_same_mean_loss() -> None:
+    """Each counts its own samples; a bit between them, and the ranks would go different ways."""
+    losses = torch.rand(100, 3, generator=torch.Generator().manual_seed(0)).double().tolist()
+    for each in losses:
+        assert mean_loss(each, [3, 3, 3]) == mean_loss(each, [2, 2, 2]) == pytest.approx(sum(each) / 3)
+    assert math.isnan(mean_loss([], []))
 
 
 def test_data_that_ends_ends_training_and_what_was_learnt_is_saved(tmp_path: Path) -> None:

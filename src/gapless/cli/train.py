@@ -14,6 +14,7 @@ from gapless.units import show_seconds
 if TYPE_CHECKING:
     from gapless.train.config import Config
     from gapless.train.run_folder import RunFolder
+    from gapless.train.torchrun import Ranks
     from gapless.train.training import Training
 
 EXAMPLE = "gapless train --example > my.toml; gapless train my.toml --set train.steps=50"
@@ -84,7 +85,7 @@ def _train(arguments: argparse.Namespace) -> int:
         shows = terminal.show_progress if ranks.first else None
         folder = ranks.decided(folder_of(config, arguments.folder, fresh=arguments.fresh))
         try:
-            with prepared(config, folder, ranks, start=_start(arguments, folder), progress=shows) as training:
+            with prepared(config, folder, ranks, start=_start(arguments, folder, ranks), progress=shows) as training:
                 terminal.show_progress("")
                 if ranks.first:
                     _introduce(training, out)
@@ -103,15 +104,17 @@ def _train(arguments: argparse.Namespace) -> int:
             terminal.show_progress("")
 
 
-def _start(arguments: argparse.Namespace, folder: "RunFolder") -> Path | None:
+def _start(arguments: argparse.Namespace, folder: "RunFolder", ranks: "Ranks") -> Path | None:
     """The checkpoint that was asked for, if one was."""
     if arguments.resume is None:
         return None
     if arguments.fresh and not arguments.resume:
         raise ConfigError("--fresh begins anew, and --resume goes on: leave one of them out, or name a checkpoint")
     if arguments.resume:
+        if ranks.first and folder.has_checkpoints:  # so it is when torchrun starts its ranks anew
+            terminal.complain(f"{folder.path} holds a run, which goes on; --resume CHECKPOINT is for a new folder")
         return Path(arguments.resume)
-    if not (folder.checkpoints / "latest").is_dir():
+    if not folder.has_checkpoints:
         raise ConfigError(f"{folder.path} holds no checkpoint to go on from: leave --resume out to begin anew")
     return None
 

@@ -42,7 +42,7 @@ class Step:
     number   counts from 1
     loss     the mean over its minibatches
     rate     the learning rate of the first group of parameters
-    norm     of all gradients before clipping; None where nothing is clipped
+    norm     of all gradients before clipping; None with a scaler that looks at them, where nothing is clipped
     samples  trained on here, and `tokens` of them where the inputs are token numbers
     seconds  the whole update, of which it `waited` for data, and `updated` the weights
     skipped  why the weights were not changed, if they were not

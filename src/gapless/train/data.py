@@ -3,8 +3,9 @@
     pass 0   a permutation of all windows, drawn with the seed          pass 1   another one, with the next seed
     batch 0  the first `minibatch` of them; batch 1 the next ...        what is left over is left out
 
-The position is two numbers, the pass and the batch in it. Every rank of a pipeline gets the same batch, every replica
-its share: the samples of a batch are cut in as many parts as there are replicas, so the order does not depend on them.
+The position is the pass and the batch in it, and how many windows there are, since among others it would be another.
+Every rank of a pipeline gets the same batch, every replica its share: the samples of a batch are cut in as many parts
+as there are replicas, so the order does not depend on them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,7 @@ class WindowFeed:
     ) -> None:
         self._corpus, self._share, self._as_dict, self._vocab = corpus, share, as_dict, vocab
         self._minibatch, self._seed, self._passes = config.minibatch, config.seed, config.rows.passes
-        self._ends = list(accumulate(corpus.windows))
+        self._ends = list(accumulate(corpus.windows)) or [0]
         total = self._ends[-1]
         self._first = round(span[0] * total)
         self._count = round(span[1] * total) - self._first
@@ -79,9 +80,14 @@ class WindowFeed:
 
     @property
     def position(self) -> dict[str, int]:
-        return {"pass": self._pass, "batch": self._batch}
+        return {"pass": self._pass, "batch": self._batch, "windows": self._count}
 
     def seek(self, position: Position) -> None:
+        if (before := position.get("windows", self._count)) != self._count:
+            raise ConfigError(
+                f"data: {self._corpus.name} had {before:,} windows to train on when the run was saved, and has "
+                f"{self._count:,} now: go on with the same data, of which as much is held out for evaluation"
+            )
         self._pass, self._batch = position["pass"], position["batch"]
 
     def peek(self) -> Batch:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gapless.errors import printable
@@ -18,27 +18,31 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Speed:
-    """How fast the last steps were. The first one is left out as soon as there are others: it is not warm."""
+    """How fast the last steps were. The first one is left out as soon as there are others: it is not warm.
+
+    A thread that draws may ask at any time, so there is always a step, and what is gone through is a copy.
+    """
 
     def __init__(self, replicas: int = 1) -> None:
         self._replicas, self._recent = replicas, deque[Step](maxlen=_RECENT)
 
     def add(self, step: Step) -> None:
-        if len(self._recent) == 1 and self._recent[0].number + 1 == step.number and step.number == 2:
-            self._recent.clear()
         self._recent.append(step)
+        if step.number == 2 and self._recent[0].number == 1:
+            self._recent.popleft()
 
     @property
     def seconds(self) -> float:
         """Of a step, with what it waited for data."""
-        return statistics.median(step.seconds for step in self._recent)
+        return statistics.median([step.seconds for step in tuple(self._recent)])
 
     def speed(self) -> str:
         """In tokens where the data has some."""
-        total = sum(step.seconds for step in self._recent) / self._replicas
-        if all(step.tokens is not None for step in self._recent):
-            return f"{sum(step.tokens or 0 for step in self._recent) / total:,.4g} tokens/s"
-        return f"{sum(step.samples for step in self._recent) / total:.4g} samples/s"
+        recent = tuple(self._recent)
+        total = sum(step.seconds for step in recent) / self._replicas
+        if all(step.tokens is not None for step in recent):
+            return f"{sum(step.tokens or 0 for step in recent) / total:,.4g} tokens/s"
+        return f"{sum(step.samples for step in recent) / total:.4g} samples/s"
 
 
 class Lines(Callback):
@@ -132,7 +136,7 @@ class Live(Callback):
         step = self._step
         if step is not None:
             left = (self._steps - step.number) * self._pace.seconds
-            rows.add_row("loss", f"{step.loss:.4g}  {curve(self._losses)}")
+            rows.add_row("loss", f"{step.loss:.4g}  {curve(tuple(self._losses))}")
             rows.add_row(
                 "speed", f"{self._pace.speed()}, {1000 * self._pace.seconds:.4g} ms per step, {_clock(left)} left"
             )
@@ -152,7 +156,7 @@ class Live(Callback):
         return Panel(Group(self._progress, rows), title=Text(printable(self._title)), border_style="dim")
 
 
-def curve(values: "deque[float]") -> str:
+def curve(values: Sequence[float]) -> str:
     """The last values as small bars."""
     known = [value for value in values if value == value and abs(value) < float("inf")]
     if len(known) < 2:

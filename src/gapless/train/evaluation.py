@@ -1,8 +1,9 @@
 """The loss on data that is not trained on: the same batches every time. And an end when it gets no better."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from typing import Any
 
 from gapless.pipeline.pipeline import Pipeline
@@ -10,6 +11,7 @@ from gapless.stage import microbatch as mb
 from gapless.train import user_code as own
 from gapless.train.callbacks import Callback, Loop
 from gapless.train.data import Feed, with_shape
+from gapless.train.torchrun import Ranks
 
 
 class Evaluation:
@@ -22,12 +24,14 @@ class Evaluation:
         batches: int,
         counted: mb.LossWeight,
         autocast: Callable[[], AbstractContextManager[Any]],
+        ranks: Ranks,
     ) -> None:
         self._pipe, self._feed, self._batches, self._counted, self._autocast = pipe, feed, batches, counted, autocast
+        self._ranks = ranks
 
     def __call__(self) -> float | None:
         """None where the ranks were asked to leave in the middle of it."""
-        total, weight = 0.0, 0.0
+        losses, counts = list[float](), list[int]()
         self._feed.seek({"pass": 0, "batch": 0})
         for _, batch in zip(range(self._batches), self._feed, strict=False):
             if self._feed.position["pass"] > 0:
@@ -37,12 +41,21 @@ class Evaluation:
             with own.told(f"evaluating{with_shape(batch)}"), self._autocast():
                 loss = self._pipe.evaluate(*batch, outputs=False).loss
             assert loss is not None
-            counts = 1.0 if self._counted == "sum" else float(self._weight(*batch))
-            total, weight = total + counts * float(loss), weight + counts
-        return total / weight if weight else math.nan
+            losses.append(float(loss))
+            counts.append(1 if self._counted == "sum" else int(self._weight(*batch)))
+        rows = self._ranks.gathered(counts) if self._ranks.replicas > 1 else [counts]
+        return mean_loss(losses, [sum(each) for each in zip(*rows, strict=True)])
 
     def _weight(self, inputs: Any, target: Any) -> Any:
         return self._counted(target) if callable(self._counted) else mb.batch_size(inputs)
+
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """Each loss is that of all replicas, and so is what it counts: all ranks get the same bits."""
+    whole = sum(counts)
+    if not whole:
+        return math.nan
+    return sum(float(Fraction(count, whole)) * loss for count, loss in zip(counts, losses, strict=True))
 
 
 class EarlyStop(Callback):

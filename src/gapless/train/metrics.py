@@ -13,9 +13,11 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from gapless.checkpoint.disk import naming
 from gapless.errors import ConfigError
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
@@ -26,7 +28,7 @@ _DRAW = 0.1  # seconds
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run; one that a killed process left half is not there."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
                     found = json.loads(line)
@@ -46,7 +48,8 @@ class Metrics(Callback):
         self._file: TextIO | None = None
 
     def on_start(self, trainer: Loop) -> None:
-        kept = [line for line in read_metrics(self._path) if line["step"] <= trainer.step]
+        before = read_metrics(self._path)
+        kept = [line for line in before if line["step"] <= trainer.step and "ended" not in line]
         aside = self._path.with_suffix(".part")
         with aside.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
@@ -65,14 +68,16 @@ class Metrics(Callback):
 
     def on_end(self, trainer: Loop) -> None:
         if self._file is not None:
-            self._write({"step": trainer.step, "ended": trainer.ended or "an error"})
-            self._file.close()
+            with nullcontext() if trainer.ended else suppress(OSError):  # nothing hides what came first
+                self._write({"step": trainer.step, "ended": trainer.ended or "an error"})
+                self._file.close()
             self._file = None
 
     def _write(self, facts: dict[str, Any]) -> None:
         assert self._file is not None
         plain = {key: _number(key, value) for key, value in facts.items()}
-        self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
+        with naming(self._path):
+            self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
 
 
 def facts_of(step: Step, gauge: Gauge | None, replicas: int) -> dict[str, Any]:

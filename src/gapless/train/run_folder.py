@@ -2,6 +2,7 @@
 
 run.json        the config with all that holds, the pipeline and the machine
 metrics.jsonl   a line for each step, evaluation and checkpoint
+plan.json       the plan that was made for it, if one was
 timelines.json  the last steps that were measured
 checkpoints/    to go on from
 tensorboard/    event files
@@ -22,6 +23,7 @@ import torch
 
 from gapless._version import __version__
 from gapless.checkpoint.held_folder import HeldFolder
+from gapless.checkpoint.listing import saved_in
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Schedule
@@ -30,7 +32,8 @@ from gapless.train.config import Config
 
 _LOCK_WITHIN = 5.0  # seconds
 _MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run")  # tables that change no number that is trained
-_MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes", "pipeline.threads")
+_MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes")
+_THREADS = "threads of a device"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,18 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """There is something to go on from."""
+        return self.checkpoints.is_dir() and bool(saved_in(self.checkpoints))
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of a device in the run that goes on: its bits may depend on them, so they stay."""
+        said = self.said() if self.has_checkpoints else None
+        found = None if said is None else said.get("environment", {}).get(_THREADS)
+        return found if type(found) is int and found > 0 else None
 
     @property
     def tensorboard(self) -> Path:
@@ -93,9 +108,9 @@ class RunFolder:
 
     def _check(self, config: Config) -> None:
         before = self.said()
-        if before is None or not self.checkpoints.is_dir():
+        if before is None or not self.has_checkpoints:
             return
-        changes = list(_changes(before["config"], json.loads(json.dumps(config.as_json()))))
+        changes = list(_changes(before["config"], json.loads(json.dumps(config.as_json(), default=str))))
         if changes:
             raise ConfigError(
                 f"{self.path} holds a run with another config: {'; '.join(changes[:3])}: go on with that one, or "
@@ -116,7 +131,7 @@ class RunFolder:
                 "processor": f"{platform.machine()}, {os.cpu_count()} cores",
                 "gpus": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
                 "processes": ranks,
-                "threads of a device": threads,
+                _THREADS: threads,
                 "command": " ".join(sys.argv),
             },
         }

@@ -92,10 +92,11 @@ def tokens(folder: Path, files: Any = None, context: int = 64, pattern: str = "*
     if dtype not in _WIDTHS:
         raise ConfigError(f"data.arguments: dtype is {dtype!r:.40}, but it must be {', '.join(_WIDTHS)}")
     found = _found("tokens", files, folder, pattern)
-    pieces = []
+    pieces, kinds = [], dict[str, Path]()
     for file in found:
+        kind = dtype
         if file.suffix == ".npy":
-            piece, dtype = _mapped_array(file)
+            piece, kind = _mapped_array(file)
         else:
             width = _WIDTHS[dtype].itemsize
             size = file.stat().st_size
@@ -103,7 +104,11 @@ def tokens(folder: Path, files: Any = None, context: int = 64, pattern: str = "*
                 raise ConfigError(f"data: {file} has {size:,} bytes, which are no whole number of {dtype} tokens")
             piece = torch.from_file(str(file), shared=False, size=size // width, dtype=_WIDTHS[dtype])
         pieces.append(piece)
-    return _checked(Corpus("tokens", pieces, context, _MASKS.get(dtype)))
+        kinds.setdefault(kind, file)
+    if len(kinds) > 1:
+        there = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
+        raise ConfigError(f"data: the tokens are {there}: write all files with one of these")
+    return _checked(Corpus("tokens", pieces, context, _MASKS.get(next(iter(kinds)))))
 
 
 def standard_library() -> Tensor:

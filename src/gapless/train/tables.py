@@ -244,7 +244,7 @@ class Layout:
         whole(),
         "CPU threads of each device. The last bits of a number may depend on it",
         example="1",
-        usual="the cores of the machine, shared by its devices",
+        usual="the cores of the machine, shared by its devices; what it had for a run that goes on",
     )
 
 

@@ -1,6 +1,6 @@
 """The training loop, as `gapless train` runs it. It may be used, or copied and changed: it is all here.
 
-trainer = Trainer(pipe, optimizer, batches, steps=1000, clip=1.0, callbacks=[Lines(1000)])
+trainer = Trainer(pipe, optimizer, batches, steps=1000, clip=1.0, callbacks=[Lines(print)])
 trainer.run()
 """
 
@@ -38,7 +38,7 @@ class Trainer:
     counted     what a target counts in their mean, if not its samples; "sum" for losses that are sums
     scaler      a torch.amp.GradScaler, for float16
     autocast    makes the context in which steps run, such as torch.autocast
-    evaluate    returns a loss, or None to say nothing; called after `every` updates, and at the end
+    evaluate    returns a loss, or None to say nothing; called after `every` updates, and after the last
     skip        so many updates in a row may be left out because the loss is not finite
     """
 
@@ -71,12 +71,13 @@ class Trainer:
         self.evaluate, self.every, self.skip, self.callbacks = evaluate, every, skip, list(callbacks)
         self.step = 0  # updates done, also those that were left out
         self.skipped = 0  # those in a row
-        self.ended = ""  # why training ended, when it has
+        self.ended = ""  # why training ended, when it has; an exception leaves this empty
+        self._why = ""  # it is to end
         self.position = getattr(batches, "position", None)  # in the data, of what comes after those
 
     def stop(self, why: str) -> None:
         """No further step after this one."""
-        self.ended = self.ended or why
+        self._why = self._why or why
 
     def tell(self, moment: str, *facts: Any) -> None:
         """All callbacks, in their order."""
@@ -97,20 +98,20 @@ class Trainer:
                     break
                 done = self.update(batches, begin)
                 if done is None:
-                    break
+                    continue
                 self.step += 1
                 self.position = getattr(self.batches, "position", None)
                 self.tell("on_step", done)
-                if self.evaluate is not None and (self.step % self.every == 0 or not self._goes_on()):
+                if self.evaluate is not None and (self.step % self.every == 0 or self.step == self.steps):
                     self._evaluate(self.evaluate)
-            self.stop("all steps are done")
+            self.ended = self._why or "all steps are done"
         finally:
-            self.tell("on_end")
+            _end(self)
 
     def _goes_on(self) -> bool:
         if self.pipe.stopping:  # the same on all ranks, none of which may begin another step
             self.stop("SIGTERM")
-        return not self.ended and self.step < self.steps
+        return not self._why and self.step < self.steps
 
     def _evaluate(self, evaluate: Callable[[], float | None]) -> None:
         begin = time.perf_counter()
@@ -123,6 +124,7 @@ class Trainer:
         for batch, share in zip(batches, self._shares(batches), strict=True):
             if results and self.pipe.stopping:
                 self.pipe.zero_grad()
+                self.pipe.steps -= len(results)  # they are done again
                 return None
             with own.told(f"step {number}{with_shape(batch)}"), self.autocast():
                 last = len(results) + 1 == len(batches)
@@ -140,19 +142,17 @@ class Trainer:
             raise NotFiniteError(f"{wrong}; a smaller learning rate or clip = 1.0 may help")
         if self.scheduler is not None and not wrong:
             self.scheduler.step()
-        now, counts = time.perf_counter(), [_counts(inputs) for inputs, _ in batches]
-        samples = sum(each for each, _ in counts)
-        tokens = None if counts[0][1] is None else sum(each or 0 for _, each in counts)
+        now = time.perf_counter()
         times = now - begin, come - begin, now - ran
-        return Step(number, loss, rate, norm, samples, tokens, *times, wrong, results[-1].timeline)
+        return Step(number, loss, rate, norm, *_counts(batches), *times, wrong, results[-1].timeline)
 
     def _change_weights(self) -> tuple[float | None, str]:
         """The norm of the gradients, and why the weights stay as they were, if they do."""
         norm, scaler = None, self.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        if self.clip is not None:
-            norm = float(self.pipe.clip_grad_norm_(self.clip))
+        if self.clip is not None or scaler is None:  # a scaler looks for itself whether they are finite
+            norm = float(self.pipe.clip_grad_norm_(math.inf if self.clip is None else self.clip))
         wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {self.step + 1} have norm {norm}"
         if scaler is not None:
             before = scaler.get_scale()
@@ -167,10 +167,8 @@ class Trainer:
 
     def _shares(self, batches: Sequence[Batch]) -> list[Fraction | float]:
         """What each minibatch counts in the update."""
-        if len(batches) == 1:
-            return [1.0]
         counted = self.counted
-        if counted == "sum":
+        if len(batches) == 1 or counted == "sum":
             return [1.0] * len(batches)
         counts = [int(mb.batch_size(inputs) if counted is None else counted(target)) for inputs, target in batches]
         return [Fraction(each, max(1, sum(counts))) for each in counts]
@@ -184,9 +182,24 @@ class Trainer:
         return f"the loss of step {self.step + 1} is {losses[wrong]}, in microbatch {wrong} of {len(losses)}"
 
 
-def _counts(inputs: Any) -> tuple[int, int | None]:
+def _end(trainer: Trainer) -> None:
+    """All callbacks hear of it, whatever one of them raises; the first error is told."""
+    wrong = list[BaseException]()
+    for callback in trainer.callbacks:
+        try:
+            callback.on_end(trainer)
+        except BaseException as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
+
+
+def _counts(batches: Sequence[Batch]) -> tuple[int, int | None]:
     """Samples, and tokens where the inputs are token numbers."""
-    ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
-    if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-        return mb.batch_size(inputs), ids.numel()
-    return mb.batch_size(inputs), None
+    samples, tokens = sum(mb.batch_size(inputs) for inputs, _ in batches), 0
+    for inputs, _ in batches:
+        ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            return samples, None
+        tokens += ids.numel()
+    return samples, tokens

@@ -1,7 +1,7 @@
 """A run from its config to its report: what `gapless train` calls, in one process or on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,18 @@ class Training:
         """To its end, whatever that is; then the report is written."""
         try:
             self.trainer.run()
-        finally:
-            if self.job.ranks.first:
-                if self.gauge.timelines:
-                    self.folder.keep_timelines(list(self.gauge.timelines))
-                if self.config.run.report:
-                    write_report(self.folder)
+        except BaseException:
+            with suppress(OSError):  # nothing hides what came first
+                self._write_down()
+            raise
+        self._write_down()
+
+    def _write_down(self) -> None:
+        if self.job.ranks.first:
+            if self.gauge.timelines:
+                self.folder.keep_timelines(list(self.gauge.timelines))
+            if self.config.run.report:
+                write_report(self.folder)
 
 
 @contextmanager
@@ -74,11 +80,12 @@ def prepared(
     is a checkpoint of another one to begin with.
     """
     _check(config, ranks)
-    threads = threads_of(config)
     with ExitStack() as stack:
         held = ranks.together(partial(folder.open, config))
         if held is not None:
             stack.callback(held.give_back)
+        config = config.changed(threads=config.pipeline.threads or ranks.decided(folder.threads))
+        threads = threads_of(config)
         stack.enter_context(intra_op_threads(threads))
         stack.enter_context(own.importable(config))
         if progress is not None:
@@ -95,7 +102,7 @@ def prepared(
         trainer, early = make_trainer(config, job, pipe), EarlyStop(config.evaluate.patience)
         saver = Saver(store, config, early, ranks)
         saver.go_on(trainer, job.batches, start if store.latest is None else None)
-        trainer.callbacks += [early, interrupts, gauge, saver]
+        trainer.callbacks += [early, gauge, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
             trainer.callbacks += _writers(config, folder, gauge, ranks)
         yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
@@ -105,7 +112,7 @@ def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None
     """One that was made for the run is taken again when it goes on: another one could have other microbatches."""
     if job.config.pipeline.plan != "auto":
         return job.plan(progress)
-    if folder.checkpoints.is_dir() and folder.plan.is_file():
+    if folder.has_checkpoints and folder.plan.is_file():
         return Plan.read(folder.plan)
     plan = job.plan(progress)
     assert plan is not None
@@ -135,7 +142,7 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
     counted, autocast = loss_weight(config.loss), _autocast(config, pipe.devices)
     evaluate = None
     if job.validation is not None:
-        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, counted, autocast)
+        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, counted, autocast, job.ranks)
     scaler = None
     if config.train.precision == "fp16":
         scaler = torch.amp.GradScaler(pipe.devices[-1].type)
