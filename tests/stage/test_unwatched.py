@@ -1,6 +1,7 @@
 """Layers that were seen to draw nothing run unseen, until they begin to."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from gapless.stage.unwatched import Unwatched
 
 STEPS, LATE = 5, 3
 
@@ -88,7 +90,7 @@ def added(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_a_layer_that_begins_to_draw(draw: Any, remat: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Late(lambda x: x), Late(added(draw)), nn.Linear(4, 4), Late(added(draw)))
+    model = nn.Sequential(Late(lambda x: x), Late(added(draw)), nn.Linear(4, 4), Late(lambda x: x))
     training(model, begins, remat=remat)
 
 
@@ -120,3 +122,98 @@ def test_a_batch_norm_that_begins_to_count() -> None:
                 normed.norm.train()
             pipe.step(x, x)
     assert normed.norm.num_batches_tracked == STEPS - LATE
+
+
+class OwnNorm(nn.Module):
+    """A batch norm of the user's own, whose buffers have other names than torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return F.batch_norm(x, self.get_buffer("mean"), self.get_buffer("variance"), training=True)
+
+
+def test_a_batch_norm_of_the_users_own_goes_on_to_be_deferred() -> None:
+    torch.manual_seed(0)
+    own, x = OwnNorm(), torch.randn(12, 4)
+    torchs = nn.BatchNorm1d(4, affine=False)
+    for norm in (own, torchs):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4))
+        with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
+            for _ in range(STEPS):
+                pipe.step(x, x)
+    assert torch.equal(own.get_buffer("mean"), torchs.get_buffer("running_mean"))
+    assert torch.equal(own.get_buffer("variance"), torchs.get_buffer("running_var"))
+
+
+CALL = (0, True)
+
+
+def looking() -> Unwatched:
+    """At a forward in which one layer runs unwatched."""
+    made = Unwatched(unknown=True)
+    made.learn(CALL, nn.Identity())
+    made.begin(torch.device("cpu"), apart=True, allowed=True)
+    assert made.runs(CALL)
+    return made
+
+
+def test_what_somebody_else_draws_is_not_put_back() -> None:
+    unwatched = looking()
+    torch.rand(1)  # in a thread of the user's
+    state = torch.get_rng_state()
+    assert unwatched.moved()
+    unwatched.begin(torch.device("cpu"), apart=True, allowed=True)
+    assert not unwatched.runs(CALL)
+    assert not unwatched.moved()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_that_another_stage_puts_back_hides_no_draws() -> None:
+    state = torch.get_rng_state()
+    one, other = looking(), looking()
+    torch.rand(1)  # in both
+    assert one.moved()
+    one.begin(torch.device("cpu"), apart=True, allowed=True)
+    one.drew(CALL)
+    assert not one.moved()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert other.moved()
+
+
+class BesidesALoader(nn.Module):
+    """In whose later forwards a loader draws, in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.forwards, self.draws = nn.Linear(4, 4), 0, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.forwards += 1
+        if self.forwards > LATE:
+            self.draws += 1
+            loader = threading.Thread(target=torch.rand, args=(1,))
+            loader.start()
+            loader.join()
+        return self.linear(x)
+
+
+def test_a_loader_draws_what_it_would_draw_without_a_stream() -> None:
+    torch.manual_seed(0)
+    layer, x = BesidesALoader(), torch.randn(6, 4)
+    model, state = nn.Sequential(nn.Linear(4, 4), layer), torch.get_rng_state()
+    with (
+        gapless.Pipeline(model, devices=2, schedule="pipedream", microbatches=1, loss=F.mse_loss) as pipe,
+        pipe.stream(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) as stream,
+    ):
+        assert len(list(stream.run([(x, x)] * 8))) == 8
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    for _ in range(layer.draws):
+        torch.rand(1)
+    assert layer.draws == 8 - LATE
+    assert torch.equal(torch.get_rng_state(), drawn)

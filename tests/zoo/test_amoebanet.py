@@ -1,5 +1,7 @@
 """AmoebaNet has the published numbers of parameters, and gives the same bits in stages."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,12 @@ def test_its_parameters_are_as_many_as_published(kind: str, filters: int, millio
 def test_any_size_of_image_goes_through(kind: str, size: int) -> None:
     model = amoebanet(kind=kind, cells=3, filters=8, classes=5)  # type: ignore[arg-type]
     assert model(torch.randn(2, 3, size, size)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(("options", "way_out"), [({"kind": "C"}, "D, B"), ({"cells": 10}, "3"), ({"filters": 6}, "4")])
+def test_sizes_that_it_can_not_have_are_refused(options: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ValueError, match=f"choose .*{way_out}"):
+        amoebanet(**options)
 
 
 def test_in_stages_it_gives_the_bits_of_the_plain_loop() -> None:

@@ -115,7 +115,7 @@ def run(
         "skipped": skipped,
         "refused": refused,
         "done": len(seconds["parts"]),
-        "parts_of": _parts_of(ranks),
+        "parts_of": _parts_of(ranks if environment else 1),
         **_best(seconds),
     }
 

@@ -201,7 +201,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return self.prediction_step(it, batch, only, ignore_keys)
 
         def before(batches: list[Any]) -> None:
-            calls = [call_in(partial(predicted, batch), self.model) for batch in batches]
+            # A prediction_step of the user's own may take things out of a batch, and it will get it once more.
+            calls = [call_in(partial(predicted, copy.copy(batch)), self.model) for batch in batches]
             self._pipelined.foresee([call for call in calls if call is not None])
 
         ahead = LookAhead(dataloader, self._asked["microbatches"], before)

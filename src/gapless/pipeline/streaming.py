@@ -81,6 +81,7 @@ def make_stream(
     def make(number: int, stage: Stage) -> None:
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
         _refuse_loose(parts, number)
+        stage.draws_among_others()
         versions = Versions(parts, partial(_own, stage), names)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None

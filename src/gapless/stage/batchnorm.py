@@ -69,6 +69,7 @@ class Statistics:
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
         self.moved: set[int] = set()  # running means and counters that calls were seen to move, by id
+        self.asked = 0  # how often there was a call of a batch norm, in training or not
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A microbatch comes, or comes again for remat; its forward may take several runs."""
@@ -198,6 +199,7 @@ def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[
     """`F.batch_norm`, which torch's modules call, and the operator below it, which a traced graph calls."""
     given = bound(_FUNCTIONAL if func is F.batch_norm else _OPERATOR, args, kwargs)
     statistics, running_mean, running_var = mode.statistics, given["running_mean"], given["running_var"]
+    statistics.asked += 1
     if given["training"] and statistics.option == "error":
         _refuse("batch_norm")
     if not given["training"] or running_mean is None or running_var is None:

@@ -138,6 +138,11 @@ class Calls:
         """What the calls lasted in which layers were compiled."""
         return self._cold_seconds + sum(each.seconds for each in self._compiled.values())
 
+    def enter(self, microbatch: int, *, replaying: bool) -> None:
+        """A forward comes, or comes again for remat. It may take several runs."""
+        self.statistics.enter(microbatch, replaying=replaying)
+        self._unwatched.enter()
+
     def begin(
         self, records: Records | None, step: int, microbatch: int, *, again: bool = False
     ) -> AbstractContextManager[Any]:
@@ -183,16 +188,22 @@ class Calls:
         key = (index, getattr(layer, "training", True))
         if self._unwatched.runs(key):
             return call(*args)
-        drawn = self.draws.count
+        drawn, normed = self.draws.count, self.statistics.asked
         with (
             alone_with_casts() if index in self._casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
             self._watch(key) if way is _INSIDE and not self.mode.alone and key not in self._watched else _NOTHING,
         ):
             result = call(*args)
-        if self.draws.count == drawn and index not in self._casting:
+        if self.draws.count != drawn:
+            self._unwatched.drew(key)
+        elif self.statistics.asked == normed and index not in self._casting:
             self._unwatched.learn(key, layer)
         return result
+
+    def watch_always(self) -> None:
+        """Where torch's default generators stand tells nothing of these calls."""
+        self._unwatched.stop()
 
     def look_back(self) -> None:
         """A forward is over: nothing may have been drawn unseen."""
@@ -209,6 +220,7 @@ class Calls:
         if touched.casts:
             self._casting.add(key[0])
         if touched.seen:
+            self._unwatched.hides()
             self.mode.alone = True
             raise Restart
 

@@ -234,7 +234,7 @@ class Cell:
         """Runs the layers on the leaves and notes the edges, and again where what was learnt on the way changes the
         beginning.
         """
-        self._calls.statistics.enter(work.microbatch, replaying=work.replaying)
+        self._calls.enter(work.microbatch, replaying=work.replaying)
         while True:
             cast = self._intake.casts or autocast_is_on()
             tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]

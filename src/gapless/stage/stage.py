@@ -131,6 +131,10 @@ class Stage:
             cell.own(copies)
         self._calls.mode.stand_in(copies)
 
+    def draws_among_others(self) -> None:
+        """Whoever is not of ours may draw from torch's default generators during a forward: a loader that goes on."""
+        self._calls.watch_always()
+
     def exclude(self, parameter: nn.Parameter) -> None:
         """Leaves the gradient of a parameter to autograd."""
         self._calls.mode.exclude([parameter])

@@ -2,8 +2,12 @@
 
 A layer may begin to draw later on: its dropout gets a probability, noise sets in after a thousand steps. And a layer
 inside of the mode may begin to draw in a way that the mode does not see. So torch's default generators are looked at
-before and after a forward. If they have moved, they are put back, and all layers are watched as if they were new, from
-the start of this forward.
+before and after a forward. If they have moved, all layers are watched as if they were new, from the start of this
+forward. If one of them draws then, the generators are put back to where they stood. Otherwise it was somebody else, a
+thread of the user's, whose numbers must not come twice.
+
+Where layers of several stages begin to draw in one step, one may do so while another thread has its own numbers in the
+generators. That goes unnoticed.
 """
 
 import torch
@@ -14,7 +18,15 @@ from .draws import default_generators
 from .exclusive import exclusively, if_free
 
 _MOST_MOVES = 3
+_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # what a batch norm of the user's own has too
 Call = tuple[int, bool]  # the number of a layer, and whether it trains
+Stood = list[tuple[torch.Generator, Tensor]]  # generators, and their states
+
+
+class _PutBack:
+    """How often generators were put back, by whomever: that hides what another forward has drawn meanwhile."""
+
+    times = 0
 
 
 class Unwatched:
@@ -25,22 +37,30 @@ class Unwatched:
     def __init__(self, *, unknown: bool) -> None:
         self._known: set[Call] = set()
         self._allowed = False
-        self._before: list[Tensor] | None = None
-        self._generators: list[torch.Generator] = []
+        self._before: Stood | None = None
+        self._put_back = 0
         self._looks = _MOST_MOVES if unknown else 0
+        self._doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
+        self._suspects: set[Call] = set()
+
+    def enter(self) -> None:
+        """A forward comes, which may take several runs."""
+        self._doubt, self._suspects = None, set()
 
     def begin(self, device: torch.device, *, apart: bool, allowed: bool) -> None:
-        """A forward starts. Its layers are to draw from other generators than torch's default ones, if these are kept
+        """A run of it starts. Its layers are to draw from other generators than torch's default ones, if these are kept
         `apart`; those that draw nothing may be `allowed` to run unwatched. Where another thread uses the generators,
         all are watched.
         """
         self._before, self._allowed = None, allowed
+        if not apart:  # a layer was seen to draw in another way than the mode sees
+            self._settle()
         if not self._looks or not apart:
             return
         with if_free() as free:
             if free:
-                self._generators = default_generators([device])
-                self._before = [each.get_state() for each in self._generators]
+                self._before = [(each, each.get_state()) for each in default_generators(_devices(device))]
+                self._put_back = _PutBack.times
 
     def runs(self, call: Call) -> bool:
         """Whether this one needs no watching now."""
@@ -50,21 +70,58 @@ class Unwatched:
         """A call was watched, and drew nothing. What a batch norm counts does not show in a generator."""
         if self._looks < _MOST_MOVES or call in self._known or not isinstance(layer, nn.Module):
             return
-        if not any(isinstance(module, _NormBase) for module in layer.modules()):
+        if not any(
+            isinstance(module, _NormBase) or any(name in module._buffers for name in _OF_NORMS)
+            for module in layer.modules()
+        ):
             self._known.add(call)
 
-    def moved(self) -> bool:
-        """The forward is over: whether something was drawn unseen. If so, all are watched from now on. Another thread,
-        of the user's, may draw too: so not too often.
-        """
-        if self._before is None:
-            return False
-        before, self._before = self._before, None
+    def drew(self, call: Call) -> None:
+        """A call was watched, and drew. If it ran unwatched before, it was the one that moved the generators."""
+        if call in self._suspects:
+            self._settle()
+
+    def _settle(self) -> None:
+        """It was a layer that has drawn: the caller's generators are left as they were."""
+        if self._doubt is None:
+            return
         with exclusively():
-            if all(torch.equal(each.get_state(), state) for each, state in zip(self._generators, before, strict=True)):
+            for generator, state in self._doubt:
+                generator.set_state(state)
+            _PutBack.times += 1
+            if self._before is not None:
+                self._before, self._put_back = self._doubt, _PutBack.times
+        self.enter()
+
+    def hides(self) -> None:
+        """Generators had moved, and were put back."""
+        with exclusively():
+            _PutBack.times += 1
+
+    def moved(self) -> bool:
+        """The run is over: whether something may have been drawn unseen. If so, all are watched from now on.
+        Another thread, of the user's, may draw too: so not too often.
+        """
+        before, self._before = self._before, None
+        self.enter()
+        if before is None:
+            return False
+        with exclusively():
+            stay = all(torch.equal(generator.get_state(), state) for generator, state in before)
+            if stay and self._put_back == _PutBack.times:
                 return False
-            for each, state in zip(self._generators, before, strict=True):
-                each.set_state(state)
-        self._known.clear()
+        self._doubt, self._suspects, self._known = before, self._known, set()
         self._looks -= 1
         return True
+
+    def stop(self) -> None:
+        """Others draw from these generators during a forward, so nothing is looked at any more, and all are watched."""
+        self._looks = 0
+        self._known.clear()
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """Where layers may draw: those without parameters on the GPU that is current."""
+    if device.type == "cpu" and torch.cuda.is_initialized():
+        return [torch.device("cuda", torch.cuda.current_device())]
+    return [device]

@@ -211,6 +211,11 @@ def amoebanet(
     """`cells` normal cells, a multiple of 3, of `filters` filters, a multiple of 4; images of 3 channels in, scores of
     classes out.
     """
+    if kind not in _GENES:
+        raise ValueError(f"an AmoebaNet-{kind} is not known: choose one of {', '.join(_GENES)}")
+    for name, value, factor in (("cells", cells, 3), ("filters", filters, 4)):
+        if value < factor or value % factor:
+            raise ValueError(f"an AmoebaNet with {name}={value} is not known: choose a multiple of {factor}")
     normal, reduction = _GENES[kind]
     channels = filters // 4
     layers: list[nn.Module] = [Stem(channels)]

@@ -35,6 +35,7 @@ class Replica:
         self._clip = clip
         layers = list(self.module) if is_sequence(self.module) else [self.module]  # type: ignore[call-overload]
         self._stage = Stage(compiled(layers, compiler), first_layer=0, seed=seed, loss=loss, spread=True)
+        self._stage.draws_among_others()
 
     def follow(self, model: nn.Module) -> None:
         """Before a run: weights, modes and frozen parameters are the model's, which may have been edited."""
