@@ -294,8 +294,7 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
         shown = summary.text(report(profile, found, arguments.top))
         title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
         made = page.render([plan.timeline for plan in kinds], title, limit)
-        listing = f'<pre style="white-space: pre-wrap">{shown}</pre>'
-        section = f'<details class="guide" open><summary>The plan</summary>{listing}</details>'
+        section = f'<details class="guide" open><summary>The plan</summary><pre>{shown}</pre></details>'
         Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     arguments.html = None

@@ -1,7 +1,7 @@
 """What holds in the forward of a model that is traced, and only there.
 
 A trace reads thousands of attributes before and after the forward, and sets as many. To watch all of them took a
-quarter of its time: while a mode of torch is on, torch calls it even for the shape of a tensor.
+tenth of its time: while a mode of torch is on, torch calls it even for the shape of a tensor.
 """
 
 import contextlib

@@ -140,8 +140,10 @@ def test_what_one_version_shows_of_a_weight_that_can_not_wait_holds_for_all(agai
             found += [result.loss for result in stream.run(part)]
             state = stream.state_dict()
     losses, history = reference.trained(plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum)
-    assert all(map(torch.equal, found, losses))
-    assert all(map(torch.equal, weights(pipe), [each for stage in history for each in stage[8]]))
+    for ours, theirs in zip(found, losses, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(weights(pipe), [each for stage in history for each in stage[8]], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 class Told(torch.autograd.Function):
