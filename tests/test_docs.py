@@ -47,6 +47,7 @@ def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "console"):
         for command, said in commands(block):
             script = re.sub(r"^gapless ", f"{sys.executable} -m gapless ", command)
+            script = re.sub(r"^python ", f"{sys.executable} ", script)
             run = subprocess.run(
                 script,
                 shell=True,

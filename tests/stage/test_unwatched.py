@@ -51,7 +51,7 @@ def training(model: nn.Sequential, change: Callable[[nn.Sequential], None], **op
     """Against a loop that a user would write."""
     plain, x = copy.deepcopy(model), torch.randn(6, 4)
     state = torch.get_rng_state()
-    with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, seed=7, **options) as pipe:
+    with gapless.Pipeline(model, devices=1, microbatches=3, loss=F.mse_loss, seed=7, **options) as pipe:
         for step in range(STEPS):
             if step == LATE:
                 change(model)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,7 @@ def test_learning_rates_rise_and_fall_as_drawn(tmp_path: Path) -> None:
     assert [step.rate for step in trained(config_of(tmp_path, *torch_s))] == pytest.approx([0.01, 0.005, 0.0025])
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face_trains_with_its_own_loss(tmp_path: Path) -> None:
     tiny = '{ model_type = "gpt2", n_layer = 2, n_embd = 8, n_head = 2, n_positions = 16, vocab_size = 256 }'
     settings = ["model.name=huggingface", f"model.arguments={tiny}", "train.steps=2", "evaluate.every=2"]
@@ -388,10 +390,10 @@ def test_a_model_of_hugging_face_trains_with_its_own_loss(tmp_path: Path) -> Non
 
 
 def test_the_folder_tells_all_of_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "run.tensorboard=true", "run.report=true", "run.timeline=2")
+    config = config_of(tmp_path, "run.tensorboard=false", "run.report=true", "run.timeline=2")
     training = run(config, tmp_path / "run")[0]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"run.json", "metrics.jsonl", "timelines.json", "checkpoints", "tensorboard", "report.html"}
+    assert names == {"run.json", "metrics.jsonl", "timelines.json", "checkpoints", "report.html"}
     said = json.loads((tmp_path / "run" / "run.json").read_text())
     assert said["config"]["train"]["clip"] == 0.5
     assert said["environment"]["torch"] == torch.__version__
@@ -401,6 +403,11 @@ def test_the_folder_tells_all_of_it(tmp_path: Path) -> None:
     assert lines[-1]["ended"] == "all steps are done"
     assert len(training.folder.timelines()) == 2
     assert training.folder.timelines()[0].schedule == training.pipe.schedule
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_finds_its_events(tmp_path: Path) -> None:
+    run(config_of(tmp_path, "run.tensorboard=true"), tmp_path / "run")
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 

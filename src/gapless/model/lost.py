@@ -9,6 +9,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ class LostError(Exception):
     """A trace would lose something that the gradients or the numbers depend on."""
 
 
+def own_backwards_refused() -> AbstractContextManager[None]:
+    """While it holds, nothing may bring a backward of its own. The hooks of a module's backward do, after those of its
+    forward.
+    """
+    return instead(torch.autograd.Function, "apply", functools.partial(_refuse, "autograd.Function.apply"))
+
+
 @contextlib.contextmanager
 def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """While it holds, this thread may do nothing that a trace loses. The attributes in which modules store tensors
@@ -34,7 +42,6 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """
     drawn = _drawn_outside()
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch.autograd.Function, "apply", functools.partial(_refuse, "autograd.Function.apply")),
         (Tensor, "register_hook", functools.partial(_refuse, "register_hook")),
         (saved_tensors_hooks, "__enter__", _enter_without_hooks_of_ones_own),
         (torch.inference_mode, "__enter__", _enter_inference),

@@ -30,7 +30,7 @@ from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
 from .in_forward import in_forward
-from .lost import LostError, nothing_lost
+from .lost import LostError, nothing_lost, own_backwards_refused
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
 from .questions import BatchQuestion, Questions
@@ -106,6 +106,7 @@ def _export(
             # and at the types of what it has made, so it is traced under the caller's.
             questions, stored = Questions(flat), list[tuple[nn.Module, str]]()
             with (
+                own_backwards_refused(),
                 traced(),
                 _without_torchs_report(),
                 as_called(model),

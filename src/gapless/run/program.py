@@ -83,6 +83,7 @@ class Program:
         }
         for stage, work in stages.items():
             work.forwards_in_order = ordered(stage, {Kind.FORWARD})
+            work.compute_alone(len(here) == 1)
         self._following = {device: dict(pairwise(schedule.rows[device])) for device in here}
         self.calls = {device: self._bind(device) for device in here}
 

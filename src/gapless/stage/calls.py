@@ -80,6 +80,7 @@ class Calls:
         self._casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
+        self.one_thread = False  # no other one of this process computes
         self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
         self._bare: list[Any] | None = None
@@ -156,7 +157,7 @@ class Calls:
         draws.restart()
         mode, device = self.mode, self._device()
         mode.begin(records if self._split else None, device.type)
-        seen = again or mode.defers_now or bool(mode.cast_anew)
+        seen = again or mode.defers_now or bool(mode.cast_anew) or not self.one_thread
         self._unwatched.begin(device, apart=not (mode.alone or draws.are_captured), allowed=not seen)
         return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING
 

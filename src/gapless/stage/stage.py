@@ -231,6 +231,10 @@ class Stage:
         clear_casts()
         return inputs
 
+    def compute_alone(self, alone: bool) -> None:
+        """Tells the stage whether no other thread of this process computes."""
+        self._calls.one_thread = alone
+
     def finish(self) -> None:
         """The minibatch is over: running statistics that were deferred move."""
         statistics = self._calls.statistics

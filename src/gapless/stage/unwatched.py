@@ -1,4 +1,5 @@
-"""Layers that were seen to draw nothing run outside of the mode, which costs a sixth of a step on small tensors.
+"""Layers that were seen to draw nothing run outside of the mode, which costs a sixth of a step on small tensors; but
+only where one thread of the process computes: what began to draw unseen would change what others draw.
 
 A layer may begin to draw later on: its dropout gets a probability, noise sets in after a thousand steps. And a layer
 inside of the mode may begin to draw in a way that the mode does not see. So torch's default generators are looked at
@@ -6,8 +7,8 @@ before and after a forward. If they have moved, all layers are watched as if the
 forward. If one of them draws then, the generators are put back to where they stood. Otherwise it was somebody else, a
 thread of the user's, whose numbers must not come twice.
 
-Where layers of several stages begin to draw in one step, one may do so while another thread has its own numbers in the
-generators. That goes unnoticed.
+Where several threads compute, and layers of several stages begin in one step to draw so that the mode does not see it,
+one may do so while another thread has its own numbers in the generators. That goes unnoticed.
 """
 
 import torch

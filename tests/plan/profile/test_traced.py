@@ -155,6 +155,7 @@ def test_it_is_written_and_read_as_it_was(plan: Plan, tmp_path: Path) -> None:
     assert "cuts" not in replace(plan, cuts=None).to_json()
 
 
+@pytest.mark.slow
 def test_an_encoder_and_decoder_runs_as_planned() -> None:
     model = made(transformer, vocab=12, width=8, depth=1, heads=2)
     found = planned(model, (ids(), ids()), ids(), loss=translation_loss, schedules=["1f1b"])

@@ -57,7 +57,7 @@ def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UN
     return searched(profile, devices, memory=None if memory is None else int(memory * MIB), **options)
 
 
-@pytest.mark.parametrize("memory", [None, 140, 90, 75])
+@pytest.mark.parametrize("memory", [None, 140, pytest.param(90, marks=pytest.mark.slow), 75])
 def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> None:
     found = plan_of(memory)
     steps = [plan.step_seconds for plan in found.plans]
@@ -79,6 +79,7 @@ def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> N
         assert any("stage" in plan.remat for plan in found.plans)
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_chance() -> None:
     one, two = (plan_of(100, devices=2) for _ in range(2))
     assert one == two
