@@ -116,7 +116,7 @@ def test_a_batch_norm_that_begins_to_count() -> None:
     torch.manual_seed(0)
     normed, x = Normed(), torch.randn(6, 4)
     model = nn.Sequential(nn.Linear(4, 4), normed, nn.Linear(4, 4))
-    with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
+    with gapless.Pipeline(model, devices=1, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
         for step in range(STEPS):
             if step == LATE:
                 normed.norm.train()
@@ -143,7 +143,7 @@ def test_a_batch_norm_of_the_users_own_goes_on_to_be_deferred() -> None:
     for norm in (own, torchs):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4))
-        with gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
+        with gapless.Pipeline(model, devices=1, microbatches=3, loss=F.mse_loss, batchnorm="deferred") as pipe:
             for _ in range(STEPS):
                 pipe.step(x, x)
     assert torch.equal(own.get_buffer("mean"), torchs.get_buffer("running_mean"))
