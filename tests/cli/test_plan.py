@@ -5,14 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gapless.cli.plan_report import how_good
 from gapless.plan.plan import Plan
+from gapless.plan.search.search import search
+from gapless.plan.search.wanted import Wanted
 from tests.cli.conftest import Command
 from tests.cli.test_main import environment
+from tests.plan import profiles
 from tests.train.configs import GPT, write
 
 BLOCK = {
@@ -131,6 +136,13 @@ def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command
     assert "measured with an allocator that loses 25% of what comes and goes; with PYTORCH_ALLOC_CONF=expandable" in out
     file.write_text(json.dumps({**PROFILE, "device": "cuda:0"}))
     assert "expandable" not in gapless(f"plan {file} {QUICK}").out
+
+
+def test_a_gap_is_never_rounded_down() -> None:
+    found = search(profiles.even(8), 2, Wanted(schedules=["1f1b"]), 8)
+    for gap, shown in ((0.0301, "3.1%"), (0.0003, "0.1%"), (0.03, "3.0%"), (1.1e-9, "0.0%")):
+        told = how_good(replace(found, searched=replace(found.searched, gap=gap)))
+        assert f"no plan of these kinds can be more than {shown} faster" in told
 
 
 def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:
@@ -331,6 +343,8 @@ def test_a_profile_of_pipedream_is_planned_with_a_flush_too(gapless: Command) ->
     ("line", "message"),
     [
         ("--no-flush --schedules 1f1b", "--no-flush plans from a profile, for equal devices, and --schedules is not"),
+        ("--no-flush --slack 0", "--no-flush plans from a profile, for equal devices, and --slack is not for it"),
+        ("--no-flush --shard-optimizer", "for equal devices, and --shard-optimizer is not for it"),
         ("--bandwidth 25Gb/s", "--bandwidth is '25Gb/s', but it must be a bandwidth such as '100 GB/s'"),
         ("--latency 8", "--latency is '8', but a time of at most 1 seconds is expected"),
         ("--no-flush other", "argument --no-flush: invalid choice: 'other'"),

@@ -193,8 +193,11 @@ def _without_flush(arguments: argparse.Namespace) -> int:
         "schedules",
         "minibatch",
         "microbatches",
+        "shard_optimizer",
+        "slack",
     )
-    wrong = [name for name in others if getattr(arguments, name) is not None]
+    given = {name: getattr(arguments, name) for name in others}
+    wrong = [name for name, value in given.items() if value is not None and value is not False]
     if wrong or arguments.source.endswith(".toml"):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(

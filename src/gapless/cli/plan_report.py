@@ -1,5 +1,6 @@
 """The report of `gapless plan`: the ranking, why the first is the first, where its time and its memory go."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -45,8 +46,9 @@ def report(profile: Profile, found: Found, top: int) -> str:
 def how_good(found: Found) -> str:
     """What is known of the best plan: how much better any other could be, and what was not tried."""
     searched, best = found.searched, found.best
-    known = f"no plan of these kinds can be more than {text.percent(searched.gap)} faster"
-    said = [f"{searched.tried} choices were tried; {known}" if searched.gap > 1e-6 else f"{known}: it is the best"]
+    gap = math.ceil(1000 * searched.gap - 1e-6) / 1000 if searched.gap > 1e-6 else 0.0  # never less than it is
+    known = f"no plan of these kinds can be more than {text.percent(gap)} faster"
+    said = [f"{searched.tried} choices were tried; {known}" if gap else f"{known}: it is the best"]
     if searched.cut_short:
         said.append(
             f"the search was cut short by the time limit, with {searched.untried} choices not tried: more time may "

@@ -4,6 +4,7 @@ It is written as JSON and read back as it was, so it can be made on one machine 
 """
 
 import json
+import math
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -226,7 +227,7 @@ class Plan:
                 cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
                 caution=printable(str(data.get("caution", ""))),
                 batch=_batch(data),
-                searched=Searched(**data["searched"]) if "searched" in data else None,
+                searched=_searched(data),
             )
         except GaplessError as error:
             raise ConfigError(f"this is not a plan: {error}") from None
@@ -259,6 +260,18 @@ def _mesh(data: Any) -> Mesh:
     if order and (len(set(order)) != mesh.replicas * mesh.num_devices or min(order) < 0):
         raise ConfigError(f"its order lists {list(order)[:8]}, but it has {mesh.replicas * mesh.num_devices} devices")
     return mesh
+
+
+def _searched(data: Any) -> Searched | None:
+    if "searched" not in data:
+        return None
+    found = Searched(**data["searched"])
+    numbers = (found.gap, found.tried, found.untried, found.devices)
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ConfigError(f"what it says under searched is {data['searched']!r:.80}, but these are numbers")
+    if max(data.get("order", [0])) >= found.devices:
+        raise ConfigError(f"its order has device {max(data['order'])}, but it was made for {found.devices} devices")
+    return found
 
 
 def _batch(data: Any) -> int | None:

@@ -1,7 +1,7 @@
 """From a model to a plan: measure it, search, and measure again if the best plan has microbatches of another size."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -214,16 +214,17 @@ def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Pla
     samples = near[plans[0].samples]
     found = founds[samples]
     text = explained(plans, len(found.rejected))
-    searched = _of_all(plans[0], [each.searched for each in founds.values()], found)
+    searched = _of_all(plans[0], founds.values())
     plans[0] = replace(plans[0], searched=searched)
     return Planned(profiles[samples], Found(tuple(plans), found.rejected, text, searched))
 
 
-def _of_all(best: Plan, parts: Sequence[Searched], found: Found) -> Searched:
-    """How far all sizes were searched. The bound is that of the size that the best plan comes from."""
-    least = found.best.step_seconds * (1 - found.searched.gap)
+def _of_all(best: Plan, founds: Collection[Found]) -> Searched:
+    """How far all sizes were searched. The bound is the least of all: what was not tried may be of any size."""
+    least = min(found.best.step_seconds * (1 - found.searched.gap) for found in founds)
+    parts = [found.searched for found in founds]
     return replace(
-        found.searched,
+        parts[0],
         gap=max(0.0, 1 - least / best.step_seconds),
         complete=all(part.complete for part in parts),
         cut_short=any(part.cut_short for part in parts),

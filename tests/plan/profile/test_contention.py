@@ -22,6 +22,12 @@ def test_alone_nothing_takes_longer() -> None:
     assert Contention(2.0, 2.0, 2.0).costs(Costs(), one) == Costs()
 
 
+def test_replicas_of_one_device_each_are_beside_each_other_too() -> None:
+    one = make_schedule("1f1b", devices=1, microbatches=4)
+    assert Contention(2.0, 2.0, 2.0).costs(Costs(), one, replicas=4).forward == (2.0,)
+    assert Contention(1.5, 1.0, 1.0, at_once=2.0).costs(Costs(), one, replicas=4).forward == (3.0,)
+
+
 def test_each_kind_of_action_has_a_slowdown_of_its_own() -> None:
     schedule = make_schedule("1f1b", devices=2, microbatches=4)
     found = Contention(forward=1.5, backward=1.25, halves=2.0).costs(Costs(recompute=2), schedule)
@@ -42,9 +48,9 @@ def test_more_devices_than_processors_take_turns() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"])
-@pytest.mark.parametrize("latency", [0.0, 0.3])
-def test_with_a_processor_for_each_the_step_is_the_simulated_one(name: str, latency: float) -> None:
-    schedule, costs = make_schedule(name, devices=4, microbatches=6), Costs(input_grad=1.5, latency=latency)
+@pytest.mark.parametrize("link", [{}, {"latency": 0.3}, {"latency": 0.3, "bandwidth": 1.0, "boundary": 4}])
+def test_with_a_processor_for_each_the_step_is_the_simulated_one(name: str, link: dict[str, float]) -> None:
+    schedule, costs = make_schedule(name, devices=4, microbatches=6), Costs(input_grad=1.5, **link)
     assert shared_makespan(schedule, costs, 4.0) == pytest.approx(float(simulate(schedule, costs).makespan))
 
 

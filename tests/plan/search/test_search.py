@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from gapless.errors import ConfigError, PlanError
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
+from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device, Mesh
-from gapless.plan.profile.profile import Link, Profile
-from gapless.plan.search.choices import machines, meshes, microbatches
+from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
+from gapless.plan.search.choices import Choice, machines, meshes, microbatches
+from gapless.plan.search.drafts import Drafts
 from gapless.plan.search.footprint import footprints
+from gapless.plan.search.judge import Judge
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
 from gapless.schedule.recipes import make_schedule
@@ -202,6 +206,56 @@ def test_a_time_limit_ends_the_search_with_what_there_is() -> None:
     assert len(late) == found.searched.untried > 0
 
 
+def test_a_time_limit_ends_a_search_that_finds_nothing() -> None:
+    with pytest.raises(
+        PlanError, match=r"^nothing fits 33 MiB per device \(cut short by the time limit of 0 s\); the "
+    ):
+        plan_of(33, time_limit=0)
+
+
+def test_devices_that_are_too_small_together_say_what_would_do() -> None:
+    # 4 layers need 64 MiB and a little: half of it on each of two devices.
+    profile = profiles.even(4, parameters=4 * MIB, activation=1000, boundary=1000)
+    for more in ({}, {"mesh": Mesh(1, 2)}):
+        with pytest.raises(
+            PlanError, match=r"^nothing fits 20 MiB per device; .*: about 32(\.\d+)? MiB per device would"
+        ):
+            searched(profile, 2, memory=20 * MIB, minibatch=8, **more)
+
+
+def test_cuts_are_chosen_with_the_sums_of_gradients_and_the_update() -> None:
+    def layer(seconds: float, heavy: bool) -> Layer:
+        size = 100 * MIB if heavy else MIB
+        return replace(profiles.layer(seconds, size, 1, 1), update=Seconds(size / MIB * 3e-4))
+
+    for seed in range(6):
+        chance = random.Random(seed)
+        layers = [layer(chance.choice((3e-3, 6e-3, 9e-3)), chance.random() < 0.3) for _ in range(8)]
+        profile = profiles.profile(layers, [Link("link", None, 0.0, 1e9)])
+        mesh, choice = Mesh(2, 3), Choice("1f1b", 1, Mesh(2, 3), 2, 1)
+        found = searched(profile, 6, minibatch=4, microbatches=2, schedules=["1f1b"], mesh=mesh)
+        judge = Judge(Drafts(profile, [Device()] * 6))
+        every = [(a, b - a, 8 - b) for a, b in combinations(range(1, 8), 2)]
+        best = min(judge.finished(judge.drafts.make(choice, counts)).step_seconds for counts in every)
+        assert found.best.step_seconds == pytest.approx(best)
+
+
+def test_replicas_on_shared_processors_are_no_faster_than_these() -> None:
+    profile = replace(profiles.even(8, seconds=3e-3), contention=Contention(at_once=2.0))
+    plans = searched(profile, 4, minibatch=16, schedules=["1f1b"], microbatches=4, mesh=Mesh(4, 1)).plans
+    assert plans[0].step_seconds == pytest.approx(16 * 8 * 3e-3 / 2)
+
+
+def test_many_unlike_devices_may_leave_any_of_the_slowest_idle() -> None:
+    devices = [Device(speed=0.01), *(Device(speed=1 + number / 100) for number in range(13))]
+    assert tuple(range(1, 14)) in machines(devices)
+    found = searched(profiles.even(14), devices, minibatch=4, microbatches=4, schedules=["1f1b"], replicas=False)
+    assert 0 not in found.best.mesh.order
+    # All of them busy all the time: what no choice of devices can be below.
+    least = 4 * 14e-3 / sum(device.speed for device in devices)
+    assert found.best.step_seconds * (1 - found.searched.gap) <= least
+
+
 def test_links_that_do_not_reach_are_refused() -> None:
     with pytest.raises(ConfigError, match="the links of the profile reach 2 devices, but there are 4: add the link"):
         plan_of(profile=replace(UNEVEN, links=(Link("inside", 2),)))
@@ -240,6 +294,22 @@ def test_a_file_that_is_no_plan_is_said(tmp_path: Path, text: str, message: str)
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         Plan.read(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("searched", "order", "message"),
+    [
+        ({"gap": "small"}, [0, 1], "this is not a plan: what it says under searched is "),
+        ({"devices": None}, [0, 1], "this is not a plan: what it says under searched is "),
+        ({"devices": 4}, [0, 4], "this is not a plan: its order has device 4, but it was made for 4 devices"),
+    ],
+)
+def test_a_plan_with_another_account_of_its_search_is_refused(
+    searched: dict[str, Any], order: list[int], message: str
+) -> None:
+    data = plan_of(devices=2, schedules=["1f1b"], microbatches=2, mesh=Mesh(1, 2)).best.to_json()
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_json(data | {"order": order, "searched": data["searched"] | searched})
 
 
 def test_a_plan_whose_parts_do_not_belong_together_is_refused() -> None:

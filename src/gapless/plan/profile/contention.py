@@ -28,13 +28,16 @@ class Contention:
     halves: float = 1.0
     at_once: float | None = None
 
-    def costs(self, alone: Costs, schedule: Schedule) -> Costs:
-        """Those of stages that run this schedule, from the costs of each stage alone."""
-        if self == ALONE or schedule.num_devices == 1:
+    def costs(self, alone: Costs, schedule: Schedule, replicas: int = 1) -> Costs:
+        """Those of stages that run this schedule, from the costs of each stage alone. So many replicas run it beside
+        each other, and share the processors.
+        """
+        if self == ALONE or schedule.num_devices * replicas == 1:
             return alone
         turns = 1.0
         if self.at_once is not None:
-            turns = shared_makespan(schedule, alone, self.at_once) / float(simulate(schedule, alone).makespan)
+            shared = shared_makespan(schedule, alone, self.at_once / replicas)
+            turns = shared / float(simulate(schedule, alone).makespan)
         durations = alone.durations(schedule.placement)
 
         def longer(kind: Kind, times: float) -> tuple[float, ...]:
@@ -89,6 +92,7 @@ class _Shared:
                 self._takers[need].append(number)
         self._running: list[tuple[float, int]] = []  # the work at which an action ends, and its device
         self._travelling: list[tuple[float, int]] = []  # the time at which what an action made arrives
+        self._wires = [0.0] * flat.num_wires  # until when each is busy
         self._work = self._time = 0.0
 
     def run(self) -> float:
@@ -108,10 +112,11 @@ class _Shared:
             self._time = end = ends
             number = self._rows[device][self._at[device]]
             self._at[device] += 1
-            wire = self._flat.wires[number]
-            hop = self._latency + (self._transits[wire[1]] if wire is not None else 0.0)
+            leaves = ends
+            if (wire := self._flat.wires[number]) is not None:  # one message at a time
+                leaves = self._wires[wire[0]] = max(ends, self._wires[wire[0]]) + self._transits[wire[1]]
             if number in self._takers:
-                heapq.heappush(self._travelling, (ends + hop, number))
+                heapq.heappush(self._travelling, (leaves + self._latency, number))
             self._begin(device)
         return end
 

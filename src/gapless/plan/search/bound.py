@@ -68,8 +68,9 @@ class Bounds:
         pipeline together; None without a limit.
         """
         K, M, fastest = mesh.num_devices, microbatches, max(speeds)
-        profile, works = self.profile, self._works(K > 1)
-        entry = _entry(profile, alone=K == 1)
+        alone = K * mesh.replicas == 1
+        profile, works = self.profile, self._works(not alone)
+        entry = _entry(profile, alone=alone)
         total = sum(work.all for work in works) + K * stages_per_device * entry.all
         gradients = sum(layer.gradients for layer in profile.layers)
         update = sum(layer.update.median for layer in profile.layers) / sum(speeds)

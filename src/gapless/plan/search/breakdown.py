@@ -32,29 +32,40 @@ def breakdown(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
             share = sum(layer.recompute.median for layer in stages.layers[stage]) / usual
             again += schedule.num_microbatches * share * float(forward[stage])
     work, shared = float(timeline.work), sum(map(float, timeline.busy)) / schedule.num_devices
-    update = costs.per_stage("update", schedule.placement)
-    summed = (
-        max(_sums_end(profile, stages, timeline, mesh, device) for device in range(schedule.num_devices)) - makespan
-    )
+    summed = _sums_end(profile, stages, timeline, mesh) - makespan
     return Breakdown(
         compute=shared - again / schedule.num_devices,
         recompute=again / schedule.num_devices,
         imbalance=work - shared,
         bubble=together - work,
         communication=makespan - together + max(0.0, summed),
-        update=max(sum(float(update[stage]) for stage in own) for own in stages.placement.stages),
+        update=_update(stages),
     )
 
 
-def _sums_end(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh, device: int) -> float:
-    """When the last gradients of a device are added up: those of a stage once its last one is there, while other stages
-    still work, and one stage after another.
+def step_seconds(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) -> float:
+    """All of it together."""
+    return max(float(timeline.makespan), _sums_end(profile, stages, timeline, mesh)) + _update(stages)
+
+
+def _update(stages: Stages) -> float:
+    """Of the device that takes longest."""
+    times = stages.costs.per_stage("update", stages.placement)
+    return max(sum(float(times[stage]) for stage in own) for own in stages.placement.stages)
+
+
+def _sums_end(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) -> float:
+    """When the last gradients are added up: those of a stage once its last one is there, while other stages still work,
+    and on a device one stage after another.
     """
     if mesh.replicas == 1:
         return 0.0
-    last = {action.stage: float(end) for action, _, end in timeline.spans(device)}
-    done = 0.0
-    for stage, end in sorted(last.items(), key=lambda item: item[1]):
-        size = sum(layer.gradients for layer in stages.layers[stage])
-        done = max(done, end) + mesh.sum_seconds(profile, device, size)
-    return done
+    latest = 0.0
+    for device in range(timeline.schedule.num_devices):
+        last = {action.stage: float(end) for action, _, end in timeline.spans(device)}
+        done = 0.0
+        for stage, end in sorted(last.items(), key=lambda item: item[1]):
+            size = sum(layer.gradients for layer in stages.layers[stage])
+            done = max(done, end) + mesh.sum_seconds(profile, device, size)
+        latest = max(latest, done)
+    return latest

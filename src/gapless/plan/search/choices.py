@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, permutations, product
+from itertools import permutations, product
 from typing import Any
 
 from gapless.errors import ConfigError
@@ -70,14 +70,32 @@ def machines(devices: Sequence[Device]) -> list[tuple[int, ...]]:
     """Every choice of devices, the most first: leaving some idle is a plan, too. Of devices that are alike the first
     are taken, so that what there is to choose from only grows with the devices.
     """
+    if every_machine(devices):
+        kinds = _kinds(devices)
+        counts = product(*(range(len(numbers), -1, -1) for numbers in kinds))
+        found = [[x for n, k in zip(kinds, each, strict=True) for x in n[:k]] for each in counts]
+    else:  # the slowest, or the smallest, are left out
+        by_speed = sorted(range(len(devices)), key=lambda number: -devices[number].speed)
+        by_memory = sorted(by_speed, key=lambda number: -_memory(devices[number]))
+        found = [order[:count] for order in (by_speed, by_memory) for count in range(1, len(order) + 1)]
+    return sorted({tuple(sorted(one)) for one in found if one}, key=lambda one: (-len(one), one))
+
+
+def every_machine(devices: Sequence[Device]) -> bool:
+    """Whether all choices of devices are tried: only some are, where there are many kinds."""
+    return math.prod(len(numbers) + 1 for numbers in _kinds(devices)) <= _MOST_MACHINES
+
+
+def _kinds(devices: Sequence[Device]) -> list[list[int]]:
+    """The numbers of the devices of each kind."""
     kinds: dict[Device, list[int]] = {}
     for number, device in enumerate(devices):
         kinds.setdefault(device, []).append(number)
-    counts = product(*(range(len(numbers), -1, -1) for numbers in kinds.values()))
-    found = ([x for n, k in zip(kinds.values(), each, strict=True) for x in n[:k]] for each in counts)
-    return sorted(
-        (tuple(sorted(one)) for one in islice(found, _MOST_MACHINES) if one), key=lambda one: (-len(one), one)
-    )
+    return list(kinds.values())
+
+
+def _memory(device: Device) -> float:
+    return math.inf if device.memory is None else device.memory
 
 
 def meshes(machine: Sequence[int], devices: Sequence[Device], *, replicas: bool, links: Sequence[Link]) -> list[Mesh]:
@@ -105,8 +123,7 @@ def _orders(
         return [lambda inside: tuple(machine)]
 
     def kind(number: int) -> tuple[float, float]:
-        memory = devices[number].memory
-        return (float("inf") if memory is None else memory, devices[number].speed)
+        return _memory(devices[number]), devices[number].speed
 
     if every_order(machine, devices):
         sorts: list[Sequence[int]] = [machine, *permutations(machine)]

@@ -13,10 +13,10 @@ from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
 from gapless.plan.plan import Footprint, Remat
-from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Layer, Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
+from gapless.plan.search.breakdown import step_seconds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
@@ -63,9 +63,8 @@ class Draft:
     @cached_property
     def stages(self) -> Stages:
         """As they are beside each other."""
-        profile = self._drafts.profile(self.choice.samples)
-        slower = _contention(profile, self.choice.mesh.replicas)
-        return replace(self.alone, costs=slower.costs(self.alone.costs, self.schedule))
+        slower = self._drafts.profile(self.choice.samples).contention
+        return replace(self.alone, costs=slower.costs(self.alone.costs, self.schedule, self.choice.mesh.replicas))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -82,9 +81,11 @@ class Draft:
         """The stages that have an R."""
         return frozenset(stage for stage, mode in enumerate(self.remat) if mode == "stage")
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        return float(self.timeline.makespan)
+        """Of a step, with what comes behind the last action."""
+        profile = self._drafts.profile(self.choice.samples)
+        return step_seconds(profile, self.stages, self.timeline, self.choice.mesh)
 
 
 class Drafts:
@@ -243,12 +244,6 @@ class Drafts:
         mesh = choice.mesh
         replicas = range(mesh.replicas)
         return [[self.devices[mesh.device(r, position)] for r in replicas] for position in range(mesh.num_devices)]
-
-
-def _contention(profile: Profile, replicas: int) -> Contention:
-    """That of one pipeline: replicas take turns with it, too."""
-    found = profile.contention
-    return found if found.at_once is None else replace(found, at_once=found.at_once / replicas)
 
 
 def nothing_again(num_stages: int) -> Modes:

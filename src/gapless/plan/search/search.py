@@ -86,7 +86,10 @@ def search(
         profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack, by_layer=wanted.layer_remat
     )
     tries = _Attempts(Judge(drafts, minibatch), wanted, minibatch, len(profile.layers), progress)
-    for machine in [tuple(range(len(there)))] if wanted.mesh else options.machines(there):
+    everything = tuple(range(len(there)))
+    if not wanted.mesh and not options.every_machine(there):
+        tries.least = tries.judge.least.on(everything, minibatch)
+    for machine in [everything] if wanted.mesh else options.machines(there):
         if not tries.could_gain(machine):
             continue
         if not wanted.mesh and not options.every_order(machine, there):
@@ -158,15 +161,14 @@ class _Attempts:
     def _tried(self, choice: Choice, until: int) -> Plan | None:
         """What is made of a choice, if it may be the best; everything else is rejected, with the reason."""
         least = self.judge.least.seconds(choice)
-        if least >= self.step:
-            self._reject(
-                choice,
-                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
-                f"{show_seconds(self.step)}",
-            )
+        if least >= self.step and self.best is not None:
+            known = f"it takes at least {show_seconds(least)}, however it is cut and ordered"
+            if least == math.inf:
+                known = "its devices together have less than the parameters, gradients and optimizer state need"
+            self._reject(choice, f"{known}, and the best takes {show_seconds(self.step)}")
             return None
         over = self.out_of_time()
-        if (over or self.judge.drafts.effort > until) and self.found:
+        if (over and self.tried) or (self.judge.drafts.effort > until and self.found):
             self.least = min(self.least, least)
             self.untried += 1
             self.cut_short = self.cut_short or over

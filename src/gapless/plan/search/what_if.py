@@ -19,6 +19,7 @@ from gapless.plan.search.wanted import Wanted
 
 _WRITTEN = re.compile(r"\s*([a-z]+)\s*([+*/])\s*(.+?)\s*")
 _WAYS = {"memory": "+*", "devices": "+", "speed": "*", "bandwidth": "*", "latency": "*/", "minibatch": "+*"}
+_MOST_DEVICES = 4096
 _ENOUGH = 1e-9  # that much more is no gain, but rounding
 
 
@@ -71,6 +72,8 @@ def _read(word: str) -> Change:
         by = 0.0
     if not 0 < by < 2**53 or (way == "+" and by != int(by)):
         raise ConfigError(f"{word[:40]!r}: {amount[:20]!r} must be a {'whole ' if way == '+' else ''}number above 0")
+    if what == "devices" and by > _MOST_DEVICES:
+        raise ConfigError(f"{word[:40]!r}: a plan is made for at most {_MOST_DEVICES} devices")
     return Change(what, way, by, word.strip())
 
 
