@@ -135,6 +135,18 @@ def test_another_device_byte_or_share_of_speed_never_slows_five_layers_down() ->
     assert five_layers([Device()] * 4, 17) <= four * 20 / 16 * (1 + 1e-9)
 
 
+def test_a_byte_more_on_one_device_keeps_pipelines_within_their_links() -> None:
+    # Two pipelines of four, each on quick links; only sums of gradients, which are small here, cross to the others.
+    links = [Link("inside", 4, 1e-6, 2e11), Link("outside", None, 1e-5, 5e9)]
+    profile = profiles.even(8, links, seconds=3 * MS, parameters=1000, activation=MIB, boundary=50 * MIB)
+    wanted = Wanted(schedules=["1f1b"], replicas=True, microbatches=4, time_limit=None)
+    alike = search(profile, [Device(GIB)] * 8, wanted, 8).best
+    assert (alike.mesh.replicas, alike.num_devices) == (2, 4)
+    for place in (0, 7):
+        more = [Device(GIB + (number == place)) for number in range(8)]
+        assert search(profile, more, wanted, 8).best.step_seconds <= alike.step_seconds * (1 + 1e-9)
+
+
 def test_more_devices_never_slow_twelve_equal_layers_down() -> None:
     # It was 144 ms on 6 devices and 152 on 7; 100, 112 and 144 on 9, 10 and 11.
     profile = profiles.even(12, seconds=3 * MS, parameters=0, activation=0, boundary=0)

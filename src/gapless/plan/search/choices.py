@@ -1,9 +1,8 @@
 """What a search chooses from: pipelines and replicas, microbatches, recipes and stages per device."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -100,7 +99,8 @@ def _memory(device: Device) -> float:
 
 def meshes(machine: Sequence[int], devices: Sequence[Device], *, replicas: bool, links: Sequence[Link]) -> list[Mesh]:
     """Every way to use all devices of the machine, the longest pipeline first, and for unlike devices several orders.
-    Replicas of a stage are devices that are as alike as possible: the stage is as quick as its slowest replica.
+    Replicas of a stage are devices that are as alike as possible: the stage is as quick as its slowest replica. Where
+    links differ, they are the devices too that it has where all are alike: a pipeline of neighbours, or replicas.
     """
     found = []
     near = not links or links[0].devices is None or len({number // links[0].devices for number in machine}) == 1
@@ -108,19 +108,27 @@ def meshes(machine: Sequence[int], devices: Sequence[Device], *, replicas: bool,
         R, left = divmod(len(machine), K)
         if left or (R > 1 and not replicas):
             continue
-        for order in _orders(machine, devices, R, K):
-            for inside in (False, True) if R > 1 and K > 1 and not near else (False,):
-                placed = order(inside)
-                found.append(Mesh(R, K, inside, () if placed == tuple(range(len(machine))) else placed))
+        pipelines = tuple(tuple(machine[position::K]) for position in range(K))
+        neighbours = _rows(machine, R)
+        given = list(dict.fromkeys((pipelines,) if near else (pipelines, neighbours)))
+        alike = len({devices[number] for number in machine}) == 1
+        others = [] if alike else _orders(machine, devices, R)
+        for groups in dict.fromkeys((*others, *(given if alike or not near else ()))):
+            inside = groups == neighbours != pipelines and not near
+            placed = tuple(number for part in (groups if inside else zip(*groups, strict=True)) for number in part)
+            found.append(Mesh(R, K, inside, () if placed == tuple(range(len(machine))) else placed))
     return list(dict.fromkeys(found))
 
 
-def _orders(
-    machine: Sequence[int], devices: Sequence[Device], R: int, K: int
-) -> list[Callable[[bool], tuple[int, ...]]]:
-    """Each gives the devices by their places in a mesh, where the replicas of a stage are neighbours, or its stages."""
-    if len({devices[number] for number in machine}) == 1:
-        return [lambda inside: tuple(machine)]
+_Groups = tuple[tuple[int, ...], ...]  # the replicas of each stage
+
+
+def _rows(order: Sequence[int], R: int) -> _Groups:
+    return tuple(tuple(order[at : at + R]) for at in range(0, len(order), R))
+
+
+def _orders(machine: Sequence[int], devices: Sequence[Device], R: int) -> list[_Groups]:
+    """Those of unlike devices that differ in what their stages have."""
 
     def kind(number: int) -> tuple[float, float]:
         return _memory(devices[number]), devices[number].speed
@@ -131,21 +139,15 @@ def _orders(
         by_memory = sorted(machine, key=lambda number: (kind(number), number))
         by_speed = sorted(machine, key=lambda number: (devices[number].speed, kind(number), number))
         sorts = [by_memory, by_memory[::-1], by_speed, by_speed[::-1], machine]
-    rows = [tuple(tuple(row[at : at + R]) for at in range(0, len(row), R)) for row in sorts]  # each stage's replicas
-    different: dict[tuple[Any, ...], tuple[tuple[int, ...], ...]] = {}
-    for row in rows:
+    different: dict[tuple[Any, ...], _Groups] = {}
+    for row in (_rows(order, R) for order in sorts):
         different.setdefault(tuple(tuple(sorted(map(kind, group))) for group in row), row)
-    return [partial(_placed, row) for row in different.values()]
+    return list(different.values())
 
 
 def every_order(machine: Sequence[int], devices: Sequence[Device]) -> bool:
     """Whether all orders of these devices are choices: only some are, where there are many."""
     return len({devices[number] for number in machine}) == 1 or math.perm(len(machine)) <= _MOST_ORDERS
-
-
-def _placed(groups: Sequence[Sequence[int]], inside: bool) -> tuple[int, ...]:
-    """`groups`: the replicas of each stage."""
-    return tuple(number for part in (groups if inside else zip(*groups, strict=True)) for number in part)
 
 
 def microbatches(mesh: Mesh, minibatch: int, asked: int | None = None) -> list[tuple[int, int]]:
