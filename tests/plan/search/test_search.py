@@ -206,6 +206,13 @@ def test_a_time_limit_ends_the_search_with_what_there_is() -> None:
     assert len(late) == found.searched.untried > 0
 
 
+def test_a_time_limit_that_ends_the_last_moves_of_the_cuts_is_told() -> None:
+    # One choice, of which there are too many cuts to try all.
+    more: dict[str, Any] = {"mesh": Mesh(1, 4), "microbatches": 4, "schedules": ["1f1b"], "minibatch": 4}
+    assert searched(profiles.even(30), 4, time_limit=0, **more).searched.cut_short
+    assert not searched(profiles.even(30), 4, **more).searched.cut_short
+
+
 def test_a_time_limit_ends_a_search_that_finds_nothing() -> None:
     with pytest.raises(
         PlanError, match=r"^nothing fits 33 MiB per device \(cut short by the time limit of 0 s\); the "

@@ -134,7 +134,10 @@ class _Attempts:
         return math.inf if self.best is None else self.best.step_seconds
 
     def out_of_time(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
+        """Asked where there is more to do, so the search is cut short where it is."""
+        over = self.deadline is not None and time.monotonic() > self.deadline
+        self.cut_short = self.cut_short or over
+        return over
 
     def could_gain(self, machine: Sequence[int]) -> bool:
         """Whether these devices, busy all the time, would be quicker than the best so far."""
@@ -162,16 +165,16 @@ class _Attempts:
         """What is made of a choice, if it may be the best; everything else is rejected, with the reason."""
         least = self.judge.least.seconds(choice)
         if least >= self.step and self.best is not None:
-            known = f"it takes at least {show_seconds(least)}, however it is cut and ordered"
+            why = f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
+            why += show_seconds(self.step)
             if least == math.inf:
-                known = "its devices together have less than the parameters, gradients and optimizer state need"
-            self._reject(choice, f"{known}, and the best takes {show_seconds(self.step)}")
+                why = "too large: its devices together have less than parameters, gradients and optimizer state need"
+            self._reject(choice, why)
             return None
         over = self.out_of_time()
         if (over and self.tried) or (self.judge.drafts.effort > until and self.found):
             self.least = min(self.least, least)
             self.untried += 1
-            self.cut_short = self.cut_short or over
             why = f"the time limit of {self.time_limit:g} s was over" if over else "the budget of the search was spent"
             self._reject(choice, f"not tried: {why}")
             return None
@@ -218,9 +221,11 @@ class _Attempts:
         for choice, plan in sorted(here, key=lambda pair: _value(pair[1])):
             if plan.step_seconds > _HOPELESS * self.step:
                 break
-            if choice.recipe not in seen and len(seen) < _REFINED and not self.out_of_time():
+            if choice.recipe not in seen and len(seen) < _REFINED:
                 seen.add(choice.recipe)
-                better = plan if self.judge.few_cuts(choice) else refined(self.judge, choice, plan, self.out_of_time)
+                if self.judge.few_cuts(choice) or self.out_of_time():
+                    continue
+                better = refined(self.judge, choice, plan, self.out_of_time)
                 if better is not plan:
                     self.found.remove((choice, plan))
                     self._add(choice, better)
