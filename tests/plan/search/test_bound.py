@@ -8,9 +8,11 @@ import pytest
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
-from gapless.plan.search.bound import Bounds, cut_seconds
+from gapless.plan.search.bound import Bounds, CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import RECIPES
+from gapless.plan.search.drafts import kept
+from gapless.plan.search.footprint import footprints
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 from gapless.schedule.lower import Passes, lowered
@@ -50,8 +52,15 @@ def attack(seed: int) -> float:
     again = [stage for stage in range(K * each) if chance.random() < 0.2]
     schedule = lowered(plain, stages.costs, Passes(split=True, fuse=True, recompute=again, early=True))
     timeline = simulate(schedule, stages.costs)
-    assert cut_seconds(stages.costs, plain.placement, M, recipe) <= float(timeline.makespan), seed
-    least, step = Bounds(profile).seconds(recipe, each, mesh, M, speeds), breakdown(profile, stages, timeline, mesh)
+    cut = CutBounds(profile, plain.placement, speeds, M, recipe).seconds(counts)
+    assert cut <= float(timeline.makespan), seed
+    # With no more memory than it takes.
+    held = sum(device.total for device in footprints(profile, stages, timeline))
+    room = (held - sum(kept(layer, 1) for layer in layers)) / (1 + profile.slack)
+    least, step = (
+        Bounds(profile).seconds(recipe, each, mesh, M, speeds, room),
+        breakdown(profile, stages, timeline, mesh),
+    )
     assert least <= step.total, seed
     return least / step.total if step.total else 1.0
 

@@ -23,8 +23,6 @@ from itertools import accumulate
 from gapless.plan.profile.contention import ALONE
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
-from gapless.schedule.action import Kind
-from gapless.schedule.costs import Costs
 from gapless.schedule.placement import Placement
 
 _ROUNDING = 1e-9  # sums of floats vary with their order
@@ -259,26 +257,3 @@ class CutBounds:
             last = max(counts[s] for s in stages) * self._last / speed if self._last else 0.0
             least = max(least, self._M * work, head + self._M * work - last)
         return least * (1 - _ROUNDING)
-
-
-def cut_seconds(costs: Costs, placement: Placement, microbatches: int, recipe: str) -> float:
-    """The makespan that no order of the actions of these stages is below.
-
-    device 0   |-- F down to r --|                             |-- I up from r --|
-    device r                     |-- all its work but a last W --|W|
-    """
-    times = costs.durations(placement)
-    forward, inputs = ([float(time) for time in times[kind]] for kind in (Kind.FORWARD, Kind.INPUT_GRAD))
-    weights, whole = ([float(time) for time in times[kind]] for kind in (Kind.WEIGHT_GRAD, Kind.BACKWARD))
-    hops = [float(hop) for hop in costs.hops(placement)]
-    least = 0.0
-    for stages in placement.stages:
-        first = stages[0]
-        work = microbatches * sum(forward[s] + min(whole[s], inputs[s] + weights[s]) for s in stages)
-        head = sum(forward[:first]) + sum(hops[: first + 1])
-        least = max(least, head + work)
-        if recipe in WHOLE:
-            tail = sum(min(i, b) for i, b in zip(inputs[:first], whole[:first], strict=True)) + sum(hops[: first + 1])
-            last = max(max(0.0, min(whole[s], inputs[s] + weights[s]) - min(inputs[s], whole[s])) for s in stages)
-            least = max(least, head + work - last + tail)
-    return least * (1 - _ROUNDING)

@@ -61,8 +61,13 @@ def _sums_end(profile: Profile, stages: Stages, timeline: Timeline, mesh: Mesh) 
     if mesh.replicas == 1:
         return 0.0
     latest = 0.0
-    for device in range(timeline.schedule.num_devices):
-        last = {action.stage: float(end) for action, _, end in timeline.spans(device)}
+    for device, own in enumerate(stages.placement.stages):
+        last: dict[int, float] = {}
+        row, ends = timeline.schedule.rows[device], timeline.ends[device]
+        for action, stop in zip(reversed(row), reversed(ends), strict=True):
+            last.setdefault(action.stage, float(stop))
+            if len(last) == len(own):
+                break
         done = 0.0
         for stage, end in sorted(last.items(), key=lambda item: item[1]):
             size = sum(layer.gradients for layer in stages.layers[stage])
