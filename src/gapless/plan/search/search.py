@@ -31,6 +31,7 @@ _SLOWER = {"auto": 160, "v-half": 10, "v-min": 10}
 _BUDGET = 12_000_000  # actions that are simulated for one choice of devices
 _QUICK = 6_000  # actions of a choice that is tried first, so that there is something to compare with
 _FIRST = 8  # of these
+_NEAREST = 4  # choices that tell how much too small all devices together are
 
 
 class Rejection(NamedTuple):
@@ -97,6 +98,7 @@ def search(
         meshes = options.meshes(machine, there, replicas=wanted.replicas, links=profile.links)
         tries.try_machine([wanted.mesh] if wanted.mesh else meshes)
     if not tries.found:
+        tries.try_nearest()
         raise PlanError(_why_none(tries, there, minibatch))
     ranked = [plan for _, plan in tries.ranked()]
     searched = tries.searched(len(there))
@@ -123,6 +125,7 @@ class _Attempts:
         self.best: Plan | None = None
         self.rejected: list[Rejection] = []
         self.too_large: dict[tuple[str, int, Mesh], int] = {}  # the smallest microbatches that did not fit
+        self.hopeless: list[Choice] = []  # what can't fit, however it is cut and recomputed
         self.missed: list[tuple[float, Rejection]] = []  # what does not fit, and what it needs for each byte there is
         self.least = math.inf  # what no plan can be below, of all choices that may fit
         self.tried = self.untried = 0
@@ -164,12 +167,18 @@ class _Attempts:
     def _tried(self, choice: Choice, until: int) -> Plan | None:
         """What is made of a choice, if it may be the best; everything else is rejected, with the reason."""
         least = self.judge.least.seconds(choice)
-        if least >= self.step and self.best is not None:
-            why = f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
-            why += show_seconds(self.step)
-            if least == math.inf:
-                why = "too large: its devices together have less than parameters, gradients and optimizer state need"
-            self._reject(choice, why)
+        if least == math.inf:
+            self.hopeless.append(choice)
+            self._reject(
+                choice, "too large: its devices together have less than parameters, gradients and optimizer state need"
+            )
+            return None
+        if least >= self.step:
+            self._reject(
+                choice,
+                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
+                f"{show_seconds(self.step)}",
+            )
             return None
         over = self.out_of_time()
         if (over and self.tried) or (self.judge.drafts.effort > until and self.found):
@@ -183,6 +192,12 @@ class _Attempts:
         if plan is not None or not self.judge.is_too_large(choice):
             self.least = min(self.least, least)
         return plan
+
+    def try_nearest(self) -> None:
+        """Of what is too large for its devices together, to tell by how much."""
+        ranked = sorted(self.hopeless, key=lambda each: (-each.mesh.num_devices, each.samples, each.num_actions))
+        for choice in ranked[:_NEAREST]:
+            self._judged(choice)
 
     def _judged(self, choice: Choice) -> Plan | None:
         kind = (choice.recipe, choice.stages_per_device, choice.mesh)
