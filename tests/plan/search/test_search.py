@@ -223,7 +223,8 @@ def test_a_time_limit_ends_a_search_that_finds_nothing() -> None:
 def test_devices_that_are_too_small_together_say_what_would_do() -> None:
     # 4 layers need 64 MiB and a little: half of it on each of two devices.
     profile = profiles.even(4, parameters=4 * MIB, activation=1000, boundary=1000)
-    for more in ({}, {"mesh": Mesh(1, 2)}):
+    meshes_asked: tuple[dict[str, Any], ...] = ({}, {"mesh": Mesh(1, 2)})
+    for more in meshes_asked:
         with pytest.raises(
             PlanError, match=r"^nothing fits 20 MiB per device; .*: about 32(\.\d+)? MiB per device would"
         ):
