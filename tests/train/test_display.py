@@ -91,7 +91,7 @@ def test_a_thread_may_ask_for_the_speed_at_any_time() -> None:
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
-        for number in range(20_000):
+        for number in range(400_000):
             speed.add(steps[min(number, 2)])
     finally:
         done.set()
