@@ -83,6 +83,11 @@ def test_the_sizes_of_gpipe_have_as_many_parameters_as_published(
     assert abs(count / (millions * 1e6) - 1) < 0.06
 
 
+def test_heads_that_do_not_share_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="a width of 8 can't be shared by 3 heads: give head_size"):
+        transformer(width=8, heads=3)
+
+
 def cured() -> Any:
     return transformer(
         vocab=13,

@@ -98,6 +98,8 @@ class Transformer(nn.Module):
         clip_logits: float | None = None,
     ) -> None:
         super().__init__()
+        if head_size is None and width % heads:
+            raise ValueError(f"a width of {width} can't be shared by {heads} heads: give head_size, or another width")
         self.scale, self.clip_logits = math.sqrt(width), clip_logits
         self.source_tokens = nn.Embedding(vocab, width)
         self.target_tokens = self.source_tokens if one_vocabulary else nn.Embedding(vocab, width)
