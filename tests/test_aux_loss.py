@@ -118,6 +118,7 @@ def bfloat16() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_compiled_layers_may_add_them() -> None:
     model = sequence(depth=2)  # one for each stage
     assert_exact(model, copy.deepcopy(model), devices=2, compile={"backend": "aot_eager"}, partition=[1, 2])

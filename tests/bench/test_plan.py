@@ -11,6 +11,7 @@ from gapless.cli import main
 from gapless.plan.profile.meter import has_expandable_segments
 
 
+@pytest.mark.slow
 def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", "--quick", "--rounds", "1", "--seconds", "0.01", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -57,6 +57,7 @@ def test_a_rank_that_dies_is_an_error_that_names_the_way_out() -> None:
     assert until(lambda: not alive(started))
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
     program = (
         "import time\n"
