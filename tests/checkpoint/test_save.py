@@ -321,6 +321,12 @@ def of_scheduler(optimizer: Any) -> Any:
         ),
         (
             {},
+            lambda parameters: sgd(list(parameters)[1:]),
+            of_scheduler,
+            "has 0.weight in group 0 of its optimizer, and this one does not: make the same groups",
+        ),
+        (
+            {},
             lambda _: sgd([nn.Parameter(torch.ones(3))]),
             of_scheduler,
             r"a parameter of shape \(3,\) that is neither",

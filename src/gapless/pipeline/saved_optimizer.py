@@ -99,7 +99,14 @@ class SavedOptimizer:
                 f"{opened.shown} has an optimizer with {len(saved)} groups of parameters, and this one has {len(own)}: "
                 "make the same groups, on every rank, empty ones too"
             )
+        here = {name for each, name in self._names.items() if name != _NOBODY and self._model.holds(each)}
         for number, (group, before) in enumerate(zip(own, saved, strict=True)):
+            left_out = here.intersection(before["names"]).difference(self._names[each] for each in group["params"])
+            if left_out:
+                raise CheckpointError(
+                    f"{opened.shown} has {min(left_out)} in group {number} of its optimizer, and this one does not: make "
+                    "the same groups, of the same parameters"
+                )
             for each in group["params"]:
                 name = self._names[each]
                 if name != _NOBODY and self._model.holds(each) and name not in before["names"]:
