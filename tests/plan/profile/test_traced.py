@@ -246,5 +246,5 @@ def test_a_plan_of_layers_is_refused_for_a_traced_module(plan: Plan) -> None:
 )
 def test_cuts_that_make_other_stages_are_no_plan(plan: Plan, cuts: Any) -> None:
     data = json.loads(json.dumps(plan.to_json())) | {"cuts": cuts}
-    with pytest.raises(ConfigError, match=r"this is not a plan: the plan has 2 stages, but cuts a graph of 26 nodes"):
+    with pytest.raises(ConfigError, match=r"this is not a plan: the plan has \d stages, but cuts a graph of 26 nodes"):
         Plan.from_json(data)
