@@ -104,8 +104,8 @@ class SavedOptimizer:
             left_out = here.intersection(before["names"]).difference(self._names[each] for each in group["params"])
             if left_out:
                 raise CheckpointError(
-                    f"{opened.shown} has {min(left_out)} in group {number} of its optimizer, and this one does not: make "
-                    "the same groups, of the same parameters"
+                    f"{opened.shown} has {min(left_out)} in group {number} of its optimizer, and this one does not: "
+                    "make the same groups, of the same parameters"
                 )
             for each in group["params"]:
                 name = self._names[each]
