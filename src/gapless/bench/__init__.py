@@ -4,6 +4,8 @@ parameters   the options that benchmarks share; the command line is made from th
 rounds       contestants take turns, and medians of ratios count
 kept_rounds  a long contest in parts
 report       the text that benchmarks print: a title, a table or a duel, a verdict
+outcome      what is stored of a benchmark: figures with the interval of their rounds, tables, command, machine
+environment  on what it was measured
 one_core     threads that wait more than they compute, on one core
 duel         two contestants, one ratio
 peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
@@ -21,10 +23,14 @@ scale        generate, verify and simulate ever larger schedules
 staleness    what delayed gradients cost, on real text
 planner/     what `plan` measures
 plan         is the planner right?
+suite        all of them in one go, kept part by part
+slower       what got slower since an earlier run
+chart        figures as bars
+sheet        all outcomes on one page; its colours are in sheet.css and in those of the curves
 
-A benchmark has a file with `run`, which measures and returns JSON values, and `report`, which makes text of them. `run`
-takes `progress`, and what else it takes are its options, annotated as `parameters` says. The benchmark is a line in
-BENCHMARKS, and no other code needs to know of it.
+A benchmark has a file with `run`, which measures and returns JSON values, `report`, which makes text of them, and
+`figures`, the numbers that count; some have `tables` too. `run` takes `progress`, and what else it takes are its
+options, annotated as `parameters` says. The benchmark is a line in BENCHMARKS and one in ENTRIES of `suite`.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.

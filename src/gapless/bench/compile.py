@@ -1,10 +1,12 @@
 """What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 
 from gapless.bench.duel import fight, told
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Between, Devices, Microbatches, Rounds, Steps
 from gapless.bench.rounds import Progress, silent, timed
 from gapless.pipeline.pipeline import Pipeline
@@ -62,3 +64,9 @@ def report(found: dict[str, Any]) -> str:
         {"eager": found["eager_seconds"], "compiled": found["seconds"]},
         ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']:g} on a GPU"),
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """By how much compiled layers are faster."""
+    gains = quotients(found["rounds"]["eager"], found["rounds"]["gapless"])
+    return [of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU")]

@@ -14,13 +14,14 @@ updates, is their step, and the work of a device is the bound.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import Tensor, nn
 
 from gapless.bench.one_core import on_one_core
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
@@ -202,3 +203,23 @@ def report(found: dict[str, Any]) -> str:
         *verdict,
         left=2,
     )
+
+
+_MEANT = {"1f1b": (0.95, 0.91), "zb-h1": (0.95, 0.91), "interleaved": (0.93, 0.9), "zb-v": (0.93, 0.9)}  # at 5 ms
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The efficiency of each schedule of each side, and how much faster our best is than each peer's."""
+    shown = []
+    for row in found["rows"]:
+        efficiencies = [row["bound"] / seconds for seconds in row["rounds"]]
+        meant = ""
+        if row["by"] == "gapless" and found["milliseconds"] == 5 and row["schedule"] in _MEANT:
+            meant = f"at least {_MEANT[row['schedule']][found['torchrun']]:.0%}"
+        name = f"efficiency of {row['by']} {row['schedule']}"
+        shown.append(of_rounds(name, efficiencies, "share", "more", meant, row["by"]))
+    if found["faster"] is not None:
+        rounds = {f"{row['by']} {row['schedule']}": row["rounds"] for row in found["rows"]}
+        gains = quotients(rounds[found["best_of_torch"]], rounds[found["best"]])
+        shown.append(of_rounds("faster than torch's best by", gains, "x", "more", "above 1"))
+    return shown

@@ -32,6 +32,7 @@ from typing import Annotated, Any
 import torch
 
 from gapless.bench.kept_rounds import KeptRounds
+from gapless.bench.outcome import Figure, of_rounds
 from gapless.bench.parameters import Between, Rounds, Schedules
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
@@ -218,3 +219,12 @@ def report(found: dict[str, Any]) -> str:
         *verdict,
         left=3,
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The step of every contestant."""
+    words = ("by", "schedule", "transport")
+    return [
+        of_rounds(" ".join(filter(None, (row[word] for word in words))), row["rounds"], by=row["by"].split()[0])
+        for row in found["rows"]
+    ]

@@ -1,10 +1,12 @@
 """What the machinery costs where there is nothing to gain: one device, against the plain loop over microbatches."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 
 from gapless.bench.duel import fight, told
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Microbatches, Rounds
 from gapless.bench.rounds import Progress, ratio, silent, timed
 from gapless.pipeline.pipeline import Pipeline
@@ -57,3 +59,9 @@ def report(found: dict[str, Any]) -> str:
         {"pipeline of one device": found["seconds"], "plain loop": found["plain_seconds"]},
         ("ratio", f"{found['ratio']:.3f}", f"at most {found['target']}"),
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The ratio to the plain loop."""
+    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])
+    return [of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")]

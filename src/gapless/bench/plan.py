@@ -6,8 +6,10 @@ choice       the planned schedule against every other one that fits
 fit          limits around what is predicted, on a GPU
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+from gapless.bench.outcome import Figure
 from gapless.bench.parameters import Between, Rounds
 from gapless.bench.planner import choice, cuts, prediction
 from gapless.bench.planner import fit as fit_
@@ -39,3 +41,26 @@ def report(found: dict[str, Any]) -> str:
     """The parts that were asked for, one after another."""
     modules = {**PARTS, "fit": fit_}
     return "\n\n".join(f"{part}\n{modules[part].report(found[part])}" for part in modules if found.get(part))
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The worst of each part: what was predicted against what was measured."""
+    return [figure for part in (*PARTS, "fit") if found.get(part) for figure in _figures(part, found[part]["rows"])]
+
+
+def _figures(part: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    keys = {
+        "prediction": (
+            ("difference", "predicted to measured step"),
+            ("bytes_difference", "predicted to measured peak"),
+        ),
+        "cuts": (("slower_than_best", "the planned cut to the best of all"),),
+        "choice": (("slower", "the picked schedule to the quickest"),),
+        "fit": (("difference", "predicted to measured peak on a GPU"),),
+    }
+    meant = {"prediction": "-5% to +10%", "cuts": "at most +3%", "choice": "at most +3%", "fit": "-5% to +10%"}[part]
+    for key, what in keys[part]:
+        known = [row[key] for row in rows if row[key] is not None]
+        if known:
+            yield Figure(f"{what}, least of {len(known)}", min(known), "difference", meant=meant)
+            yield Figure(f"{what}, greatest of {len(known)}", max(known), "difference", meant=meant)

@@ -16,12 +16,13 @@ bandwidth are divided too, so that the plan stays what it was.
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from gapless.bench.outcome import Figure, of_rounds
 from gapless.bench.parameters import Between, Rounds
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
@@ -168,3 +169,9 @@ def report(found: dict[str, Any]) -> str:
         f"a minibatch takes {in_ms(found['seconds'])}, predicted {in_ms(found['predicted'])}: "
         f"{text.percent(found['ratio'] - 1)} more",
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """How far the prediction is off."""
+    off = [seconds / found["predicted"] - 1 for seconds in found["rounds"]]
+    return [of_rounds(f"measured to predicted minibatch, {found['plan']}", off, "difference", "less", "at most +10%")]

@@ -5,11 +5,13 @@ against as many steps without one, in turns.
 
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
+from gapless.bench.outcome import Figure, of_rounds
 from gapless.bench.parameters import Devices, Microbatches, Rounds
 from gapless.bench.report import mebibytes, milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, median, silent
@@ -111,3 +113,9 @@ def report(found: dict[str, Any]) -> str:
         f"stall {signed(found['stall'])} of a step (target: below {signed(found['stall_target'])}); rounds: {spread}"
     )
     return tabular(title, ["", "time"], rows, verdict)
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The stall of a save in the background."""
+    meant = f"below {found['stall_target']:.0%}"
+    return [of_rounds("time a save in the background adds, of one step", found["stalls"], "share", "less", meant)]

@@ -9,9 +9,11 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+from gapless.bench.outcome import Figure
 from gapless.bench.parameters import Schedule
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, silent
@@ -113,6 +115,18 @@ def report(found: dict[str, Any]) -> str:
         *(["", grown] if len(rows) > 1 else []),
         left=0,
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """Measured once each, so they have no rounds."""
+    return [
+        figure
+        for row in found["rows"]
+        for figure in (
+            Figure(f"all three, K = {row['devices']}, M = {row['microbatches']}", row["total"], "s"),
+            Figure(f"per action, K = {row['devices']}", row["microseconds_per_action"], "us", meant="flat"),
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ torch     F, then stage_backward_input and stage_backward_weight of torch.distri
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Rounds
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
@@ -127,3 +128,19 @@ def report(found: dict[str, Any]) -> str:
         rows,
         left=3,
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """What splitting costs, ours and torch's."""
+    return [
+        of_rounds(
+            f"F + I + W to a plain F + B, {row['block']}, {by}",
+            quotients(row["rounds"][by], row["rounds"]["plain"]),
+            "x",
+            "less",
+            f"at most {found['target']}" if by == "gapless" else "",
+            by,
+        )
+        for row in found["rows"]
+        for by in ("gapless", "torch")
+    ]

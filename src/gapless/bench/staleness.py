@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from gapless.bench.outcome import Figure, of_rounds
 from gapless.bench.parameters import Between, Devices
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, silent
@@ -261,3 +262,12 @@ def _page(found: Mapping[str, Any]) -> str:
         ("minibatch", "training loss"),
         (_HEADINGS, _cells(found)),
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The loss on held-out text of each way that has one for every seed."""
+    return [
+        of_rounds(f"loss, {row['way']}", row["held_out"], "loss")
+        for row in found["rows"]
+        if None not in row["held_out"]
+    ]

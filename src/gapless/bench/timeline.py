@@ -2,12 +2,14 @@
 of the recorded actions, and the makespan compared with the recorded one.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from gapless.bench.duel import fight, told
 from gapless.bench.emulated import batch, pipeline, step
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
 from gapless.bench.peer.contest import Contest
 from gapless.bench.report import signed
@@ -68,3 +70,17 @@ def report(found: dict[str, Any]) -> str:
         ("prediction", signed(found["difference"]), f"within {text.percent(found['difference_target'])}"),
     )
     return f"{told_}\n\nboth timelines: {found['html']}" if found["html"] else told_
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """What recording costs, and how far the simulation is off."""
+    costs = [cost - 1 for cost in quotients(found["rounds"]["recorded"], found["rounds"]["gapless"])]
+    return [
+        of_rounds("cost of recording", costs, "difference", "less", f"below {text.percent(found['cost_target'])}"),
+        Figure(
+            "predicted to measured makespan",
+            found["difference"],
+            "difference",
+            meant=f"within {text.percent(found['difference_target'])}",
+        ),
+    ]

@@ -1,9 +1,11 @@
 """Layers so small that a step is all overhead: our 1f1b against torch's, on the same layers."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from gapless.bench.duel import fight, told
 from gapless.bench.emulated import pipeline, step
+from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Devices, Microbatches, Rounds, Steps
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
@@ -41,3 +43,9 @@ def report(found: dict[str, Any]) -> str:
         {"gapless": found["seconds"], "torch": found["torch_seconds"]},
         ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']}"),
     )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """By how much ours is the shorter one."""
+    gains = quotients(found["rounds"]["torch"], found["rounds"]["gapless"])
+    return [of_rounds("faster than torch's 1F1B by", gains, "x", "more", f"at least {found['target']}")]

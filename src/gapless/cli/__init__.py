@@ -12,7 +12,7 @@ plan          cut a model and choose a schedule for it; beside it plan_report, w
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
 view          the report of a run
-bench         run a benchmark; its options are the parameters of the benchmark's `run`
+bench         run a benchmark; its options are the parameters of the benchmark's `run`; bench_all runs all of them
 
 A command is a file with an EXAMPLE for its help, `add`, which declares its options, and `run`; and a line in COMMANDS.
 What goes wrong is one sentence on standard error and exit code 2 (1 where training itself failed); Ctrl-C is exit code

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from gapless.bench import BENCHMARKS
 from gapless.bench.parameters import Between
-from gapless.cli import options, terminal
+from gapless.cli import bench_all, options, terminal
 from gapless.cli.parser import Parser, parse
 
 EXAMPLE = "gapless bench emulated --devices 8 --microbatches 16"
@@ -22,9 +22,9 @@ _LETTERS = {"devices": "K", "microbatches": "M"}
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The benchmark is a word, and the words after it are for a parser of its own."""
-    lines = [f"\n  {name:<8}  {what}" for name, what in BENCHMARKS.items()]
+    lines = [f"\n  {name:<9}  {what}" for name, what in {**BENCHMARKS, "all": bench_all.WHAT}.items()]
     parser.description = f"{parser.description}\n\nbenchmarks; each has its own --help:{''.join(lines)}"
-    parser.add_argument("name", nargs="?", metavar="NAME", choices=list(BENCHMARKS), help="one of the benchmarks")
+    parser.add_argument("name", nargs="?", metavar="NAME", choices=[*BENCHMARKS, "all"], help="one of the benchmarks")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
     parser.set_defaults(print_help=parser.print_help)
 
@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     if name is None:
         arguments.print_help()
         return 0
+    if name == "all":
+        return bench_all.run(arguments.words)
     benchmark = import_module(f"gapless.bench.{name}")
     parser = Parser(
         prog=f"gapless bench {name}",
@@ -49,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
             kind, *notes = get_args(hints[parameter.name])
             add_option(parser, parameter.name, kind, parameter.default, *notes)
             checks[parameter.name] = [note for note in notes if callable(note)]
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json", nargs="?", const=True, type=options.file_to_write, metavar="FILE",
+        help="print one JSON object; with a file: store the result there, for pages and comparisons",
+    )  # fmt: skip
     given = vars(parse(parser, arguments.words, parser))
     as_json = given.pop("json")
     for option, value in given.items():
@@ -63,11 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.show_progress("")
     shown = {option: str(value) if isinstance(value, Path) else value for option, value in given.items()}
     found = {"benchmark": name, **shown, **found}
-    if as_json:
+    if isinstance(as_json, str):
+        _store(name, given, found, Path(as_json))
+    if as_json is True:
         terminal.print_json(found)
     else:
         terminal.say(benchmark.report(found))
     return 0
+
+
+def _store(name: str, given: dict[str, Any], found: dict[str, Any], file: Path) -> None:
+    from gapless.bench import environment, outcome, suite  # which load torch
+
+    told = suite.command(name, given)
+    outcome.outcome(name, told, environment.environment(), suite.plain(name, given, found)).write(file)
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any, what: str, *notes: Any) -> None:
