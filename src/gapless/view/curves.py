@@ -35,19 +35,14 @@ def render(
     xs: Sequence[float],
     panels: Sequence[Panel],
     axes: tuple[str, str],
-    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    *tables: tuple[Sequence[str], Sequence[Sequence[str]]],
 ) -> str:
-    """The page as text: `words` are its paragraphs, `table` has headings and rows."""
+    """The page as text: `words` are its paragraphs, `tables` have headings and rows."""
     if not panels or not xs:
         raise ScheduleError("there is no curve to draw: give at least one panel, and a place on its axis")
     style = files("gapless.view").joinpath("curves.css").read_text(encoding="utf-8")
     area = _Area(xs, panels, axes)
     policy = f"default-src 'none'; style-src 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
-    head = "".join(f'<th scope="col">{text(each)}</th>' for each in table[0])
-    rows = "\n".join(
-        f'<tr><th scope="row">{text(name)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in table[1]
-    )
     told = "\n".join(f"<p>{text(each)}</p>" for each in words)
     drawn = "\n".join(area.figure(panel) for panel in panels)
     return (
@@ -57,9 +52,17 @@ def render(
         f"<title>{text(title)}</title><style>{style}</style></head>\n<body><h1>{text(title)}</h1>\n{told}\n"
         f'<p class="muted">Thin lines are single runs, the thick one is their mean; grey is the mean of '
         f"{text(panels[0].name)}.</p>\n"
-        f'<div class="panels">\n{drawn}\n</div>\n<div class="scroller"><table><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>\n</body></html>\n"
+        f'<div class="panels">\n{drawn}\n</div>\n{"".join(map(_table, tables))}</body></html>\n'
     )
+
+
+def _table(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
+    head = "".join(f'<th scope="col">{text(each)}</th>' for each in table[0])
+    rows = "\n".join(
+        f'<tr><th scope="row">{text(name)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in table[1]
+    )
+    return f'<div class="scroller"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n'
 
 
 def _hash(source: str) -> str:

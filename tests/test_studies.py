@@ -1,0 +1,107 @@
+"""The studies of `examples/`: each works, goes on where it was stopped, and the docs are what its figures make."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+
+ROOT = Path(__file__).parent.parent
+NEEDS = {"few_labels": "sklearn"}
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def example(name: str) -> Any:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason="pip install 'gapless[studies]'")
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", ["same_curve", "few_labels"])
+def test_a_study_gives_figures_and_a_page_and_a_second_call_computes_nothing(name: str, tmp_path: Path) -> None:
+    study, words = example(name).STUDY, ["--quick", "--folder", str(tmp_path)]
+    main = example("study").main
+    assert main(study, words) == 0
+    figures, page = tmp_path / f"{name}.json", tmp_path / f"{name}.html"
+    before = figures.read_bytes()
+    assert study.title in page.read_text("utf-8")
+    assert main(study, words) == 0
+    assert figures.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {figures.name, page.name}
+
+
+def test_the_docs_are_made_from_the_figures() -> None:
+    for path, text in example("studies").pages(ROOT / "docs" / "results").items():
+        assert (ROOT / "docs" / path).read_text("utf-8") == text, "run: python examples/studies.py"
+
+
+def test_a_pipeline_that_trains_otherwise_is_not_called_identical() -> None:
+    same_curve = example("same_curve")
+    settings = same_curve.Settings(steps=2, depth=1)
+    subject = same_curve.OwnGpt(settings)
+    plain = same_curve.plain_loop(subject, settings)
+    assert same_curve.pipelined(subject, settings, 2, "1f1b") == plain
+    other = same_curve.pipelined(subject, same_curve.Settings(steps=2, depth=1, microbatches=2), 2, "1f1b")
+    assert other.bits != plain.bits
+    assert other.weights != plain.weights
+    told = same_curve.verdict({"first_other_step": 2, "same_weights": False})
+    assert told == "differs from step 2"
+
+
+class StoppedError(Exception):
+    """As if somebody had pressed Ctrl-C."""
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = example("study")
+    monkeypatch.setattr(study, "_SAVE", 0.0)  # a checkpoint after every update
+
+    def fitted(folder: str, stop: int | None) -> dict[str, Any]:
+        def batch(number: int) -> tuple[Tensor, Tensor]:
+            if number == stop:
+                raise StoppedError
+            asked.append(number)
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+            return x, -x
+
+        def run() -> dict[str, Any]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3))
+            with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+                optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+                losses = study.train(results, pipe, optimizer, batch, 4, accumulate=2, rate=study.warmed_up(4, 2))
+            return {"losses": losses, "weights": [value.tolist() for value in model.parameters()]}
+
+        asked: list[int] = []
+        quick = example("same_curve").STUDY
+        results = study.Results(quick, quick.quick, tmp_path / folder)
+        found: dict[str, Any] = results.run("a run", run)
+        return {**found, "asked": asked}
+
+    whole = fitted("whole", None)
+    with pytest.raises(StoppedError):
+        fitted("stopped", 5)
+    rest = fitted("stopped", None)
+    assert rest["asked"] == [4, 5, 6, 7]
+    assert {key: rest[key] for key in ("losses", "weights")} == {key: whole[key] for key in ("losses", "weights")}
+
+
+def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = example("same_curve").STUDY
+    example("study").Results(study, study.quick, tmp_path).run("a run", dict)
+    words = ["--quick", "--folder", str(tmp_path), "--steps", "3"]
+    assert example("study").main(study, words) == 2
+    assert "has results of other settings (--steps 2 " in capsys.readouterr().err
+    assert json.loads((tmp_path / "same_curve.json").read_text("utf-8"))["settings"]["steps"] == 2
