@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gapless.stage.stage import Stage
 from tests.stage.exactness import assert_same_as_plain, mean_square
 
 
@@ -51,6 +52,34 @@ def test_linear_of_every_dimension(shape: tuple[int, ...], bias: bool) -> None:
     layers = [nn.Linear(12, 9, bias=bias), nn.Tanh(), nn.Linear(9, 12, bias=bias)]
     loss = mean_square if 0 not in shape else lambda outputs, _: outputs.sum()
     assert_same_as_plain(layers, torch.randn(shape), cuts=(1,), loss=loss)
+
+
+@pytest.mark.parametrize("loss_weight", [None, "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), nn.BCEWithLogitsLoss(pos_weight=torch.rand(12))])
+def test_a_loss_of_torch_after_layers_of_torch(loss: Any, loss_weight: Any) -> None:
+    layers = [nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 12), nn.ReLU(inplace=True)]
+    assert_same_as_plain(layers, torch.randn(7, 12), torch.rand(7, 12), cuts=(2,), loss=loss, loss_weight=loss_weight)
+
+
+def test_a_gradient_is_laid_out_as_the_target_has_it() -> None:
+    """The gradient of what the last stage gets has the layout of the target, and the stage before it sums it so."""
+    layers = [nn.Linear(12, 12), nn.Tanh()]
+    for target in (torch.randn(6, 5, 12), torch.randn(6, 12, 5).transpose(1, 2)):
+        assert_same_as_plain(layers, torch.randn(6, 5, 12), target, cuts=(1,), loss=F.mse_loss)
+
+
+def test_a_hook_of_the_loss_is_called_each_time() -> None:
+    calls: list[int] = []
+    loss = nn.MSELoss()
+    stage = Stage([nn.ReLU()], first_layer=0, loss=loss)
+    handle = None
+    for microbatch in range(4):
+        if microbatch == 2:
+            handle = loss.register_forward_hook(lambda *_: calls.append(1))
+        stage.forward(microbatch, torch.ones(2), step=0, target=torch.zeros(2))
+        stage.backward(microbatch, None)
+    assert handle is not None
+    assert len(calls) == 2
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -23,7 +23,7 @@ from .deferred import Records, recording
 from .draws import Draws, alone, default_generators
 from .linear import linear
 from .mode import Mode, Restart
-from .plain import apply_first
+from .plain import apply_first, check_scalar
 from .stored import Stored
 from .table import TABLE
 from .unseen import watched
@@ -82,7 +82,8 @@ class Calls:
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
         self.one_thread = False  # no other one of this process computes
         self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
-        outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers) and loss is None
+        outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
+        outside = outside and self._loss_way is Way.OUTSIDE and not _holds_tensors(loss)
         self._bare: list[Any] | None = None
         if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
             self._bare = list(layers)
@@ -123,11 +124,15 @@ class Calls:
         found = [parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()]
         return list(dict.fromkeys(found))
 
-    def bare(self) -> list[Callable[..., Any]] | None:
-        """The layers, where nothing they do needs to be seen, so that they may be called just so with one tensor; else
-        None.
+    def bare(self, target: Any) -> list[Callable[..., Any]] | None:
+        """The layers, where nothing that they and the loss do needs to be seen, so that they may be called just so with
+        one tensor; else None.
         """
         if self._bare is None or _has_any_global_hook():
+            return None
+        if target is not None and (type(target) is not Tensor or target.requires_grad):
+            return None
+        if self._loss is not None and has_hooks(self._loss):
             return None
         for layer in self._bare:
             if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
@@ -228,8 +233,12 @@ class Calls:
     def loss(self, outputs: Any, target: Any) -> Any:
         """Calls the loss."""
         assert self._loss is not None
+        seen = self._loss_way is not _OUTSIDE or self.mode.cast_anew or has_hooks(self._loss)
         try:
-            result = self._called(_LOSS, self._loss, self._loss_way, self._loss, outputs, target)
+            if seen:
+                result = self._called(_LOSS, self._loss, self._loss_way, self._loss, outputs, target)
+            else:
+                result = self._loss(outputs, target)
         except (AttributeError, TypeError) as error:
             if target is None:
                 raise ConfigError(
@@ -239,6 +248,7 @@ class Calls:
             raise
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
             raise ConfigError("a compiled loss draws random numbers, which can't be seeded: leave it uncompiled.")
+        check_scalar(result)
         return result
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -290,3 +300,10 @@ class Calls:
 
     def _device(self) -> torch.device:
         return self._parameters[0].device if self._parameters else torch.device("cpu")
+
+
+def _holds_tensors(loss: Any) -> bool:
+    """Which may be somebody's parameters, whose use must be seen."""
+    if not isinstance(loss, nn.Module):
+        return False
+    return any(True for _ in loss.parameters()) or any(True for _ in loss.buffers())

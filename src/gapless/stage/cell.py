@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -26,7 +25,6 @@ from .deferred import given
 from .intake import Intake, copied
 from .kept import Kept, Work, leaf_of
 from .mode import Restart
-from .plain import check_scalar, detach, without_loss
 from .reach import Reached
 from .tie import Place, Tie, running
 
@@ -100,7 +98,7 @@ class Cell:
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
-        if type(inputs) is Tensor and (layers := self._calls.bare()) is not None and not autocast_is_on():
+        if type(inputs) is Tensor and (layers := self._calls.bare(work.target)) is not None and not autocast_is_on():
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = mb.flatten(inputs)
         kept = Kept.of(tensors, shape)
@@ -111,11 +109,7 @@ class Cell:
         return handed
 
     def _run_bare(
-        self,
-        work: Work,
-        layers: Sequence[Callable[..., Any]],
-        tensor: Tensor,
-        then: Callable[[Any], None] | None,
+        self, work: Work, layers: Sequence[Callable[..., Any]], tensor: Tensor, then: Callable[[Any], None] | None
     ) -> Any:
         """`forward` for layers that need no watching: on small tensors the care would cost as much as the work."""
         leaf = tensor.detach()
@@ -132,12 +126,16 @@ class Cell:
             self._intake.guarded = True
             return self._run_bare(work, layers, tensor, then)
         kept = self._kept[work.microbatch] = Kept([leaf], None, bare=True)
-        if type(value) is Tensor and (node := value.grad_fn) is not None and then is not None:
+        node = value.grad_fn if type(value) is Tensor else None
+        if node is not None and then is not None and not self._with_loss:
             handed = value.detach().requires_grad_()
             then(handed)
             kept.edges = [GradientEdge(node, value.output_nr)]
         else:
-            handed = self._hand_on(kept, value)
+            if self._with_loss:
+                handed = kept.end(work, value, self._calls.loss(value, work.target), None)
+            else:
+                handed = self._hand_on(kept, value)
             if then is not None:
                 then(handed)
         if first._version != version:
@@ -155,8 +153,8 @@ class Cell:
         edges, starts = self._starts(kept, grads)
         layout = None
         if kept.bare and starts:
-            leaf, grad = kept.leaves[0], starts[0]
-            layout = leaf.shape, leaf.stride(), grad.shape, grad.stride()
+            known = (kept.leaves[0], starts[0], work.target)
+            layout = tuple(None if each is None else (each.shape, each.stride()) for each in known)
         if layout not in self._layouts:
             kept.watch_layouts()
         try:
@@ -288,14 +286,7 @@ class Cell:
                 handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             else:
                 loss = calls.loss(value, work.target)
-                check_scalar(loss)
-                aux = added.to(aux)
-                loss = loss if aux is None else loss + aux
-                uncounted = type(work.weight) is float and not work.weight
-                weighted = without_loss(value, aux) if uncounted else [loss * work.weight]
-                kept.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
-                kept.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
-                handed = detach(value) if work.want_outputs else None, loss.detach()
+                handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
         if work.step >= self._next_look[defer]:
             self._look(kept)

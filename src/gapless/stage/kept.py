@@ -5,13 +5,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import microbatch as mb
 from .autocast import AutocastState
 from .buffers import Taken
 from .deferred import Records
+from .plain import detach, without_loss
 from .tie import Tie
 
 
@@ -54,6 +56,18 @@ class Kept:
     def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
         """For these inputs."""
         return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
+
+    def end(self, work: Work, outputs: Any, loss: Tensor, aux: Tensor | None) -> tuple[Any, Tensor]:
+        """The last layer has run: the backward starts at the weighted loss. Returns what is handed to the caller."""
+        loss = loss if aux is None else loss + aux
+        weight = work.weight
+        if type(weight) is float and not weight:
+            weighted = without_loss(outputs, aux)
+        else:  # what is multiplied by one is the same to the bit
+            weighted = [loss if type(weight) is float and weight == 1.0 else loss * weight]
+        self.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
+        self.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
+        return detach(outputs) if work.want_outputs else None, loss.detach()
 
     def watch_layouts(self) -> None:
         """Before the backward: keep gradients as they come."""

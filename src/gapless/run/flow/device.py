@@ -209,10 +209,11 @@ class FlowDevice:
 
     def _note(self, number: int, loss: Tensor, weight: float) -> None:
         # One without any weight does not count, whatever it is: a mean over nothing is no number.
-        self._losses.append(loss * weight if weight else torch.zeros_like(loss))
+        self._losses.append(loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss))
         minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
-            self._neighbours.say(self.rule.counted(minibatch), torch.stack(self._losses).sum())
+            total = torch.stack(self._losses).sum() if place else self._losses[0]
+            self._neighbours.say(self.rule.counted(minibatch), total)
             self._losses.clear()
 
     def _backward(self) -> bool:
@@ -236,7 +237,7 @@ class FlowDevice:
         return not self._over
 
     def _update(self, minibatch: int) -> None:
-        versions = self.versions
+        versions, began = self.versions, time.thread_time()
         self._at = ("in the update", self.rule.number(minibatch))
         assert versions.newest == minibatch
         self.gradient = versions.grads(self.rule.version(minibatch))
@@ -246,6 +247,7 @@ class FlowDevice:
                     "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
                     "a stage use its weights while a stream runs"
                 )
+        self.update_seconds += time.thread_time() - began
         self._meet()
 
     def _meet(self, *, make: bool = True) -> None:

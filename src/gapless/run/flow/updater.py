@@ -1,7 +1,7 @@
 """What one stage does at an update: its gradients are checked and clipped, and its own optimizer is stepped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +42,9 @@ class Updater:
             raise GaplessError(
                 f"a gradient at stage {self.stage} is sparse, which a stream can't take: use sparse=False"
             )
-        self._norm = nn.utils.get_total_norm(own)
-        if not math.isfinite(self._norm.item()):
+        if self.clip is not None:
+            self._norm = nn.utils.get_total_norm(own)
+        if not (_are_finite(own) if self.clip is None else math.isfinite(self._norm.item())):
             raise GaplessError(
                 f"a gradient of minibatch {self.minibatch} at stage {self.stage} is not finite, and its update was not "
                 "made: lower the learning rate, or clip with clip="
@@ -86,3 +87,11 @@ class Updater:
         if self.optimizer is None or self.annealed_over is None:
             return nullcontext()
         return scaled_lr(self.optimizer, lr_by_delay(self.delay, update, self.annealed_over))
+
+
+def _are_finite(grads: Sequence[Tensor]) -> bool:
+    """Asks the device once; the norm of all costs more than the step of a small stage."""
+    if not grads:
+        return True
+    norms = torch._foreach_norm(list(grads))
+    return math.isfinite((norms[0] if len(norms) == 1 else torch.stack(norms).double().sum()).item())
