@@ -520,10 +520,10 @@ def test_a_pipeline_prints_its_stages_devices_schedule_and_predicted_bubble() ->
     with pipeline(model, schedule="zb-v", remat=["none", "stage", "layer", "none"]) as pipe:
         assert repr(pipe).splitlines() == [
             "Pipeline: zb-v, 2 devices, 4 stages, 4 microbatches, predicted bubble 4.0%",
-            "  stage 0 on device 0 (cpu): layers 0 to 0, 42 parameters",
-            "  stage 1 on device 1 (cpu): layers 1 to 1, 0 parameters, remat stage",
-            "  stage 2 on device 1 (cpu): layers 2 to 2, 42 parameters, remat layer",
-            "  stage 3 on device 0 (cpu): layers 3 to 3, 42 parameters",
+            "  stage 0 on device 0 (cpu): layer 0, 42 parameters",
+            "  stage 1 on device 1 (cpu): layer 1, 0 parameters, remat stage",
+            "  stage 2 on device 1 (cpu): layer 2, 42 parameters, remat layer",
+            "  stage 3 on device 0 (cpu): layer 3, 42 parameters",
         ]
 
 

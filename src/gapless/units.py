@@ -103,3 +103,9 @@ def show_bytes(count: float) -> str:
         if count >= _BYTES[unit]:
             return f"{count / _BYTES[unit]:.4g} {unit}"
     return f"{count:.0f} B"
+
+
+def show_count(count: int, word: str) -> str:
+    """`1 device`, `2 devices`, `8 microbatches`."""
+    plural = "" if count == 1 else "es" if word.endswith("ch") else "s"
+    return f"{count:,} {word}{plural}"

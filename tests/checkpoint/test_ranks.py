@@ -116,6 +116,9 @@ def _refuses(folder: Path) -> None:
             Checkpoints(folder / ("mine" if rank == 3 else "ours"), each.pipe)
         with pytest.raises(CheckpointError, match=r"extra.number is 0 on rank 0 and 1 on rank 2; all ranks make"):
             each.pipe.save(folder / "a", each.optimizer, extra={"number": int(rank == 2)})
+        words = r"the hash of extra.a.0 is '\w+' on rank 0 and '\w+' on rank 3; all ranks make"
+        with pytest.raises(CheckpointError, match=words):
+            each.pipe.save(folder / "a", each.optimizer, extra={"a": [torch.tensor([1.0, float(rank == 3)])]})
         thing = object() if rank == 1 else None
         with pytest.raises(
             CheckpointError, match=r"extra.thing is a object" if rank == 1 else r"rank 1 can't save: ext"

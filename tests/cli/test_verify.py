@@ -76,4 +76,4 @@ def test_ten_thousand_violations_are_counted_and_the_first_ones_shown(gapless: C
     assert code == 2
     assert len(out.splitlines()) < 40
     assert out.endswith("and 9990 more\n")
-    assert err == "gapless: 10,000 violations in mine (1 devices, 1 stages, 10001 microbatches, 10,002 actions)\n"
+    assert err == "gapless: 10,000 violations in mine (1 device, 1 stage, 10,001 microbatches, 10,002 actions)\n"

@@ -237,6 +237,7 @@ def refused(tmp_path: Path, message: str, model: Any = None, **options: Any) -> 
         ("fsdp", True, "fsdp= distributes training in its own way"),
         ("predict_with_generate", True, "predict_with_generate=True generates token by token"),
         ("torch_compile", True, "torch_compile=True compiles the whole model"),
+        ("bf16_full_eval", True, "bf16_full_eval=True moves the model to one device .* under autocast, with bf16=True"),
         ("optim", "adalomo", "optim='adalomo' updates weights inside a backward"),
         ("gradient_accumulation_steps", 1, "gradient_accumulation_steps is 1, and a pipeline needs several"),
     ],

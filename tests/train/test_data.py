@@ -16,7 +16,7 @@ from gapless.train.config import Config, read_config
 from gapless.train.data import Batch, Feed, make_feeds
 from gapless.train.job import build
 from gapless.train.sources import records, text
-from tests.train.configs import GPT, write
+from tests.train.configs import CONFIG, GPT, write
 
 
 def feed(config: Config, **options: Any) -> Feed:
@@ -68,6 +68,15 @@ def test_a_feed_goes_on_from_any_position(tmp_path: Path) -> None:
             other.seek(position)
             assert other.position == position
             assert torch.equal(next(other)[0], batch[0])
+
+
+def test_every_replica_knows_how_many_samples_all_have(tmp_path: Path) -> None:
+    """Speed was that of the first replica times their number: 6 samples are 2, 2, 1 and 1."""
+    for config in (CONFIG, GPT.replace("minibatch = 4", "minibatch = 6")):
+        for replica in range(4):
+            found = feed(read_config(write(tmp_path, text=config)), share=(replica, 4))
+            inputs, _ = next(found)
+            assert (len(inputs), found.samples) == (2 if replica < 2 else 1, 6)
 
 
 def test_replicas_share_each_minibatch_and_together_see_the_same_samples(tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_a_tokenizer_is_used_where_one_is_named(tmp_path: Path) -> None:
         (["data.name=text", "data.arguments.files=."], "has no *.txt: set pattern, as pattern = '*.md'"),
         (
             ["data.name=text", "data.arguments.files=x.md"],
-            "data: text has 1 windows of 8 tokens, but a minibatch has 4",
+            "data: text has 1 window of 8 tokens, but a minibatch has 4",
         ),
         (
             ["data.name=records", "data.arguments.files=x.jsonl"],

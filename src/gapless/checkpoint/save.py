@@ -130,7 +130,7 @@ def begin(
     try:
         offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
         told = {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
-        rows = met(gathering, "save", folder, fault, {}, told)
+        rows = met(gathering, "save", folder, fault, own.same, told)
         owners = [f"rank {rank}" for rank in gathering.ranks]
         facts = {
             **merged([row["facts"] for row in rows], owners),

@@ -10,7 +10,7 @@ from gapless.checkpoint.listing import Saved, saved_in
 from gapless.checkpoint.manifest import NAME, faults, read_manifest
 from gapless.cli import terminal
 from gapless.errors import CheckpointError, ConfigError, printable
-from gapless.units import read_bytes, show_bytes
+from gapless.units import read_bytes, show_bytes, show_count
 
 EXAMPLE = "gapless checkpoint verify runs/first"
 _VERBS = {
@@ -74,7 +74,7 @@ def _verify(folder: Path, arguments: argparse.Namespace) -> int:
             terminal.complain(fault)
         if not found:
             manifest = read_manifest(Path(path))
-            files = f"{len(manifest.files)} file{'s' if len(manifest.files) != 1 else ''}"
+            files = show_count(len(manifest.files), "file")
             size = f"step {manifest.step}, {len(manifest.tensors):,} tensors, {files}, {show_bytes(manifest.size)}"
             terminal.say(f"{path}: correct ({size})")
     return 2 if any(wrong.values()) else 0

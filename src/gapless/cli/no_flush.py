@@ -52,7 +52,7 @@ def _report(profile: Profile, found: Replication, form: str) -> str:
             "minibatches under way per first device each has a whole round trip to make"
         )
     counted = {"ring": "a ring sums gradients", "pipedream": "times are counted as PipeDream's own optimizer does"}
-    size = f"{len(profile.layers)} layers on {found.num_devices} devices"
+    size = f"{units.show_count(len(profile.layers), 'layer')} on {units.show_count(found.num_devices, 'device')}"
     head = f"{profile.name or 'model'}: {size}, without a flush; {counted[form]}"
     drawn = f"gapless show pipedream --devices {found.num_devices} --replicas {','.join(map(str, found.replicas))}"
     return f"{head}\n\n{text.table(headings, rows, left=0)}\n\n{told}\nto see it: {drawn}"

@@ -18,6 +18,7 @@ from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
+from gapless.units import show_count
 from gapless.user_file import read_user_file
 
 
@@ -192,6 +193,16 @@ def read_schedule(path: str) -> Schedule:
     """A schedule from its file, named after it."""
     parse = partial(Schedule.parse, name=Path(path).stem)
     return read_user_file(path, parse, "a schedule file", "has lines such as `0: 0F0 0B0`", error=ScheduleError)
+
+
+def shown_size(schedule: Schedule, shape: str = "") -> str:
+    """`4 devices, 4 stages, 8 microbatches, 96 actions`."""
+    stages = show_count(schedule.num_stages, "stage") + (f" ({shape})" if shape else "")
+    devices, microbatches = (
+        show_count(schedule.num_devices, "device"),
+        show_count(schedule.num_microbatches, "microbatch"),
+    )
+    return f"{devices}, {stages}, {microbatches}, {show_count(schedule.num_actions, 'action')}"
 
 
 def passed(

@@ -24,9 +24,10 @@ def report(profile: Profile, found: Found, top: int) -> str:
     """`top`: how many plans the table has at the most."""
     best = found.best
     parameters = sum(layer.parameters for layer in profile.layers)
+    layers = units.show_count(len(profile.layers), "layer")
     parts = [
         (
-            f"{profile.name or 'model'}: {len(profile.layers)} layers, {units.show_bytes(parameters)} of parameters, "
+            f"{profile.name or 'model'}: {layers}, {units.show_bytes(parameters)} of parameters, "
             f"minibatch of {best.minibatch}"
         ),
         _ranking(found, top),

@@ -6,6 +6,7 @@ from gapless.cli import options, terminal
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.weights import weight_versions
+from gapless.units import show_count
 from gapless.view import text
 
 EXAMPLE = "gapless show zb-v --devices 4 --microbatches 8"
@@ -47,7 +48,7 @@ def summary(timeline: Timeline) -> str:
         f"bubble {text.percent(timeline.bubble)}",
         f"span bubble {text.percent(timeline.span_bubble)}",
         f"peak {text.number(max(timeline.peak))}",
-        f"{timeline.schedule.num_actions:,} actions",
+        show_count(timeline.schedule.num_actions, "action"),
     ]
     if timeline.schedule.num_minibatches > 1:
         parts.insert(1, f"{text.number(timeline.period)} per minibatch in steady state")

@@ -48,11 +48,7 @@ def report(timeline: Timeline) -> str:
     """The two bubbles, and what each device does and holds."""
     schedule = timeline.schedule
     lines = [
-        (
-            f"{schedule.name or 'schedule'}: {schedule.num_devices} devices, {schedule.num_stages} stages "
-            f"({schedule.placement.shape}), "
-            f"{schedule.num_microbatches} microbatches, {schedule.num_actions:,} actions"
-        ),
+        f"{schedule.name or 'schedule'}: {options.shown_size(schedule, schedule.placement.shape)}",
         "",
         _line("makespan", timeline.makespan, "first start of all to last end of all", timeline.bubble),
         _line("span", timeline.span, "own first start to own last end, the longest", timeline.span_bubble),

@@ -1,6 +1,7 @@
 """What commands print. All of it goes through here, so that names from files reach no terminal raw."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -25,8 +26,16 @@ def draw(drawing: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """One object on one line, for programs."""
-    print(json.dumps(data))
+    """One object on one line, for programs. JSON has no nan and no infinity: they are null."""
+    print(json.dumps(_finite(data), allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def show_progress(line: str) -> None:

@@ -9,7 +9,7 @@ from gapless.cli import options, terminal
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.schedule.recipes import find_recipe
-from gapless.units import show_seconds
+from gapless.units import show_count, show_seconds
 
 if TYPE_CHECKING:
     from gapless.train.config import Config
@@ -137,21 +137,21 @@ def _display(arguments: argparse.Namespace, training: "Training", out: TextIO) -
     """Live on a terminal where rich is installed, lines elsewhere."""
     from gapless.train.display import Lines, Live
 
-    replicas = training.job.ranks.replicas
     if out.isatty() and not arguments.plain:
         try:
             import rich.console
         except ImportError:
             terminal.complain("no live display without rich: pip install 'gapless[train]'")
         else:
-            title = f"{training.config.model.name} on {len(training.pipe.devices)} devices, {training.folder.path}"
-            return Live(title, training.gauge, replicas, rich.console.Console(file=out))
+            devices = show_count(len(training.pipe.devices), "device")
+            title = f"{training.config.model.name} on {devices}, {training.folder.path}"
+            return Live(title, training.gauge, rich.console.Console(file=out))
 
     def say(line: str) -> None:
         terminal.say(line, out)
         out.flush()
 
-    return Lines(say, replicas)
+    return Lines(say)
 
 
 def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "Config":
@@ -185,9 +185,10 @@ def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
     if arguments.json:
         terminal.print_json(_as_json(found, training, plan))
         return
-    steps, usual = found["steps"], found["step_seconds"]
-    many = f"{steps} step{'s' if steps > 1 else ''}"
-    lines = [f"{many}, last loss {found['loss']:.4g}, {1000 * usual:.1f} ms per step (median)"]
+    usual = found["step_seconds"]
+    lines = [
+        f"{show_count(found['steps'], 'step')}, last loss {found['loss']:.4g}, {1000 * usual:.1f} ms per step (median)"
+    ]
     if plan is not None:
         off = 100 * (usual / plan.step_seconds - 1)
         lines.append(f"predicted {1000 * plan.step_seconds:.1f} ms, measured {1000 * usual:.1f} ms: {off:+.1f}%")

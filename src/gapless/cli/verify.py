@@ -7,6 +7,7 @@ from typing import Any
 
 from gapless.cli import options, terminal
 from gapless.schedule.verify import Report, verify
+from gapless.units import show_count
 from gapless.view import text
 
 EXAMPLE = "gapless show 1f1b --format text > mine.txt; gapless verify mine.txt"
@@ -31,22 +32,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(report: Report) -> None:
     schedule = report.schedule
-    size = (
-        f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
-        f"{schedule.num_actions:,} actions"
-    )
+    size = options.shown_size(schedule)
     if report.violations or report.warnings:
         terminal.draw(text.violations(report, terminal.width(), terminal.on_terminal()))
     if not report.ok:
-        count = len(report.violations)
         sys.stdout.flush()
-        terminal.complain(f"{count:,} violation{'s' if count != 1 else ''} in {schedule.name} ({size})")
+        terminal.complain(f"{show_count(len(report.violations), 'violation')} in {schedule.name} ({size})")
         return
     terminal.say(f"{schedule.name}: correct ({size})")
     if report.buffers:
         most = max(report.buffers.values())
-        channels = f"{len(report.buffers)} channel{'s' if len(report.buffers) != 1 else ''}"
-        terminal.say(f"it can't hang: {channels}, at most {most} receive buffer{'s' if most != 1 else ''} each")
+        channels = show_count(len(report.buffers), "channel")
+        terminal.say(f"it can't hang: {channels}, at most {show_count(most, 'receive buffer')} each")
         terminal.say(f"messages that wait for a free buffer: at most {max(report.unsent.values())} per channel")
     if report.in_order:
         terminal.say(

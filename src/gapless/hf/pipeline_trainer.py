@@ -33,6 +33,7 @@ from gapless.pipeline.result import Result
 from gapless.plan.plan import Plan
 from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
+from gapless.units import show_count
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -251,7 +252,7 @@ def _devices(devices: Devices, args: Any) -> Devices:
         return ["cpu"] * devices if devices > 0 else devices
     if devices > torch.cuda.device_count():
         raise ConfigError(
-            f"devices is {devices}, but this machine has {torch.cuda.device_count()} GPUs: give as many, "
+            f"devices is {devices}, but this machine has {show_count(torch.cuda.device_count(), 'GPU')}: give as many, "
             f'["cuda:0"] * {devices} for threads that share one, or use_cpu=True in the arguments'
         )
     return devices

@@ -36,6 +36,12 @@ def _faults(args: Any) -> Iterator[str]:
         )
     if args.torch_compile:
         yield 'torch_compile=True compiles the whole model: leave it out, and give pipeline={"compile": True}'
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            yield (
+                f"{name}=True moves the model to one device and to another type for good: leave it out, and evaluate "
+                f"under autocast, with {name[:4]}=True"
+            )
     if "lomo" in str(args.optim).lower():
         yield f"optim={getattr(args.optim, 'value', args.optim)!r} updates weights inside a backward: choose another"
     if args.world_size > 1:

@@ -10,6 +10,7 @@ saved_pipeline   what of it goes into a checkpoint: saved_model, and saved_optim
               stream: saved_stream
 streaming     training without a flush: one optimizer per stage, versions, devices that flow
 edits         where layers go when the model was edited
+shares        what each of several minibatches counts in an update
 result        what a step leaves
 planning      from a model to a plan, and what the links between ranks take
 """

@@ -23,6 +23,7 @@ from gapless.schedule.verify import verify
 from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
 from gapless.stage.graphed import Graphs
+from gapless.units import show_count
 
 
 def named(value: Any) -> str:
@@ -69,7 +70,7 @@ def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[Non
         yield
     except TooFewLayersError as error:
         each = schedule.num_stages // num_devices
-        needs = f"{schedule.name or 'the schedule'} on {num_devices} devices needs {schedule.num_stages} stages"
+        needs = f"{schedule.name or 'the schedule'} on {_devices(num_devices)} needs {schedule.num_stages} stages"
         if num_devices <= error.most and each > 1:
             other = "zb-h1" if Kind.WEIGHT_GRAD in schedule.kinds else "1f1b"
             fewer = f", at most {_devices(error.most // each)}" if error.most >= each else ""
@@ -82,7 +83,7 @@ def room_for(schedule: Schedule, num_devices: int, by_hand: str) -> Iterator[Non
 
 
 def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
+    return show_count(count, "device")
 
 
 def check_plan(
@@ -150,7 +151,7 @@ def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
 
 
 def _pipelines(replicas: int, devices: int) -> str:
-    return f"{replicas} pipeline{'s' if replicas > 1 else ''} of {_devices(devices)}"
+    return f"{show_count(replicas, 'pipeline')} of {_devices(devices)}"
 
 
 def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:

@@ -24,6 +24,7 @@ from gapless.pipeline.held_model import HeldModel
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
+from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel, in_eval_mode
 from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
 from gapless.plan.plan import Plan
@@ -193,7 +194,8 @@ class Pipeline(HeldModel):
 
         `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
         `weight` is for a minibatch that takes several steps: this one's share of it, by which all losses are
-        multiplied. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks those before it.
+        multiplied, as `shares` has it. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks
+        those before it.
         `cut=False`: inputs, target and outputs are lists of microbatches, each with shapes of its own.
         `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
         """
@@ -209,9 +211,16 @@ class Pipeline(HeldModel):
             weights = self._world.weights(program, batch.inputs, batch.target, counted, self.microbatches, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
-            result = self._run(program, weights, batch if outputs else None)
+            result = self._run(program, weights, batch if outputs else None, counted)
             self.steps += 1
         return result
+
+    def shares(self, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
+        """The `weight` of each step in an update that takes several: of each (inputs, target) what it counts, with the
+        parts that other replicas have of it.
+        """
+        self._options.schedules.check_steps()
+        return shares_of(self._world, self._staged, batches)
 
     def stream(
         self,
@@ -253,20 +262,21 @@ class Pipeline(HeldModel):
                 both = batch.inputs, batch.target
                 weights = self._world.weights(program, *both, counted, self.microbatches, Share())
                 program.give(prepared, batch.targets if has_loss else ())
-                return self._run(program, weights, batch if outputs else None)
+                return self._run(program, weights, batch if outputs else None, counted)
 
     def _batch(self, inputs: Any, target: Any, cut: bool) -> Minibatch:
         check_no_hooks_for_all(self._called_as_a_whole)
         return self._staged.batch_of(inputs, target, cut=cut)
 
-    def _run(self, program: Program, weights: Sequence[float], wanted: Minibatch | None) -> Result:
+    def _run(self, program: Program, weights: Sequence[float], wanted: Minibatch | None, counted: Weighed) -> Result:
         """`wanted`: the batch whose outputs are."""
         try:
             ran = self._world.run(program, weights)
             merged = wanted.merged(program.batch.outputs) if wanted and self._staged.has_last else None
         finally:
             program.clear()
-        return Result(ran.losses, ran.weights if ran.losses else (), merged, ran.timeline)
+        number = None if counted.summed else float(sum(counted.numbers))
+        return Result(ran.losses, ran.weights if ran.losses else (), merged, ran.timeline, number)
 
     def __call__(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
         """As `evaluate`: `pipe(x).outputs` are the model's. To train, call `step`."""
@@ -283,7 +293,9 @@ class Pipeline(HeldModel):
 
     @property
     def stopping(self) -> bool:
-        """Under a mesh, SIGTERM has come to some rank: the next step would end the process, on every rank."""
+        """Under a mesh, SIGTERM has come to some rank: the next step would end the process, on every rank. It stays
+        False between the steps of one minibatch (`sync=False`), which are finished first.
+        """
         return self._world.stopping
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ class Result:
               that is a part of a minibatch its part: those of all its steps add up to the minibatch's
     losses    of the microbatches, in their order, without their weights
     weights   of the microbatches: their share of the minibatch
+    counted   what the loss is a mean over: samples, or targets that it does not leave out; of replicas those of this
+              one. None for a loss that is a sum
     outputs   of the minibatch, merged; None unless asked for
     timeline  as measured; None unless asked for
     """
@@ -26,6 +28,7 @@ class Result:
     weights: tuple[float, ...]
     outputs: Any = None
     timeline: Timeline | None = None
+    counted: float | None = None
 
     @cached_property
     def loss(self) -> Tensor | None:

@@ -38,7 +38,7 @@ class SavedPipeline(Saveable):
         if optimizer is not None:
             made.add("optim", SavedOptimizer(self._model, optimizer, self._nothing).tree())
         made.add("scheduler", scheduler_tree(scheduler))
-        made.add("extra", extra)
+        (made.add if self._model.world.one_process else made.add_same)("extra", extra)
         return made
 
     def taking(self, opened: Opened, gathering: Gathering, *, optimizer: Any, scheduler: Any) -> Callable[[], Any]:

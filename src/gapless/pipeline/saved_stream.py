@@ -37,7 +37,7 @@ class SavedStream(Saveable):
         _refuse(optimizer, scheduler)
         made = self._model.contents("stream", self.steps, gathering)
         made.add("stream", self._stream.state_dict(whole=False))
-        made.add("extra", extra)
+        (made.add if self._model.world.one_process else made.add_same)("extra", extra)
         return made
 
     def taking(self, opened: Opened, gathering: Gathering, *, optimizer: Any, scheduler: Any) -> Callable[[], Any]:

@@ -33,6 +33,7 @@ from gapless.stage.graphed import GraphedStage
 from gapless.stage.minibatch import Minibatch
 from gapless.stage.stage import Stage
 from gapless.stage.stored import Stored
+from gapless.units import show_count
 
 
 class StagedModel:
@@ -105,7 +106,8 @@ class StagedModel:
         bubble = f"predicted bubble {100 * float(simulate(schedule, self._options.schedules.costs).bubble):.1f}%"
         if self._options.schedules.streams:  # what is simulated is one minibatch of many
             bubble = "no bubble in a long stream"
-        sizes = f"{len(self._world.devices)} devices, {schedule.num_stages} stages, {count} microbatches"
+        counts = {"device": len(self._world.devices), "stage": schedule.num_stages, "microbatch": count}
+        sizes = ", ".join(show_count(number, word) for word, number in counts.items())
         yield f"Pipeline: {schedule.name or 'schedule'}, {sizes}, {bubble}"
         first = 0
         for stage, count in enumerate(self.partition):
@@ -116,14 +118,14 @@ class StagedModel:
                 remat = f", remat {work.remat}" if work.remat != "none" else ""
                 remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
                 remat += f", {work.runs}" if isinstance(work, GraphedStage) else ""
-            name = f"layers {first} to {first + count - 1}"
+            name = f"layers {first} to {first + count - 1}" if count > 1 else f"layer {first}"
             if isinstance(self.model, Captured):
                 names = self.model.edition.names
                 name = names[stage] if names else "to be traced again, since the model was edited"
             where = f"stage {stage} on device {device} ({self._world.devices[device]})"
             if len(cycle := self.placement.cycles[stage]) > 1:
                 where = f"stage {stage} on devices {cycle[0]} to {cycle[-1]} ({self._world.devices[device]} each)"
-            yield f"  {where}: {name}, {size:,} parameters{remat}"
+            yield f"  {where}: {name}, {show_count(size, 'parameter')}{remat}"
             first += count
         if not self.stages:
             yield "  to be traced and cut when the first batch comes"

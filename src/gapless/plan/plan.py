@@ -17,6 +17,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
+from gapless.units import show_count
 from gapless.user_file import read_user_file
 
 
@@ -174,12 +175,12 @@ class Plan:
     @property
     def title(self) -> str:
         """`zb-v on 8 devices, 32 microbatches of 4`, with what else differs."""
-        parts = [f"{self.recipe} on {self.num_devices} device{'s' if self.num_devices > 1 else ''}"]
+        parts = [f"{self.recipe} on {show_count(self.num_devices, 'device')}"]
         if self.mesh.replicas > 1:
             parts[0] = f"{self.mesh.replicas} x {parts[0]}"
         if self.stages_per_device > 1:
             parts.append(f"{self.stages_per_device} stages each")
-        parts.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''} of {self.samples}")
+        parts.append(f"{show_count(self.microbatches, 'microbatch')} of {self.samples}")
         for kind, words in (("stage", "remat"), ("layer", "remat layer by layer")):
             if again := self.remat.count(kind):
                 parts.append(words if again == len(self.remat) else f"{words} of {again} of {len(self.remat)} stages")
@@ -235,9 +236,13 @@ class Plan:
             missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:120]
             raise ConfigError(f"this is not a plan: {missing}") from None
 
-    def write(self, path: str | Path) -> None:
+    def text(self) -> str:
+        """As a file has it."""
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in self.to_json().items()]
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", newline="\n")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(self.text(), encoding="utf-8", newline="\n")
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":

@@ -90,6 +90,9 @@ class OneProcess:
         counted.check_kept()
         return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 
+    def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers)]
+
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
         if program.inference:
             execute(program, self.team)

@@ -96,7 +96,7 @@ class World(Protocol):
 
     @property
     def stopping(self) -> bool:
-        """Some rank was asked to leave, and all do at the next call."""
+        """Some rank was asked to leave, and all do at the next call; not between the steps of one minibatch."""
 
     def call(self, doing: str) -> AbstractContextManager[object]:
         """Around a step or an evaluation: one at a time, and where it fails on one rank, the others are told."""
@@ -107,6 +107,9 @@ class World(Protocol):
         """The share of each microbatch in the minibatch of all replicas; `room` is the most microbatches of a replica.
         Ranks of one pipeline that have got different batches are refused.
         """
+
+    def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Those of each replica. All processes are in the same `call`."""
 
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
         """The actions of the program on its batch. After a step that trains, gradients are those of all replicas."""

@@ -43,7 +43,7 @@ class Step:
     loss     the mean over its minibatches
     rate     the learning rate of the first group of parameters
     norm     of all gradients before clipping; None with a scaler that looks at them, where nothing is clipped
-    samples  trained on here, and `tokens` of them where the inputs are token numbers
+    samples  trained on, by all replicas where the data tells, and `tokens` where the inputs are token numbers
     seconds  the whole update, of which it `waited` for data, and `updated` the weights
     skipped  why the weights were not changed, if they were not
     """

@@ -20,6 +20,7 @@ from gapless.stage import microbatch as mb
 from gapless.train import user_code as own
 from gapless.train.config import Config, Part
 from gapless.train.sources import Corpus
+from gapless.units import show_count
 
 Batch = tuple[Any, Any]  # inputs and target, as `Pipeline.step` takes them
 Position = Mapping[str, int]
@@ -41,6 +42,10 @@ class Feed(Protocol):
 
     def peek(self) -> Batch:
         """The samples of all replicas that come next."""
+
+    @property
+    def samples(self) -> int:
+        """In the batch that came last, with those of other replicas."""
 
 
 class WindowFeed:
@@ -68,12 +73,13 @@ class WindowFeed:
         self._count = round(span[1] * total) - self._first
         if self._count < self._minibatch:
             raise ConfigError(
-                f"data: {corpus.name} has {self._count:,} windows of {corpus.context:,} tokens"
+                f"data: {corpus.name} has {show_count(self._count, 'window')} of {corpus.context:,} tokens"
                 f"{'' if span == (0.0, 1.0) else ' here'}, but a minibatch has {self._minibatch:,}: use more data, "
                 "or a smaller minibatch or context"
             )
         self._pass = self._batch = 0
         self._order: tuple[int, Tensor] = -1, torch.empty(0)
+        self.samples = self._minibatch
 
     def __iter__(self) -> "WindowFeed":
         return self
@@ -152,6 +158,7 @@ class FunctionFeed:
         self._batches: Iterator[Batch] | None = None
         self._peeked: Batch | None = None
         self._checked = False
+        self.samples = 0
 
     def __iter__(self) -> "FunctionFeed":
         return self
@@ -173,6 +180,7 @@ class FunctionFeed:
     def __next__(self) -> Batch:
         batch, self._peeked = self.peek(), None
         self._batch += 1
+        self.samples = mb.batch_size(batch[0])
         rank, ranks = self._share
         return batch if ranks == 1 else (_cut(batch[0], rank, ranks), _cut(batch[1], rank, ranks))
 

@@ -9,7 +9,7 @@ from typing import Any
 from gapless.errors import printable
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
-from gapless.units import show_bytes
+from gapless.units import show_bytes, show_count
 
 _EVERY = 5.0  # seconds between two lines
 _RECENT = 64  # steps that speed is taken from
@@ -23,8 +23,8 @@ class Speed:
     A thread that draws may ask at any time, so there is always a step, and what is gone through is a copy.
     """
 
-    def __init__(self, replicas: int = 1) -> None:
-        self._replicas, self._recent = replicas, deque[Step](maxlen=_RECENT)
+    def __init__(self) -> None:
+        self._recent = deque[Step](maxlen=_RECENT)
 
     def add(self, step: Step) -> None:
         self._recent.append(step)
@@ -39,7 +39,7 @@ class Speed:
     def speed(self) -> str:
         """In tokens where the data has some."""
         recent = tuple(self._recent)
-        total = sum(step.seconds for step in recent) / self._replicas
+        total = sum(step.seconds for step in recent)
         if all(step.tokens is not None for step in recent):
             return f"{sum(step.tokens or 0 for step in recent) / total:,.4g} tokens/s"
         return f"{sum(step.samples for step in recent) / total:.4g} samples/s"
@@ -48,8 +48,8 @@ class Speed:
 class Lines(Callback):
     """The first step, the last one, and about every 5 s one between them."""
 
-    def __init__(self, say: Callable[[str], None], replicas: int = 1) -> None:
-        self._say, self._pace = say, Speed(replicas)
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._pace = say, Speed()
         self._shown = time.monotonic()
         self._last: Step | None = None
         self._told = 0
@@ -85,12 +85,12 @@ class Lines(Callback):
 class Live(Callback):
     """A panel at the end of the terminal, drawn twice a second."""
 
-    def __init__(self, title: str, gauge: Gauge, replicas: int = 1, console: Any = None) -> None:
+    def __init__(self, title: str, gauge: Gauge, console: Any = None) -> None:
         from rich.console import Console
         from rich.live import Live as Shown
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        self._title, self._gauge, self._pace = title, gauge, Speed(replicas)
+        self._title, self._gauge, self._pace = title, gauge, Speed()
         self._losses: deque[float] = deque(maxlen=_CURVE)
         self._notes: list[str] = []
         self._skipped = 0
@@ -150,7 +150,7 @@ class Live(Callback):
         if self._saved:
             rows.add_row("checkpoint", self._saved)
         if self._skipped:
-            rows.add_row("left out", f"{self._skipped} updates whose loss or gradients were not finite")
+            rows.add_row("left out", f"{show_count(self._skipped, 'update')} whose loss or gradients were not finite")
         done = 0 if step is None else step.number
         self._progress.update(self._task, description=f"step {done:,} of {self._steps:,}")
         return Panel(Group(self._progress, rows), title=Text(printable(self._title)), border_style="dim")

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Any
 
 from gapless.pipeline.pipeline import Pipeline
-from gapless.stage import microbatch as mb
 from gapless.train import user_code as own
 from gapless.train.callbacks import Callback, Loop
 from gapless.train.data import Feed, with_shape
@@ -22,16 +21,14 @@ class Evaluation:
         pipe: Pipeline,
         feed: Feed,
         batches: int,
-        counted: mb.LossWeight,
         autocast: Callable[[], AbstractContextManager[Any]],
         ranks: Ranks,
     ) -> None:
-        self._pipe, self._feed, self._batches, self._counted, self._autocast = pipe, feed, batches, counted, autocast
-        self._ranks = ranks
+        self._pipe, self._feed, self._batches, self._autocast, self._ranks = pipe, feed, batches, autocast, ranks
 
     def __call__(self) -> float | None:
         """None where the ranks were asked to leave in the middle of it."""
-        losses, counts = list[float](), list[int]()
+        losses, counts = list[float](), list[float]()
         self._feed.seek({"pass": 0, "batch": 0})
         for _, batch in zip(range(self._batches), self._feed, strict=False):
             if self._feed.position["pass"] > 0:
@@ -39,23 +36,20 @@ class Evaluation:
             if self._pipe.stopping:
                 return None
             with own.told(f"evaluating{with_shape(batch)}"), self._autocast():
-                loss = self._pipe.evaluate(*batch, outputs=False).loss
-            assert loss is not None
-            losses.append(float(loss))
-            counts.append(1 if self._counted == "sum" else int(self._weight(*batch)))
+                result = self._pipe.evaluate(*batch, outputs=False)
+            assert result.loss is not None
+            losses.append(float(result.loss))
+            counts.append(1.0 if result.counted is None else result.counted)
         rows = self._ranks.gathered(counts) if self._ranks.replicas > 1 else [counts]
-        return mean_loss(losses, [sum(each) for each in zip(*rows, strict=True)])
-
-    def _weight(self, inputs: Any, target: Any) -> Any:
-        return self._counted(target) if callable(self._counted) else mb.batch_size(inputs)
+        return mean_loss(losses, [sum(map(Fraction, each), Fraction(0)) for each in zip(*rows, strict=True)])
 
 
-def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+def mean_loss(losses: Sequence[float], counts: Sequence[Fraction]) -> float:
     """Each loss is that of all replicas, and so is what it counts: all ranks get the same bits."""
     whole = sum(counts)
     if not whole:
         return math.nan
-    return sum(float(Fraction(count, whole)) * loss for count, loss in zip(counts, losses, strict=True))
+    return sum(float(count / whole) * loss for count, loss in zip(counts, losses, strict=True) if count)
 
 
 class EarlyStop(Callback):

@@ -41,10 +41,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Metrics(Callback):
-    """Writes the lines. `replicas` train side by side, each on its share."""
+    """Writes the lines."""
 
-    def __init__(self, path: Path, gauge: Gauge | None = None, replicas: int = 1) -> None:
-        self._path, self._gauge, self._replicas = path, gauge, replicas
+    def __init__(self, path: Path, gauge: Gauge | None = None) -> None:
+        self._path, self._gauge = path, gauge
         self._file: TextIO | None = None
 
     def on_start(self, trainer: Loop) -> None:
@@ -58,7 +58,7 @@ class Metrics(Callback):
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def on_step(self, trainer: Loop, step: Step) -> None:
-        self._write(facts_of(step, self._gauge, self._replicas))
+        self._write(facts_of(step, self._gauge))
 
     def on_evaluate(self, trainer: Loop, loss: float, seconds: float) -> None:
         self._write({"step": trainer.step, "evaluation": loss, "seconds": seconds})
@@ -80,15 +80,15 @@ class Metrics(Callback):
             self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
 
 
-def facts_of(step: Step, gauge: Gauge | None, replicas: int) -> dict[str, Any]:
+def facts_of(step: Step, gauge: Gauge | None) -> dict[str, Any]:
     """A step as the lines have it; what is None is left out."""
     facts: dict[str, Any] = {
         "step": step.number,
         "loss": step.loss,
         "rate": step.rate,
         "norm": step.norm,
-        "samples": step.samples * replicas,
-        "tokens": None if step.tokens is None else step.tokens * replicas,
+        "samples": step.samples,
+        "tokens": step.tokens,
         "seconds": step.seconds,
         "waited": step.waited,
         "updated": step.updated,
@@ -110,8 +110,8 @@ def _number(key: str, value: Any) -> Any:
 class _Scalars(Callback):
     """Numbers for a program that draws them."""
 
-    def __init__(self, gauge: Gauge | None, replicas: int) -> None:
-        self._gauge, self._replicas = gauge, replicas
+    def __init__(self, gauge: Gauge | None) -> None:
+        self._gauge = gauge
         self._drawn = 0.0
 
     def on_step(self, trainer: Loop, step: Step) -> None:
@@ -119,7 +119,7 @@ class _Scalars(Callback):
         if step.timeline is None and time.monotonic() - self._drawn < _DRAW:
             return
         self._drawn = time.monotonic()
-        facts = facts_of(step, self._gauge, self._replicas)
+        facts = facts_of(step, self._gauge)
         facts |= {f"memory/{name}": size for name, size in facts.pop("memory", {}).items()}
         self.draw(step.number, {key: value for key, value in facts.items() if isinstance(value, int | float)})
 
@@ -133,8 +133,8 @@ class _Scalars(Callback):
 class TensorBoard(_Scalars):
     """Event files in a folder of their own."""
 
-    def __init__(self, folder: Path, gauge: Gauge | None, replicas: int) -> None:
-        super().__init__(gauge, replicas)
+    def __init__(self, folder: Path, gauge: Gauge | None) -> None:
+        super().__init__(gauge)
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._kind = folder, SummaryWriter
@@ -157,8 +157,8 @@ class TensorBoard(_Scalars):
 class WeightsAndBiases(_Scalars):
     """A run of a project there. Its own name and account are wandb's affair."""
 
-    def __init__(self, project: str, name: str, config: dict[str, Any], gauge: Gauge | None, replicas: int) -> None:
-        super().__init__(gauge, replicas)
+    def __init__(self, project: str, name: str, config: dict[str, Any], gauge: Gauge | None) -> None:
+        super().__init__(gauge)
         try:
             import wandb
         except ImportError:

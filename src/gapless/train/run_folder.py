@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 from gapless._version import __version__
+from gapless.checkpoint.disk import Disk, aside, write_synced
 from gapless.checkpoint.held_folder import HeldFolder
 from gapless.checkpoint.listing import saved_in
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.plan import Plan
 from gapless.schedule.action import Schedule
 from gapless.schedule.timeline import Timeline
 from gapless.train.config import Config
@@ -137,6 +139,10 @@ class RunFolder:
         }
         _write(self.path / "run.json", json.dumps(facts, indent=1, default=str))
 
+    def keep_plan(self, plan: Plan) -> None:
+        """A run that goes on takes it again."""
+        _write(self.plan, plan.text())
+
     def said(self) -> dict[str, Any] | None:
         """What `say` wrote, if it did."""
         try:
@@ -189,7 +195,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    """Whole or not at all, whatever happens to the machine."""
+    disk, beside = Disk(), path.with_name(aside(path.name))
+    try:
+        write_synced(disk, beside, text.encode())
+        disk.rename(beside, path)
+        disk.sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)

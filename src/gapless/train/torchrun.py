@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gapless.errors import ConfigError, GaplessError
 from gapless.train.config import Config
+from gapless.units import show_count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +87,7 @@ def joined(config: Config) -> Iterator[Ranks]:
 
     size, devices = int(os.environ["WORLD_SIZE"]), config.num_devices
     if size % devices:
-        fitting = f"--nproc-per-node {devices}" if size < devices else f"a multiple of {devices} ranks"
+        fitting = f"--nproc-per-node {devices}" if size < devices else f"a multiple of {show_count(devices, 'rank')}"
         raise ConfigError(
             f"torchrun started {size} ranks, but pipeline.devices is {devices}, one rank for each: start {fitting}, or "
             f"--set pipeline.devices={size}"

@@ -32,10 +32,10 @@ class NotFiniteError(GaplessError):
 class Trainer:
     """So many updates of the weights.
 
-    batches     an iterable of (inputs, target); where it ends, training does
+    batches     an iterable of (inputs, target); where it ends, training does. Its `position`, if it has one, is told
+                to callbacks, and its `samples` are those of the last batch with the parts of other replicas
     clip        the norm that gradients are clipped to
     accumulate  minibatches in one update
-    counted     what a target counts in their mean, if not its samples; "sum" for losses that are sums
     scaler      a torch.amp.GradScaler, for float16
     autocast    makes the context in which steps run, such as torch.autocast
     evaluate    returns a loss, or None to say nothing; called after `every` updates, and after the last
@@ -52,7 +52,6 @@ class Trainer:
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-        counted: mb.LossWeight = None,
         scaler: torch.amp.GradScaler | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         evaluate: Callable[[], float | None] | None = None,
@@ -61,13 +60,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.pipe, self.optimizer, self.batches, self.steps, self.scheduler = pipe, optimizer, batches, steps, scheduler
-        self.clip, self.accumulate, self.counted, self.scaler, self.autocast = (
-            clip,
-            accumulate,
-            counted,
-            scaler,
-            autocast,
-        )
+        self.clip, self.accumulate, self.scaler, self.autocast = clip, accumulate, scaler, autocast
         self.evaluate, self.every, self.skip, self.callbacks = evaluate, every, skip, list(callbacks)
         self.step = 0  # updates done, also those that were left out
         self.skipped = 0  # those in a row
@@ -92,11 +85,14 @@ class Trainer:
             while self._goes_on():
                 self.tell("on_begin")
                 begin = time.perf_counter()
-                batches = [batch for _, batch in zip(range(self.accumulate), source, strict=False)]
+                batches, sizes = list[Batch](), list[int]()
+                for _, batch in zip(range(self.accumulate), source, strict=False):
+                    batches.append(batch)
+                    sizes.append(getattr(self.batches, "samples", 0) or mb.batch_size(batch[0]))
                 if len(batches) < self.accumulate:
                     self.stop("the data has ended")
                     break
-                done = self.update(batches, begin)
+                done = self.update(batches, sizes, begin)
                 if done is None:
                     continue
                 self.step += 1
@@ -118,14 +114,13 @@ class Trainer:
         if not self.pipe.stopping and (loss := evaluate()) is not None:
             self.tell("on_evaluate", loss, time.perf_counter() - begin)
 
-    def update(self, batches: Sequence[Batch], begin: float) -> Step | None:
-        """One step of the optimizer, on all of these; None if the ranks were asked to leave in the middle of it."""
+    def update(self, batches: Sequence[Batch], sizes: Sequence[int], begin: float) -> Step | None:
+        """One step of the optimizer, on all of these; None if the ranks were asked to leave before it."""
         come, number, results = time.perf_counter(), self.step + 1, list[Result]()
-        for batch, share in zip(batches, self._shares(batches), strict=True):
-            if results and self.pipe.stopping:
-                self.pipe.zero_grad()
-                self.pipe.steps -= len(results)  # they are done again
-                return None
+        shares = self._shares(batches)
+        if self.pipe.stopping:
+            return None
+        for batch, share in zip(batches, shares, strict=True):
             with own.told(f"step {number}{with_shape(batch)}"), self.autocast():
                 last = len(results) + 1 == len(batches)
                 results.append(self.pipe.step(*batch, weight=share, sync=last, scaler=self.scaler))
@@ -144,7 +139,7 @@ class Trainer:
             self.scheduler.step()
         now = time.perf_counter()
         times = now - begin, come - begin, now - ran
-        return Step(number, loss, rate, norm, *_counts(batches), *times, wrong, results[-1].timeline)
+        return Step(number, loss, rate, norm, *_counts(batches, sizes), *times, wrong, results[-1].timeline)
 
     def _change_weights(self) -> tuple[float | None, str]:
         """The norm of the gradients, and why the weights stay as they were, if they do."""
@@ -165,13 +160,12 @@ class Trainer:
         self.pipe.zero_grad()
         return norm, wrong
 
-    def _shares(self, batches: Sequence[Batch]) -> list[Fraction | float]:
+    def _shares(self, batches: Sequence[Batch]) -> list[float | Fraction]:
         """What each minibatch counts in the update."""
-        counted = self.counted
-        if len(batches) == 1 or counted == "sum":
-            return [1.0] * len(batches)
-        counts = [int(mb.batch_size(inputs) if counted is None else counted(target)) for inputs, target in batches]
-        return [Fraction(each, max(1, sum(counts))) for each in counts]
+        if len(batches) == 1:
+            return [1.0]
+        with own.told(f"step {self.step + 1}{with_shape(batches[0])}"):
+            return self.pipe.shares(batches)
 
     def _not_finite(self, results: Sequence[Result]) -> str:
         """Which loss: that of the first microbatch, over all minibatches of the update, whose loss is no number."""
@@ -194,12 +188,12 @@ def _end(trainer: Trainer) -> None:
         raise wrong[0]
 
 
-def _counts(batches: Sequence[Batch]) -> tuple[int, int | None]:
+def _counts(batches: Sequence[Batch], sizes: Sequence[int]) -> tuple[int, int | None]:
     """Samples, and tokens where the inputs are token numbers."""
-    samples, tokens = sum(mb.batch_size(inputs) for inputs, _ in batches), 0
-    for inputs, _ in batches:
+    tokens = 0
+    for (inputs, _), size in zip(batches, sizes, strict=True):
         ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-            return samples, None
-        tokens += ids.numel()
-    return samples, tokens
+            return sum(sizes), None
+        tokens += size * ids.size(1)
+    return sum(sizes), tokens

@@ -21,7 +21,7 @@ from gapless.train.config import Config
 from gapless.train.evaluation import EarlyStop, Evaluation
 from gapless.train.gauge import Gauge
 from gapless.train.interrupts import Interrupts
-from gapless.train.job import Job, build, loss_weight, threads_of
+from gapless.train.job import Job, build, threads_of
 from gapless.train.metrics import Metrics, TensorBoard, WeightsAndBiases, tensorboard_is_installed
 from gapless.train.record import write_report
 from gapless.train.run_folder import RunFolder
@@ -104,7 +104,7 @@ def prepared(
         saver.go_on(trainer, job.batches, start if store.latest is None else None)
         trainer.callbacks += [early, gauge, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
-            trainer.callbacks += _writers(config, folder, gauge, ranks)
+            trainer.callbacks += _writers(config, folder, gauge)
         yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
 
 
@@ -116,7 +116,7 @@ def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None
         return Plan.read(folder.plan)
     plan = job.plan(progress)
     assert plan is not None
-    plan.write(folder.plan)
+    folder.keep_plan(plan)
     return plan
 
 
@@ -139,10 +139,10 @@ def _check(config: Config, ranks: Ranks) -> None:
 def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
     """The loop, as the config asks for it."""
     optimizer = job.optimizer(list(pipe.parameters()))
-    counted, autocast = loss_weight(config.loss), _autocast(config, pipe.devices)
+    autocast = _autocast(config, pipe.devices)
     evaluate = None
     if job.validation is not None:
-        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, counted, autocast, job.ranks)
+        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, autocast, job.ranks)
     scaler = None
     if config.train.precision == "fp16":
         scaler = torch.amp.GradScaler(pipe.devices[-1].type)
@@ -154,7 +154,6 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
         scheduler=job.scheduler(optimizer),
         clip=config.train.clip,
         accumulate=config.train.accumulate,
-        counted=counted,
         scaler=scaler,
         autocast=autocast,
         evaluate=evaluate,
@@ -178,13 +177,13 @@ def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], A
     return cast
 
 
-def _writers(config: Config, folder: RunFolder, gauge: Gauge, ranks: Ranks) -> list[Callback]:
-    found: list[Callback] = [Metrics(folder.metrics, gauge, ranks.replicas)]
+def _writers(config: Config, folder: RunFolder, gauge: Gauge) -> list[Callback]:
+    found: list[Callback] = [Metrics(folder.metrics, gauge)]
     asked = config.run.tensorboard
     if asked and not tensorboard_is_installed():
         raise ConfigError("run.tensorboard is true, but tensorboard is not installed: pip install tensorboard")
     if asked or (asked is None and tensorboard_is_installed()):
-        found.append(TensorBoard(folder.tensorboard, gauge, ranks.replicas))
+        found.append(TensorBoard(folder.tensorboard, gauge))
     if config.run.wandb is not None:
-        found.append(WeightsAndBiases(config.run.wandb, folder.path.name, config.as_json(), gauge, ranks.replicas))
+        found.append(WeightsAndBiases(config.run.wandb, folder.path.name, config.as_json(), gauge))
     return found

@@ -1,5 +1,7 @@
 """A minibatch that takes several steps on replicas: each adds up its own, and the last step exchanges the sums."""
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gapless
 from gapless.errors import ConfigError, TransportError
+from gapless.train import Trainer
 from tests.pipelines import SEED, assert_same, mlp, tokens
 from tests.run.forked import Launch
 from tests.run.ranks.test_many_processes import logits_loss, tied_layers
@@ -102,6 +105,87 @@ def exact() -> None:
 
 def test_replicas_add_up_their_own_steps_and_exchange_once(launch: Launch) -> None:
     launch(exact, 4)
+
+
+# -- targets that do not count -----------------------------------------------------------------------------------------
+
+
+class Seen(torch.optim.SGD):
+    """Keeps the gradients of its only step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.grads = {each: each.grad.clone() for each in self.param_groups[0]["params"]}
+        return super().step(closure)
+
+
+def ignored() -> None:
+    """An update of two minibatches, cut unevenly between replicas, with targets left out unevenly everywhere."""
+    mesh = mesh_of_four()
+    replica = mesh.get_local_rank("dp")
+    torch.manual_seed(8)
+    whole = [(torch.randn(size, 6), torch.randint(0, 6, (size,))) for size in (9, 7)]
+    for number, (_, y) in enumerate(whole):
+        y[torch.rand(len(y)) < 0.2 + 0.3 * number] = -100
+    data = [[(x.tensor_split(2)[each], y.tensor_split(2)[each]) for each in range(2)] for x, y in whole]
+    counted = sum(int((y != -100).sum()) for _, y in whole)
+    local = [made(lambda: mlp(8)) for _ in range(2)]
+    for each, model in enumerate(local):
+        for step in data:
+            for x, y in zip(*(tensor.tensor_split(2) for tensor in step[each]), strict=True):
+                total = F.cross_entropy(model(x), y) * (int((y != -100).sum()) / counted)
+                total.backward()
+    wanted = {name: grad + grads(local[1])[name] for name, grad in grads(local[0]).items()}
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(reduction="sum")):
+        with gapless.Pipeline(made(lambda: mlp(8)), mesh=mesh, microbatches=2, loss=loss) as pipe:
+            optimizer = Seen(pipe.parameters(), lr=0.1)
+            mine = [step[replica] for step in data]
+            if not isinstance(loss, nn.Module):
+                Trainer(pipe, optimizer, mine, steps=1, accumulate=2).run()
+                for name, parameter in pipe.named_parameters():
+                    assert_same(optimizer.grads[parameter], wanted[name], name)
+            else:
+                assert pipe.shares(mine) == [1.0, 1.0]
+    with (
+        gapless.Pipeline(
+            made(lambda: mlp(8)), mesh=mesh, microbatches=2, loss=lambda z, y: (z.sum(1) - y).mean()
+        ) as pipe,
+        pytest.raises(ConfigError, match="targets of -100 are spread unevenly"),
+    ):
+        pipe.shares(mine)
+
+
+def test_what_minibatches_of_an_update_count_is_counted_over_all_replicas(launch: Launch) -> None:
+    """Each replica counted its own targets: they disagreed about the weight of a step, and training ended."""
+    launch(ignored, 4)
+
+
+# -- SIGTERM -----------------------------------------------------------------------------------------------------------
+
+
+def asked_to_leave() -> None:
+    x, y = samples(8)
+    with gapless.Pipeline(made(lambda: mlp(8)), mesh=mesh_of_four(), microbatches=4, loss=F.mse_loss) as pipe:
+
+        def stopping() -> bool:
+            dist.barrier()
+            return pipe.stopping
+
+        pipe.step(x, y)
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        pipe.clip_grad_norm_(1.0)  # which each replica does by itself: some may be beyond it
+        assert not stopping()
+        for sync in (False, False, True):
+            assert not stopping()
+            pipe.step(x, y, sync=sync)
+        assert stopping()
+        with pytest.raises(SystemExit):
+            pipe.step(x, y)
+
+
+def test_ranks_that_are_asked_to_leave_finish_the_minibatch_first(launch: Launch) -> None:
+    """They left between two of its steps: statistics of batch norms had moved, and were saved so."""
+    launch(asked_to_leave, 4)
 
 
 # -- gradients from before ---------------------------------------------------------------------------------------------

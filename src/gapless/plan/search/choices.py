@@ -11,6 +11,7 @@ from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Link
 from gapless.schedule.placement import Placement, line, loop, vee
 from gapless.schedule.recipes import find_recipe
+from gapless.units import show_count
 
 RECIPES = (
     "1f1b",
@@ -60,9 +61,9 @@ class Choice:
 
     def __str__(self) -> str:
         replicas = f"{self.mesh.replicas} x " if self.mesh.replicas > 1 else ""
-        devices = f"{replicas}{self.mesh.num_devices} device{'s' if self.mesh.num_devices > 1 else ''}"
+        devices = f"{replicas}{show_count(self.mesh.num_devices, 'device')}"
         stages = f", {self.stages_per_device} stages each" if self.stages_per_device > 1 else ""
-        return f"{self.recipe} on {devices}{stages}, {self.microbatches} microbatches of {self.samples}"
+        return f"{self.recipe} on {devices}{stages}, {show_count(self.microbatches, 'microbatch')} of {self.samples}"
 
 
 def machines(devices: Sequence[Device]) -> list[tuple[int, ...]]:

@@ -92,6 +92,7 @@ class ManyProcesses:
         self._exchange = Exchange(self._groups.dp, self._sums, seat.replica, self._courier if on_cpu else None)
         self._losses = Losses(seat, self._links, self._groups.dp)
         self._clock: SharedClock | None = None
+        self._unfinished = False  # steps of a minibatch are done, and others of it are to come
         self.footing = Footing(seat, self._links, self._groups, self._lane, self._team, self._watch)
 
     def _connect(self, transport: TransportName) -> Connections:
@@ -192,12 +193,12 @@ class ManyProcesses:
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
-        with self._team.held(), self._together(doing):
+        with self._team.held(), self._together(doing, leaves=not self._unfinished):
             self._sameness.check_start()
             yield
 
-    def _together(self, doing: str, *, leaves: bool = True) -> AbstractContextManager[None]:
-        """Around everything that all ranks do together."""
+    def _together(self, doing: str, *, leaves: bool = True, meet: bool = True) -> AbstractContextManager[None]:
+        """Around everything that all ranks do together; without `meet` those of one replica do."""
         if os.getpid() != self._process:
             raise TransportError(
                 f"process {os.getpid()} is a forked child of rank {self._watch.me} (process {self._process}) and has "
@@ -208,7 +209,7 @@ class ManyProcesses:
         if failure is not None and is_lost(failure):
             raise self._watch.lost(None, failure) from None
         self._links.check()
-        return self._watch.call(doing, leaves=leaves)
+        return self._watch.call(doing, leaves=leaves, meet=meet or self.num_replicas == 1)
 
     @property
     def busy(self) -> bool:
@@ -216,7 +217,7 @@ class ManyProcesses:
 
     @property
     def stopping(self) -> bool:
-        return self._watch.leaving
+        return self._watch.leaving and not self._unfinished
 
     def _failed(self, error: BaseException) -> None:
         """The courier did, which may be another rank's doing."""
@@ -238,6 +239,9 @@ class ManyProcesses:
         self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
         return self._exchange.weights(counted, room, share)
 
+    def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        return self.footing.everywhere(list(numbers))[:: self.seat.num_devices]
+
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
         try:
             if not program.inference:
@@ -249,11 +253,13 @@ class ManyProcesses:
                 self._end()
                 for stage in program.stages.values():
                     stage.finish()
+                self._unfinished = not self._exchange.share.sync
             losses, weights = self._losses.everywhere(program, weights, self._exchange.share)
             return Ran(losses, tuple(weights), self._measured(program) if program.recorded else None)
         except BaseException:
             if not program.inference:
                 self._exchange.give_up()
+                self._unfinished = False
             raise
         finally:
             if program.inference:
@@ -294,7 +300,7 @@ class ManyProcesses:
         self._homes.find_buffers()
         if not whole:
             return held(module, self._homes.holds)
-        with self._together("gathering the state of its model", leaves=False):
+        with self._together("gathering the state of its model", leaves=False, meet=False):
             return gather(module, self._homes.home, self.seat.device, self._groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
@@ -307,12 +313,13 @@ class ManyProcesses:
         self._check_weights()
         module.zero_grad(set_to_none)
         self._exchange.drop()
+        self._unfinished = False
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         self._exchange.pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
-        with self._together("clipping gradients", leaves=False):
+        with self._together("clipping gradients", leaves=False, meet=False):
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
 
     @contextmanager

@@ -109,12 +109,14 @@ class Watch:
     # -- a call -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def call(self, doing: str, *, leaves: bool) -> Iterator[None]:
+    def call(self, doing: str, *, leaves: bool, meet: bool = True) -> Iterator[None]:
         """Around everything that all ranks do together. What is raised inside is told, or explained by what others
         told. `leaves`: here a rank leaves that was asked to; all ranks make the same calls, so all do so in the same.
+        `meet`: no rank can end this call before all have begun it.
         """
         self.check()
-        self._settle_leaving()
+        if meet:
+            self._settle_leaving()
         if self.leaving and leaves:
             LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, self.calls, self._asked_by)
             raise SystemExit(0)
