@@ -102,14 +102,15 @@ def _padded(rows: Sequence[Sequence[int]], length: int) -> Tensor:
     return torch.tensor([[*row, *([PADDING] * (length - len(row)))] for row in rows])
 
 
-def corpus(*, longest: int, characters: int, held_out: float = 0.15) -> Corpus:
+def corpus(*, longest: int, characters: int, held_out: float = 0.15, standards: str = "*") -> Corpus:
     """Of all catalogues. Text is in small letters and decomposed, so that `é` is `e` and an accent.
 
     longest      characters in a name; longer ones are left out
     characters   how many different ones there are; names with rarer ones are left out
     held_out     the share of entities
+    standards    those whose catalogues are read, as a pattern
     """
-    pairs = list(dict.fromkeys(_pairs()))
+    pairs = list(dict.fromkeys(_pairs(standards)))
     left_out = Counter({"all": len(pairs)})
     different = [pair for pair in pairs if pair.foreign != pair.english]
     left_out["identical to English"] = len(pairs) - len(different)
@@ -150,8 +151,8 @@ def _plain(text: str) -> str:
     return unicodedata.normalize("NFD", " ".join(text.split()).casefold())
 
 
-def _pairs() -> Iterator[Pair]:
-    for file in sorted(_folder("locales").glob("*/LC_MESSAGES/*.mo")):
+def _pairs(standards: str) -> Iterator[Pair]:
+    for file in sorted(_folder("locales").glob(f"*/LC_MESSAGES/{standards}.mo")):
         language = file.parent.parent.name
         if language == "en":
             continue

@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,30 +191,30 @@ def _note(found: Curve, losses: Sequence[Tensor]) -> None:
 
 
 def run(settings: Settings, results: Results) -> None:
-    for subject in subjects(settings):
+    """The runs that tell most come first: a study that is stopped has something of each model."""
+    plan = [(subject, *place) for subject in subjects(settings) for place in subject.places]
+    for subject, devices, schedule in sorted(plan, key=lambda each: (each[2] not in FEW, each[2] not in SOME)):
+        plain = results.run(f"{subject.words}, plain loop", partial(reference, settings, subject))
+        name = f"{subject.words}, {devices} devices, {schedule}"
+        results.run(name, partial(compared, settings, subject, plain, devices, schedule))
 
-        def reference(subject: Subject = subject) -> dict[str, Any]:
-            got = plain_loop(subject, settings)
-            return {"curve": curve(got.losses, settings.steps), "bits": got.bits, "weights": got.weights}
 
-        plain = results.run(f"{subject.words}, plain loop", reference)
-        for devices, schedule in subject.places:
+def reference(settings: Settings, subject: Subject) -> dict[str, Any]:
+    got = plain_loop(subject, settings)
+    return {"curve": curve(got.losses, settings.steps), "bits": got.bits, "weights": got.weights}
 
-            def compare(
-                subject: Subject = subject, plain: Found = plain, devices: int = devices, schedule: str = schedule
-            ) -> dict[str, Any]:
-                got = pipelined(subject, settings, devices, schedule)
-                same = [ours == theirs for ours, theirs in zip(got.bits, plain["bits"], strict=True)]
-                return {
-                    "model": subject.words,
-                    "devices": devices,
-                    "schedule": schedule,
-                    "curve": curve(got.losses, settings.steps),
-                    "first_other_step": same.index(False) + 1 if False in same else None,
-                    "same_weights": got.weights == plain["weights"],
-                }
 
-            results.run(f"{subject.words}, {devices} devices, {schedule}", compare)
+def compared(settings: Settings, subject: Subject, plain: Found, devices: int, schedule: str) -> dict[str, Any]:
+    got = pipelined(subject, settings, devices, schedule)
+    same = [ours == theirs for ours, theirs in zip(got.bits, plain["bits"], strict=True)]
+    return {
+        "model": subject.words,
+        "devices": devices,
+        "schedule": schedule,
+        "curve": curve(got.losses, settings.steps),
+        "first_other_step": same.index(False) + 1 if False in same else None,
+        "same_weights": got.weights == plain["weights"],
+    }
 
 
 def verdict(run: Found) -> str:
@@ -226,11 +227,11 @@ def verdict(run: Found) -> str:
 def report(found: Found) -> Report:
     runs, settings = found["runs"], found["settings"]
     steps = settings["steps"]
-    compared = [run for run in runs.values() if "schedule" in run]
-    same = sum(verdict(run) == "identical" for run in compared)
-    models = list(dict.fromkeys(run["model"] for run in compared))
-    places = list(dict.fromkeys((run["schedule"], run["devices"]) for run in compared))
-    cells = {(run["model"], run["schedule"], run["devices"]): verdict(run) for run in compared}
+    made = [run for run in runs.values() if "schedule" in run]
+    same = sum(verdict(run) == "identical" for run in made)
+    models = list(dict.fromkeys(run["model"] for run in made))
+    places = list(dict.fromkeys((run["schedule"], run["devices"]) for run in made))
+    cells = {(run["model"], run["schedule"], run["devices"]): verdict(run) for run in made}
     rows = [
         (schedule, str(devices), *(cells.get((model, schedule, devices), "") for model in models))
         for schedule, devices in sorted(places, key=lambda place: (ALL.index(place[0]), place[1]))
@@ -239,14 +240,14 @@ def report(found: Found) -> Report:
     panels = [curves.Panel("plain loop", models[0], [plain["curve"]])]
     panels += [
         curves.Panel(run["schedule"], f"{run['devices']} devices: {verdict(run)}", [run["curve"]])
-        for run in compared
+        for run in made
         if run["model"] == models[0]
     ]
     return Report(
         [
-            f"{same} of {len(compared)} runs are bit-identical to the plain loop: the losses of all microbatches "
+            f"{same} of {len(made)} runs are bit-identical to the plain loop: the losses of all microbatches "
             f"in all {steps} steps, and the weights after the last."
-            + ("" if same == len(compared) else " The others are named in the table.")
+            + ("" if same == len(made) else " The others are named in the table.")
         ],
         [(("schedule", "devices", *models), rows)],
         [

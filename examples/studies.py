@@ -15,7 +15,7 @@ from pathlib import Path
 from study import Study
 
 DOCS = Path(__file__).parent.parent / "docs"
-NAMES = ("few_labels", "same_curve")
+NAMES = ("multilingual", "deep", "large_batch", "few_labels", "same_curve")
 TOP = """# Studies
 
 GPipe's experiments at a scale that a laptop can repeat. Each study is one command. It needs no download and gives the

@@ -43,6 +43,7 @@ class Report:
     xs: Sequence[float]
     panels: Sequence[curves.Panel]
     axes: tuple[str, str]
+    details: Sequence[Table] = ()  # on the page alone
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Study:
         """The results as one HTML file."""
         report = self.report(found)
         words = [self.question, *report.answer, *report.notes, self._made(found)]
-        return curves.render(self.title, words, report.xs, report.panels, report.axes, *report.tables)
+        return curves.render(self.title, words, report.xs, report.panels, report.axes, *report.tables, *report.details)
 
     def section(self, found: Found) -> str:
         """The results as a section of docs/studies.md."""
@@ -83,6 +84,11 @@ class Study:
             f"{machine['cores']} cores that did other work too, {machine['date']}, "
             f"with torch {machine['torch']} and Python {machine['python']}."
         )
+
+
+def whole(found: Found, names: Callable[[int], Sequence[str]]) -> list[int]:
+    """The seeds of which all runs are there, by the names of a seed's runs: a study may be shown before its end."""
+    return [seed for seed in range(found["settings"]["seeds"]) if all(name in found["runs"] for name in names(seed))]
 
 
 def option(default: Any, words: str) -> Any:

@@ -1,5 +1,6 @@
 """The studies of `examples/`: each works, goes on where it was stopped, and the docs are what its figures make."""
 
+import html
 import importlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import gapless
 
 ROOT = Path(__file__).parent.parent
-NEEDS = {"few_labels": "sklearn"}
+NEEDS = {"few_labels": "sklearn", "deep": "pycountry", "multilingual": "pycountry", "catalogues": "pycountry"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +28,14 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", ["same_curve", "few_labels"])
+@pytest.mark.parametrize("name", ["same_curve", "few_labels", "large_batch", "deep", "multilingual"])
 def test_a_study_gives_figures_and_a_page_and_a_second_call_computes_nothing(name: str, tmp_path: Path) -> None:
     study, words = example(name).STUDY, ["--quick", "--folder", str(tmp_path)]
     main = example("study").main
     assert main(study, words) == 0
     figures, page = tmp_path / f"{name}.json", tmp_path / f"{name}.html"
     before = figures.read_bytes()
-    assert study.title in page.read_text("utf-8")
+    assert study.title in html.unescape(page.read_text("utf-8"))
     assert main(study, words) == 0
     assert figures.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {figures.name, page.name}
@@ -56,6 +57,32 @@ def test_a_pipeline_that_trains_otherwise_is_not_called_identical() -> None:
     assert other.weights != plain.weights
     told = same_curve.verdict({"first_other_step": 2, "same_weights": False})
     assert told == "differs from step 2"
+
+
+def test_what_is_held_out_is_held_out_in_all_languages_under_all_of_its_names() -> None:
+    known = example("catalogues").corpus(longest=40, characters=200, standards="iso3166-1")
+    learnt, asked = ({pair.english for pairs in part.values() for pair in pairs} for part in (known.learn, known.ask))
+    assert asked
+    assert not learnt & asked
+    assert all(pair.foreign != pair.english for pairs in known.learn.values() for pair in pairs)
+    bolivia = {"bolivia", "bolivia, plurinational state of", "plurinational state of bolivia"}
+    iran = {"iran", "iran, islamic republic of", "islamic republic of iran"}
+    for names in (bolivia, iran):
+        assert not (names & learnt and names & asked)
+        assert len(names & (learnt | asked)) > 1
+    (source, given), target = known.batch([next(iter(known.learn.values()))[0].both_ways()[0]])
+    assert given[0, 1:].tolist() == [0 if token == 2 else token for token in target[0, :-1].tolist()]
+    assert known.text(target[0].tolist()) == next(iter(known.learn.values()))[0].english
+    assert source.shape == (1, 42)
+
+
+def test_chrf_is_that_of_its_definition() -> None:
+    chrf = example("multilingual").chrf
+    assert chrf("paris", "paris") == 100
+    assert chrf("", "paris") == chrf("xyz", "paris") == 0
+    # "ab" for "abc": precision 1 for one and two characters, recall 2/3, 1/2 and 0 of three orders.
+    precision, recall = (1 + 1 + 0) / 3, (2 / 3 + 1 / 2 + 0) / 3
+    assert chrf("ab", "abc") == pytest.approx(100 * 5 * precision * recall / (4 * precision + recall))
 
 
 class StoppedError(Exception):
