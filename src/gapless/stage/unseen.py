@@ -52,9 +52,17 @@ def watched(device: torch.device) -> Iterator[Touched]:
         try:
             yield touched
         finally:
-            sys.setprofile(profile)
+            _put_back(profile)
             states = zip(generators, before, strict=True)
             touched.seen |= any(not torch.equal(generator.get_state(), state) for generator, state in states)
+
+
+def _put_back(profile: Any) -> None:
+    """Of a thread that is profiled. Before Python 3.12 cProfile is there as an object that can't be called."""
+    if hasattr(profile, "enable"):
+        profile.enable()
+    else:
+        sys.setprofile(profile)
 
 
 def _is_known(frame: FrameType | None) -> bool:
