@@ -8,10 +8,9 @@ import pytest
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
-from gapless.plan.search.bound import Bounds, CutBounds
+from gapless.plan.search.bound import Bounds, CutBounds, Limits
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import RECIPES
-from gapless.plan.search.drafts import kept
 from gapless.plan.search.footprint import footprints
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
@@ -26,9 +25,11 @@ MS = 1e-3
 def some_layer(chance: random.Random) -> Layer:
     forward, inputs, weights = (Seconds(chance.choice((0.0, 0.5, 1, 1, 2, 7))) for _ in range(3))
     whole = chance.choice((None, Seconds((inputs.median + weights.median) * chance.uniform(0.4, 1.6))))
-    made = replace(profiles.layer(boundary=chance.choice((0, 1, 5))), gradients=chance.choice((0, 3, 20)))
-    made = replace(made, forward=forward, input_grad=inputs, weight_grad=weights, recompute=forward, backward=whole)
-    return replace(made, update=Seconds(chance.choice((0.0, 0.3))))
+    sizes = chance.choice((0, 1000)), chance.choice((0, 500, 1000, 5000)), chance.choice((0, 1, 5))
+    made = replace(profiles.layer(1.0, *sizes), gradients=chance.choice((0, 3, 20)))
+    made = replace(made, forward=forward, input_grad=inputs, weight_grad=weights, backward=whole)
+    again = Seconds(chance.choice((1.0, 1.0, 0.5, 1.5)) * forward.median)
+    return replace(made, recompute=again, update=Seconds(chance.choice((0.0, 0.3))))
 
 
 def attack(seed: int) -> float:
@@ -49,18 +50,18 @@ def attack(seed: int) -> float:
     stages = make_stages(profile, counts, plain.placement, mesh, speeds)
     if recipe in ("auto", "v-half", "v-min"):
         plain = make_schedule(recipe, **sizes, costs=stages.costs)  # type: ignore[arg-type]
-    again = [stage for stage in range(K * each) if chance.random() < 0.2]
+    remat = [chance.choice(("none", "none", "none", "stage", "layer")) for _ in range(K * each)]
+    stages = make_stages(profile, counts, plain.placement, mesh, speeds, remat)
+    again = [stage for stage, mode in enumerate(remat) if mode == "stage"]
     schedule = lowered(plain, stages.costs, Passes(split=True, fuse=True, recompute=again, early=True))
     timeline = simulate(schedule, stages.costs)
     cut = CutBounds(profile, plain.placement, speeds, M, recipe).seconds(counts)
     assert cut <= float(timeline.makespan), seed
     # With no more memory than it takes.
-    held = sum(device.total for device in footprints(profile, stages, timeline))
-    room = (held - sum(kept(layer, 1) for layer in layers)) / (1 + profile.slack)
-    least, step = (
-        Bounds(profile).seconds(recipe, each, mesh, M, speeds, room),
-        breakdown(profile, stages, timeline, mesh),
-    )
+    held = [float(device.total) for device in footprints(profile, stages, timeline)]
+    room = Limits(tuple(held) if chance.random() < 0.5 else (max(held),) * K, 1, profile.slack)
+    least = Bounds(profile).seconds(recipe, each, mesh, M, speeds, room)
+    step = breakdown(profile, stages, timeline, mesh)
     assert least <= step.total, seed
     return least / step.total if step.total else 1.0
 

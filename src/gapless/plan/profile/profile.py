@@ -67,6 +67,15 @@ class Sizes:
     held_output: int = _size(rounded=math.floor)
     passed: int = _size(rounded=math.floor)
 
+    def kept(self, shards: int = 1) -> float:
+        """Bytes that are there from the first step to the last; replicas may share out the optimizer's state."""
+        return self.parameters + self.gradients + self.optimizer_state / shards
+
+    @property
+    def held(self) -> int:
+        """Bytes that F leaves behind behind another layer."""
+        return max(0, self.activation - self.overlap)
+
     @property
     def most_workspace(self) -> int:
         return max(self.workspace, self.forward_workspace, self.halves_workspace, self.weight_workspace)

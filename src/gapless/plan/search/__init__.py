@@ -2,6 +2,7 @@
 
 wanted     what a plan is searched for
 choices    what is chosen from: pipelines, microbatches, recipes, stages per device
+filling    what devices can do before the first backward
 bound      what no plan of a choice can be below
 estimate   about what a choice takes: the order in which they are tried
 auto_order the order that `auto` finds for devices with rooms of their own

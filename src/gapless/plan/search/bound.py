@@ -8,6 +8,8 @@ whole B and an I with a W, since lowering may split and fuse. With x the time of
     one microbatch goes down and back up             sum(F) + sum(I)
     a line of stages fills, and drains               F of the stages before, M x, and then I of the stages before
     memory: what a layer leaves behind is held while the microbatch goes down and back up, or is made again
+    a device that is full waits for the first backward; the busiest device too, on top of all its work
+    the busiest device has the gradients of its last stage to add up, behind all its work
 
 In a line the last but one holds for each stage, wherever it starts, so the best of all cuts is found layer by layer.
 Where weight gradients may wait, only the F before a stage count.
@@ -17,15 +19,32 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from gapless.plan.profile.contention import ALONE
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
+from gapless.plan.search.filling import Fill, waited
 from gapless.schedule.placement import Placement
 
 _ROUNDING = 1e-9  # sums of floats vary with their order
+
+
+class Limits(NamedTuple):
+    """What there is of memory for a pipeline.
+
+    each    bytes of every device
+    shards  replicas that share out the optimizer's state
+    slack   what the allocator loses, as a share of what comes and goes
+    """
+
+    each: tuple[float, ...]
+    shards: int
+    slack: float
+
+
 WHOLE = frozenset({"naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"})
 """Recipes whose weight gradients never wait: each follows its input gradient, or is one with it."""
 
@@ -49,9 +68,10 @@ class Bounds:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._works = cache(self._work)
+        self._any = cache(self._of_any_recipe)
         self._line = cache(self._best_line)
         self._in_room = cache(self._pace_in_room)
-        self._packed = cache(self._fullest_device)
+        self._packed = cache(lambda devices: packed([work.all for work in self._works(True)], devices))
 
     def seconds(
         self,
@@ -60,31 +80,43 @@ class Bounds:
         mesh: Mesh,
         microbatches: int,
         speeds: Sequence[float],
-        room: float | None = None,
+        room: Limits | None = None,
     ) -> float:
-        """Of a step, with the sum of gradients and the update. `room`: bytes for the activations of all devices of a
-        pipeline together; None without a limit.
-        """
-        K, M, fastest = mesh.num_devices, microbatches, max(speeds)
+        """Of a step, with the sum of gradients and the update. `room`: None without a limit."""
+        found = self._any(stages_per_device, mesh, microbatches, tuple(speeds), room)
+        if mesh.num_devices > 1 and stages_per_device == 1:
+            line = self._line(tuple(speeds), microbatches, recipe in WHOLE)
+            found = max(found, line + self._update(speeds))
+        return found * (1 - _ROUNDING)
+
+    def _of_any_recipe(
+        self, stages_per_device: int, mesh: Mesh, M: int, speeds: tuple[float, ...], room: Limits | None
+    ) -> float:
+        K, power, fastest = mesh.num_devices, sum(speeds), max(speeds)
         alone = K * mesh.replicas == 1
         profile, works = self.profile, self._works(not alone)
         entry = _entry(profile, alone=alone)
         total = sum(work.all for work in works) + K * stages_per_device * entry.all
         gradients = sum(layer.gradients for layer in profile.layers)
-        update = sum(layer.update.median for layer in profile.layers) / sum(speeds)
         if K == 1:
-            return (M * total / fastest + mesh.sum_seconds(profile, 0, gradients) + update) * (1 - _ROUNDING)
-        least = M * total / sum(speeds)
+            return M * total / fastest + mesh.sum_seconds(profile, 0, gradients) + self._update(speeds)
         once = sum(work.forward + work.handed for work in works) / fastest
+        found = max(M * total / power, once, M * (max(work.all for work in works) + entry.all) / fastest)
         if room is not None:
-            least = max(least, M * self._in_room(room, sum(speeds), fastest))
-        found = max(
-            least, once, M * (max(work.all for work in works) + entry.all) / fastest, M * self._packed(tuple(speeds))
-        )
+            together = self._together(room)
+            found = max(found, M * self._in_room(together, power, fastest))
+            if found == math.inf:
+                return found
+            idle = waited(self._fills, M, together, entry.forward, fastest, power)
+            found = max(found, (M * total + idle) / power)
+        if len(set(speeds)) == 1:
+            found = max(found, self._busiest(mesh, stages_per_device, M, entry, fastest, room))
         if stages_per_device == 1:
-            found = max(found, self._line(tuple(speeds), M, recipe in WHOLE))
             found = max(found, self._with_sums(mesh, M * total, gradients, speeds))
-        return (found + update) * (1 - _ROUNDING)
+        return found + self._update(speeds)
+
+    def _update(self, speeds: Sequence[float]) -> float:
+        return sum(layer.update.median for layer in self.profile.layers) / sum(speeds)
 
     def work(self, together: bool) -> float:
         """Of all layers for one microbatch, at the least."""
@@ -103,24 +135,20 @@ class Bounds:
         A layer either holds its activations while the layers after it run forward and backward, and so much of the
         room for so long; or it is recomputed. What holds most for the least recompute is recomputed first.
         """
-        layers, works = self.profile.layers, self._works(True)
+        works, fills = self._works(True), self._fills
         down_and_up = list(accumulate(reversed([w.forward + w.handed for w in works])))[::-1]
-        slower = min(1.0, self.profile.contention.forward)
-        items = []
-        for layer, seconds in zip(layers, down_and_up, strict=True):
-            size = max(0, layer.activation - layer.overlap)
-            items.append((layer.recompute.median * slower, size * seconds / fastest, size))
+        items = [(fill.again, fill.size * seconds / fastest) for fill, seconds in zip(fills, down_and_up, strict=True)]
         busy = sum(work.all for work in works)
         # All that a microbatch leaves behind is there at once, too, when it has ended its forwards.
-        least = _recomputed([(r, float(size)) for r, _, size in items], room)
+        least = _recomputed([(fill.again, fill.size) for fill in fills], room)
         if least == math.inf:
             return math.inf
         low = high = (busy + least) / power
-        if low * room < sum(held for _, held, _ in items):
-            high = max(low, (busy + sum(r for r, _, _ in items)) / power)
+        if low * room < sum(held for _, held in items):
+            high = max(low, (busy + sum(again for again, _ in items)) / power)
             for _ in range(40):
                 middle = (low + high) / 2
-                fits = busy + _recomputed([(r, held) for r, held, _ in items], room * middle) <= power * middle
+                fits = busy + _recomputed(items, room * middle) <= power * middle
                 low, high = (low, middle) if fits else (middle, high)
         return low
 
@@ -134,13 +162,36 @@ class Bounds:
             found.append(_Work(slower.forward * layer.forward.median, min(whole, inputs), min(whole, inputs + weights)))
         return tuple(found)
 
-    def _fullest_device(self, speeds: tuple[float, ...]) -> float:
+    def _busiest(
+        self, mesh: Mesh, stages_per_device: int, M: int, entry: _Work, speed: float, room: Limits | None
+    ) -> float:
         """The busiest of equal devices, whichever layers each has: with 94 blocks of 9 ms and a head of 20 ms on 16 of
-        them, one has the head and 4 blocks, or another has 7. Layers that are much alike count as their quickest.
+        them, one has the head and 4 blocks, or another has 7. It holds the parameters of so many layers at the least.
         """
-        if len(set(speeds)) > 1:
-            return 0.0
-        return packed([work.all for work in self._works(True)], len(speeds)) / speeds[0]
+        works, layers = [work.all for work in self._works(True)], self.profile.layers
+        load = max(self._packed(mesh.num_devices), sum(works) / mesh.num_devices)
+        idle = 0.0
+        if room is not None:
+            fixed = _least_with([layer.kept(room.shards) for layer in layers], works, load) + self.profile.reserved
+            left = max(0.0, (max(room.each) - fixed) / (1 + room.slack))
+            idle = waited(self._fills, M, left, entry.forward, speed, speed)
+        gradients = [float(layer.gradients) for layer in layers]
+        last = _least_with(gradients, works, load) if stages_per_device == 1 else min(gradients)
+        sums = min(mesh.sum_seconds(self.profile, place, last) for place in range(mesh.num_devices))
+        return (M * (load + stages_per_device * entry.all) + idle) / speed + sums
+
+    def _together(self, room: Limits) -> float:
+        """Bytes that the devices of a pipeline have for activations; below 0 where nothing fits at all."""
+        fixed = sum(layer.kept(room.shards) for layer in self.profile.layers)
+        return (sum(room.each) - len(room.each) * self.profile.reserved - fixed) / (1 + room.slack)
+
+    @cached_property
+    def _fills(self) -> list[Fill]:
+        slower = min(1.0, self.profile.contention.forward)
+        return [
+            Fill(work.forward, slower * layer.recompute.median, layer.held)
+            for work, layer in zip(self._works(True), self.profile.layers, strict=True)
+        ]
 
     def _best_line(self, speeds: tuple[float, ...], M: int, whole: bool) -> float:
         """A line that fills and drains, at its best cuts: the least T such that stages as long as T allows
@@ -180,6 +231,19 @@ def _recomputed(items: Sequence[tuple[float, float]], room: float) -> float:
         found += again * freed / size
         excess -= freed
     return found
+
+
+def _least_with(sizes: Sequence[float], works: Sequence[float], load: float) -> float:
+    """What layers of so much work have of something at the least; the last of them in part."""
+    found = 0.0
+    for size, work in sorted(
+        zip(sizes, works, strict=True), key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf
+    ):
+        if load <= 0 or not work:
+            break
+        found += size * min(1.0, load / work)
+        load -= work
+    return found * (1 - _ROUNDING)
 
 
 def _entry(profile: Profile, *, alone: bool) -> _Work:

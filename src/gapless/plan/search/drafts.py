@@ -13,8 +13,8 @@ from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
 from gapless.plan.plan import Footprint, Remat
-from gapless.plan.profile.machine import Device
-from gapless.plan.profile.profile import Layer, Profile
+from gapless.plan.profile.machine import Device, Mesh
+from gapless.plan.profile.profile import Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
 from gapless.plan.search.breakdown import step_seconds
 from gapless.plan.search.choices import Choice
@@ -109,6 +109,7 @@ class Drafts:
         self.effort = 0
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
+        self._on = cache(self._positions)
         self._plain: dict[tuple[Choice, tuple[int, ...], Modes | None], Schedule] = {}
         self._cuts: dict[Any, tuple[int, ...]] = {}
 
@@ -133,12 +134,16 @@ class Drafts:
             return self._named(choice.recipe, **sizes)
         key = (choice, counts, modes if choice.recipe == "auto" else None)
         if key not in self._plain:
-            self.effort += _WEIGHT[choice.recipe] * choice.num_actions
+            self.effort += self.weight(choice)
             if choice.recipe == "auto":
                 self._plain[key] = auto_order(stages, self._rooms(choice, stages), sizes)
             else:
                 self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **sizes)
         return self._plain[key]
+
+    def weight(self, choice: Choice) -> int:
+        """What it takes to make its schedule for other cuts."""
+        return _WEIGHT.get(choice.recipe, 0) * choice.num_actions
 
     def _rooms(self, choice: Choice, stages: Stages) -> list[float | None]:
         """What is left for activations on each device; None without a limit."""
@@ -151,7 +156,7 @@ class Drafts:
                 continue
             own, held = stages.of_device(device), choice.placement.stages[device]
             others = profile.reserved + max(layer.libraries for layer in own)
-            fixed = others + sum(kept(layer, self.shards(choice)) for layer in own)
+            fixed = others + sum(layer.kept(self.shards(choice)) for layer in own)
             messages = _MESSAGES * max(stages.boundary[stage] for stage in held)
             beside = messages + max(layer.most_workspace for layer in own) + rebuilt(stages, held)
             sizes = [stages.boundary[s] if stages.remat[s] == "stage" else float(kept_[s]) for s in held]
@@ -213,7 +218,7 @@ class Drafts:
         self.effort += draft.schedule.num_actions
         found = {}
         for device, peak in enumerate(peaks(draft.schedule, draft.alone.memory_costs)):
-            held = profile.reserved + sum(kept(layer, shards) for layer in draft.alone.of_device(device))
+            held = profile.reserved + sum(layer.kept(shards) for layer in draft.alone.of_device(device))
             held += (1 + self.slack) * float(peak)
             limit = limits[device]
             if limit is not None and held > limit:
@@ -228,30 +233,25 @@ class Drafts:
     def shards(self, choice: Choice) -> int:
         return choice.mesh.replicas if self.shard_optimizer else 1
 
-    def limits(self, choice: Choice) -> list[int | None]:
+    def limits(self, choice: Choice) -> tuple[int | None, ...]:
         """Of each position of a pipeline: that of its replica with the least."""
-        found: list[int | None] = []
-        for own in self._devices(choice):
-            limits = [device.memory for device in own if device.memory is not None]
-            found.append(min(limits, default=None))
-        return found
+        return self._on(choice.mesh)[0]
 
-    def speeds(self, choice: Choice) -> list[float]:
+    def speeds(self, choice: Choice) -> tuple[float, ...]:
         """Of each position of a pipeline: that of its slowest replica."""
-        return [min(device.speed for device in own) for own in self._devices(choice)]
+        return self._on(choice.mesh)[1]
 
-    def _devices(self, choice: Choice) -> list[list[Device]]:
-        mesh = choice.mesh
-        replicas = range(mesh.replicas)
-        return [[self.devices[mesh.device(r, position)] for r in replicas] for position in range(mesh.num_devices)]
+    def _positions(self, mesh: Mesh) -> tuple[tuple[int | None, ...], tuple[float, ...]]:
+        limits: list[int | None] = []
+        speeds = []
+        for position in range(mesh.num_devices):
+            own = [self.devices[mesh.device(replica, position)] for replica in range(mesh.replicas)]
+            limits.append(min((device.memory for device in own if device.memory is not None), default=None))
+            speeds.append(min(device.speed for device in own))
+        return tuple(limits), tuple(speeds)
 
 
 def nothing_again(num_stages: int) -> Modes:
     """Nothing is recomputed."""
     nothing: Remat = "none"
     return (nothing,) * num_stages
-
-
-def kept(layer: Layer, shards: int) -> float:
-    """The bytes that are there from the first step to the last."""
-    return layer.parameters + layer.gradients + layer.optimizer_state / shards

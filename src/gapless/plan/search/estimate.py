@@ -45,30 +45,59 @@ _LIKE = {1: ("1f1b", "zb-h1", "zb-h2"), 2: ("zb-v", "v-half", "v-min")}  # what 
 _WAITS = ("1f1b", "zb-h1")  # for every hop, again and again
 
 
+class Totals(NamedTuple):
+    """Of all layers, for one microbatch: seconds at speed 1, and bytes."""
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float
+    most: float  # of one layer, forward and backward
+    gradients: float
+    kept: float
+    activation: float
+    boundary: float  # on average
+
+    @classmethod
+    def of(cls, profile: Profile, shards: int) -> "Totals":
+        layers = profile.layers
+        return cls(
+            forward=sum(layer.forward.median for layer in layers),
+            backward=sum(layer.whole_backward for layer in layers),
+            input_grad=sum(layer.input_grad.median for layer in layers),
+            weight_grad=sum(layer.weight_grad.median for layer in layers),
+            recompute=sum(layer.recompute.median for layer in layers),
+            most=max(layer.work for layer in layers),
+            gradients=sum(layer.gradients for layer in layers),
+            kept=sum(layer.kept(shards) for layer in layers),
+            activation=sum(layer.activation for layer in layers),
+            boundary=sum(layer.boundary for layer in layers) / len(layers),
+        )
+
+
 def estimated(
-    profile: Profile, choice: Choice, speeds: Sequence[float], limits: Sequence[int | None], shards: int, slack: float
+    profile: Profile,
+    totals: Totals,
+    choice: Choice,
+    speeds: Sequence[float],
+    limits: Sequence[int | None],
+    slack: float,
 ) -> float:
     """Seconds of a step."""
-    K, M = choice.mesh.num_devices, choice.microbatches
-    layers, power = profile.layers, sum(speeds)
-    forward, inputs, weights = (
-        sum(getattr(layer, name).median for layer in layers) / power
-        for name in ("forward", "input_grad", "weight_grad")
-    )
-    backward = sum(layer.whole_backward for layer in layers) / power
-    sizes = _Sizes(K, M, choice.stages_per_device, forward, backward, inputs, weights)
-    gradients = sum(layer.gradients for layer in layers) / K
-    work = M * max(sizes.f + sizes.b, max(layer.work for layer in layers) / max(speeds))
-    summed = choice.mesh.sum_seconds(profile, 0, gradients)
+    K, M, power = choice.mesh.num_devices, choice.microbatches, sum(speeds)
+    times = (totals.forward, totals.backward, totals.input_grad, totals.weight_grad)
+    sizes = _Sizes(K, M, choice.stages_per_device, *(time / power for time in times))
+    work = M * max(sizes.f + sizes.b, totals.most / max(speeds))
+    summed = choice.mesh.sum_seconds(profile, 0, totals.gradients / K)
     if K == 1:
         return work + summed
-    fixed = sum(e.parameters + e.gradients + e.optimizer_state / shards for e in layers) / K + profile.reserved
-    each = (1 + slack) * sum(layer.activation for layer in layers) / K
+    fixed = totals.kept / K + profile.reserved
+    each = (1 + slack) * totals.activation / K
     room = min((limit for limit in limits if limit is not None), default=None)
-    again = M * sum(layer.recompute.median for layer in layers) / power
-    boundary = sum(layer.boundary for layer in layers) / len(layers)
+    again = M * totals.recompute / power
     link = choice.mesh.hop(profile, 0, 1)
-    hop = link.latency + link.seconds(boundary)
+    hop = link.latency + link.seconds(totals.boundary)
 
     def takes(recipe: str) -> float:
         held = min(float(M), _HELD[recipe](sizes))

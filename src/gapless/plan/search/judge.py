@@ -14,7 +14,7 @@ from gapless.plan.plan import Footprint, Plan, Remat
 from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, kept, nothing_again
+from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
 from gapless.plan.search.footprint import in_flight_at_peak, over_limit
 from gapless.plan.search.least import Least
 from gapless.schedule.action import Schedule
@@ -66,10 +66,7 @@ class Judge:
         """The cuts that balance time; and where these do not fit as they are, others. Or why there are none."""
         counts = self.drafts.cut(choice)
         if choice.recipe == "auto":
-            try:
-                return [self._fitted_auto(choice, counts, best)], None
-            except GaplessError as error:
-                return [], error
+            return self._orders(choice, counts, best)
         first = self.drafts.make(choice, counts)
         if self.drafts.fits(first):
             return [first], None
@@ -86,6 +83,26 @@ class Judge:
                 return [*drafts, *fitting], error
             return [], self._too_large(min([first, *made_all], key=self.drafts.excess))
 
+    def _orders(self, choice: Choice, counts: tuple[int, ...], best: float) -> tuple[list[Draft], GaplessError | None]:
+        """What `auto` makes of these cuts; and in a vee with a limit of those where each device has a layer fewer on
+        the way down and one more on the way up, since what comes later is held for a shorter time.
+        """
+        tried, K = [counts], choice.mesh.num_devices
+        later = tuple(count + (1 if stage >= K else -1) for stage, count in enumerate(counts))
+        if choice.stages_per_device == 2 and min(later) > 0 and None not in self.drafts.limits(choice):
+            tried.append(later)
+        found: list[Draft] = []
+        missed: GaplessError | None = None
+        for each in tried:
+            if found and self.cut_bounds(choice).seconds(each) >= best:
+                continue
+            try:
+                found.append(self._fitted_auto(choice, each, best))
+                best = min(best, found[-1].seconds)
+            except GaplessError as error:
+                missed = missed or error
+        return found, missed
+
     def _cut_again(self, draft: Draft, best: float) -> list[Draft]:
         """Cut for what is recomputed."""
         try:
@@ -95,10 +112,8 @@ class Judge:
 
     def _all_cuts(self, choice: Choice, best: float) -> list[Draft]:
         """Those that may be the quickest, the most promising first."""
-        drafts, placement = self.drafts, choice.placement
-        profile = drafts.profile(choice.samples)
-        bounds = CutBounds(profile, placement, drafts.speeds(choice), choice.microbatches, choice.recipe)
-        cuts = self._compositions(len(profile.layers), placement.num_stages)
+        drafts, bounds = self.drafts, self.cut_bounds(choice)
+        cuts = self._compositions(len(drafts.profile(choice.samples).layers), choice.placement.num_stages)
         found: list[Draft] = []
         until = drafts.effort + _EFFORT
         for least, counts in sorted((bounds.seconds(counts), counts) for counts in cuts):
@@ -112,11 +127,15 @@ class Judge:
             best = min(best, draft.seconds)
         return found
 
+    def cut_bounds(self, choice: Choice) -> CutBounds:
+        profile, speeds = self.drafts.profile(choice.samples), self.drafts.speeds(choice)
+        return CutBounds(profile, choice.placement, speeds, choice.microbatches, choice.recipe)
+
     def _cut_by_memory(self, draft: Draft, best: float) -> list[Draft]:
         """The same with fewer layers where most is held; [] where no cuts fit, or they can't be the best."""
         choice, made = draft.choice, draft
         layers = self.drafts.profile(choice.samples).layers
-        fixed = [kept(layer, self.drafts.shards(choice)) for layer in layers]
+        fixed = [layer.kept(self.drafts.shards(choice)) for layer in layers]
         grown = 1 + self.drafts.slack
         whole = [grown * (layer.activation - layer.overlap) for layer in layers]
         inputs = [0.0, *(grown * layer.boundary for layer in layers[:-1])]
@@ -295,7 +314,7 @@ class Judge:
             costs=stages.costs,
             breakdown=breakdown(self.drafts.profile(choice.samples), stages, timeline, choice.mesh),
             memory=held,
-            limits=tuple(self.drafts.limits(choice)),
+            limits=self.drafts.limits(choice),
             batch=self.minibatch if self.minibatch not in (None, whole) else None,
         )
 

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Layer
-from gapless.plan.search.bound import Bounds
+from gapless.plan.search.bound import Bounds, Limits
 from gapless.plan.search.choices import Choice, microbatches
-from gapless.plan.search.drafts import Drafts, Modes, kept
-from gapless.plan.search.estimate import estimated
+from gapless.plan.search.drafts import Drafts, Modes
+from gapless.plan.search.estimate import Totals, estimated
 from gapless.schedule.action import BACKWARDS, Kind, Schedule
 
 
@@ -21,6 +21,7 @@ class Least:
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
         self._bounds = cache(lambda samples: Bounds(drafts.profile(samples)))
+        self._totals = cache(lambda samples, shards: Totals.of(drafts.profile(samples), shards))
         self._least_work = cache(self._all_work)
         self._at_once: dict[int, tuple[Schedule, list[int]]] = {}  # by the identity of a schedule, which is kept
 
@@ -57,21 +58,12 @@ class Least:
     def seconds(self, choice: Choice) -> float:
         """What no plan of this choice can be below."""
         bounds, speeds = self._bounds(choice.samples), self.drafts.speeds(choice)
-        room = self._room_of_all(choice)
+        room = self._room(choice)
         return bounds.seconds(choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches, speeds, room)
 
-    def _room_of_all(self, choice: Choice) -> float | None:
-        """Bytes that the devices of a pipeline have for activations, together; below 0 where nothing fits at all."""
-        limits, total = self.drafts.limits(choice), 0.0
-        for limit in limits:
-            if limit is None:
-                return None
-            total += limit
-        profile = self.drafts.profile(choice.samples)
-        fixed = (
-            sum(kept(layer, self.drafts.shards(choice)) for layer in profile.layers) + len(limits) * profile.reserved
-        )
-        return (total - fixed) / (1 + self.drafts.slack)
+    def _room(self, choice: Choice) -> Limits | None:
+        limits = [math.inf if limit is None else float(limit) for limit in self.drafts.limits(choice)]
+        return None if math.inf in limits else Limits(tuple(limits), self.drafts.shards(choice), self.drafts.slack)
 
     def on(self, machine: Sequence[int], minibatch: int) -> float:
         """What no plan on these devices can be below: all of them busy all the time."""
@@ -85,10 +77,9 @@ class Least:
 
     def estimate(self, choice: Choice) -> float:
         """About what it takes."""
-        limits, shards = self.drafts.limits(choice), self.drafts.shards(choice)
-        return estimated(
-            self.drafts.profile(choice.samples), choice, self.drafts.speeds(choice), limits, shards, self.drafts.slack
-        )
+        drafts, totals = self.drafts, self._totals(choice.samples, self.drafts.shards(choice))
+        profile, speeds, limits = drafts.profile(choice.samples), drafts.speeds(choice), drafts.limits(choice)
+        return estimated(profile, totals, choice, speeds, limits, drafts.slack)
 
 
 def _halves(layer: Layer) -> float:

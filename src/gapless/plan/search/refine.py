@@ -9,7 +9,6 @@ from itertools import product
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
-from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.judge import Judge
 
@@ -20,8 +19,7 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
     """The plan, or a quicker one with other cuts that fits too. What is recomputed follows the cuts."""
     drafts = judge.drafts
     until = drafts.effort + _EFFORT
-    profile = drafts.profile(choice.samples)
-    bounds = CutBounds(profile, choice.placement, drafts.speeds(choice), choice.microbatches, choice.recipe)
+    bounds = judge.cut_bounds(choice)
     try:
         best = drafts.make(choice, plan.partition, plan.remat)
     except GaplessError:
@@ -35,7 +33,7 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
             counts[cut] += layers
             counts[cut + 1] -= layers
             moves = tuple(counts)
-            if min(counts[cut], counts[cut + 1]) < 1 or moves in seen or drafts.effort > until:
+            if min(counts[cut], counts[cut + 1]) < 1 or moves in seen or drafts.effort + drafts.weight(choice) > until:
                 continue
             seen.add(moves)
             if bounds.seconds(moves) >= best.seconds:

@@ -23,7 +23,7 @@ from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective, Timeline
 
-# The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the second.
+# The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the fourth.
 _FIRST = {
     "line": (
         Policy(0.0, 2.0),
@@ -103,7 +103,7 @@ class _Tries:
 
     def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
         policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
-        passes = max(2, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
+        passes = max(4, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
         seen: set[Schedule] = set()
         for policy in islice(policies, passes):
             if self._is_below(bounds) or self._reaches(bounds):
