@@ -16,6 +16,7 @@ import torch
 import gapless
 from gapless.schedule.calibration import costs_of
 from gapless.view import page
+from gapless.view.figures import Units
 from gapless.zoo.gpt import gpt, next_token_loss
 
 CONTEXT = 64
@@ -82,7 +83,7 @@ def main() -> None:
     print(f"\nbubble: {100 * measured.bubble:.1f}% measured, {promised}")
     print("(4 devices share this machine's cores here, so an action takes longer while others run)")
     Path(options.page).parent.mkdir(parents=True, exist_ok=True)
-    page.write(options.page, [measured, predicted], title="A small GPT, measured and predicted")
+    page.write(options.page, [measured, predicted], units=Units("s", "activations"), ranked=False)
     print(f"wrote {options.page}")
 
 

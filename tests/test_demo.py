@@ -55,7 +55,7 @@ def test_the_demo_runs_and_its_report_opens(tmp_path: Path, show: Opener) -> Non
     assert ended.stdout.endswith("\nreport: demo/run/report.html\n")
     assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["compare.html", "run"]
     shown = show((tmp_path / "demo" / "run" / "report.html").read_text("utf-8"))
-    assert shown.text("h1") == "gpt, run run"
+    assert re.fullmatch(r"gpt, run run · zb-h1 · 2 devices · \d+\.\d% bubble", shown.text("h1"))
     assert shown.page.locator(".report figure").count() == 6
     assert shown.text(".tiles div:first-child dd") == "4"
 

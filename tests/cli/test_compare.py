@@ -1,6 +1,9 @@
 """`gapless compare`: everything ranked, the best marked, and why the others are not there."""
 
 import json
+import re
+from html import escape
+from pathlib import Path
 
 from gapless.schedule.recipes import RECIPES
 from tests.cli.conftest import Command
@@ -65,3 +68,18 @@ def test_where_nothing_can_be_made_the_reason_is_given(gapless: Command) -> None
     code, out, err = gapless("compare --forward 1,2,3")
     assert (code, out) == (2, "")
     assert err.startswith("gapless: no schedule can be made (naive: forward lists 3 stages, but the schedule has 4; ")
+
+
+def test_the_page_has_every_schedule_of_the_terminal_and_says_what_was_left_out(
+    gapless: Command, tmp_path: Path
+) -> None:
+    # naive, pipedream and 2bw were in the terminal's table, and not on the page.
+    file = tmp_path / "page.html"
+    told = json.loads(gapless(f"compare --memory-limit 4 --json --html {file}").out)
+    html = file.read_text("utf-8")
+    names = re.findall(r'<a href="#timeline-\d+">([^<]*)</a>', html)
+    assert names == [each["schedule"] for each in told["schedules"]]
+    assert {"naive", "pipedream", "2bw"} <= set(names)
+    assert '"overview":true' in html
+    for name, reason in told["refused"].items():
+        assert f'<th scope="row">{name}</th><td>{escape(reason)}</td>' in html

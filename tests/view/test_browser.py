@@ -10,8 +10,9 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.placement import line
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
+from gapless.view.figures import figure
 from gapless.view.legend import describe
-from gapless.view.summary import COLUMNS, figure
+from gapless.view.summary import COLUMNS
 from tests.view.conftest import EVIL, NAMES, Opener, Shown, timeline_of
 
 pytestmark = pytest.mark.browser

@@ -21,6 +21,7 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend, page, summary
+from gapless.view.figures import Units, figure
 from gapless.view.needs import resolve
 from tests.view.conftest import EVIL, timeline_of
 
@@ -203,7 +204,7 @@ def test_stages_of_one_device_have_tints_of_their_own() -> None:
     ],
 )
 def test_figures_are_short_and_exact_where_they_can_be(number: float | Fraction, shown: str) -> None:
-    assert summary.figure(number) == shown
+    assert figure(number) == shown
 
 
 def test_the_best_of_each_column_is_marked_and_none_where_all_are_alike() -> None:
@@ -211,6 +212,49 @@ def test_the_best_of_each_column_is_marked_and_none_where_all_are_alike() -> Non
     first, second = re.findall(r"<tr data-timeline.*?</tr>", html)
     assert "(best)" not in first
     assert re.findall(r"<span>([^<]*)</span><span class=\"unseen\"> \(best\)", second) == ["4"]
+
+
+def test_measured_and_predicted_do_not_compete_and_have_units() -> None:
+    # A medal for "predicted" said nothing, and 0.034128 was a makespan without a unit.
+    quick, slow = (Costs(each, each, each, activation=3 * 2**20) for each in (0.002, 0.003))
+    pair = [timeline_of("zb-h1", costs=quick, label="measured"), timeline_of("zb-h1", costs=slow, label="predicted")]
+    html = page.render(pair, units=Units("s", "bytes"), ranked=False)
+    assert "(best)" not in html
+    assert "makespan, ms</button>" in html
+    assert "peak memory, MiB</button>" in html
+    assert data_of(html)["time"] == {"factor": 1000, "unit": "ms"}
+    assert data_of(html)["timelines"][0]["figures"][2] == ["peak", "12 MiB"]
+
+
+def test_what_has_several_minibatches_competes_with_nobody() -> None:
+    # The period of pipedream is that of one microbatch: it looked like the best of all.
+    html = summary.table([timeline_of("pipedream"), timeline_of("1f1b"), timeline_of("gpipe")])
+    rows = re.findall(r"<tr data-timeline.*?</tr>", html)
+    assert "(best)" not in rows[0]
+    assert "(best)" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["zb-v"], "zb-v · 8 devices · 3.5% bubble"),
+        (["1f1b", "zb-v"], "2 schedules · 8 devices · 3.5% bubble at best (zb-v)"),
+        (["naive", "2bw"], "2 schedules · 8 devices · 87.5% bubble at best (naive)"),
+    ],
+)
+def test_the_title_says_what_it_is(names: list[str], title: str) -> None:
+    assert page.title_of([timeline_of(name, 8, 32, Costs()) for name in names]) == title
+
+
+def test_the_title_of_one_schedule_seen_twice_has_both_bubbles() -> None:
+    pair = [timeline_of("1f1b", costs=Costs(), label=label) for label in ("measured", "predicted")]
+    assert page.title_of(pair) == "1f1b · 4 devices · bubble 27.3% measured, 27.3% predicted"
+
+
+def test_what_takes_many_times_as_long_does_not_squeeze_the_others() -> None:
+    quick, slow = timeline_of("1f1b", 8), timeline_of("naive", 8)
+    assert data_of(page.render([quick, slow]))["home"] == float(quick.makespan)
+    assert data_of(page.render([quick, slow], ranked=False))["home"] is None
 
 
 def test_a_schedule_of_several_minibatches_shows_its_period() -> None:

@@ -18,6 +18,7 @@ from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import page, text
+from gapless.view.figures import Units
 
 COST, DIFFERENCE = 0.01, 0.05
 
@@ -41,7 +42,7 @@ def run(
         timelines = [recorded.step(inputs, target).timeline for _ in range(rounds)]
     predicted, measured = _pair([timeline for timeline in timelines if timeline is not None])
     if html:
-        page.write(html, [predicted, measured], title="Predicted and measured")
+        page.write(html, [predicted, measured], units=Units("s", "activations"), ranked=False)
     return found | {
         "cost": found["ratio"] - 1,
         "predicted": float(predicted.makespan),

@@ -8,7 +8,7 @@ from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
-from gapless.view import text
+from gapless.view import cards, text
 
 EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 add = options.add_all
@@ -26,9 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ScheduleError(f"no schedule {fact} ({reasons})")
     ranked.sort(key=lambda t: _value(t, arguments.objective))
     unflushed = [t for t in timelines if not RECIPES[t.name].synchronous]
-    # On one time axis, what takes many times as long (naive, a run of several minibatches) would squeeze all others.
-    best = ranked[0].makespan
-    options.write_pictures(arguments, [t for t in ranked if t.makespan <= 3 * best], limit)
+    left_out = cards.listing("Left out", refused.items()) if refused else ""
+    options.write_pictures(arguments, [*ranked, *unflushed], limit, overview=True, back=left_out)
     if arguments.json:
         found = [{**t.summary(), "rank": i + 1, "best": i == 0} for i, t in enumerate(ranked)]
         found += [{**t.summary(), "rank": None, "best": False} for t in unflushed]

@@ -216,15 +216,19 @@ def passed(
 
 
 def write_pictures(
-    arguments: argparse.Namespace, timelines: Sequence[Timeline], limit: Number | None = None, unit: str = "ms"
+    arguments: argparse.Namespace,
+    timelines: Sequence[Timeline],
+    limit: Number | None = None,
+    unit: str = "ms",
+    **page_options: Any,
 ) -> None:
     """The files asked for; where they went is said on standard error, so that standard output stays the result. `unit`
-    is that of the times, for programs that show seconds.
+    is that of the times, for programs that show seconds; `page_options` are those of the page.
     """
     from gapless.view import page, perfetto, svg
 
     writers: dict[str, Callable[[str], None]] = {
-        "html": lambda path: page.write(path, timelines, memory_limit=limit),
+        "html": lambda path: page.write(path, timelines, memory_limit=limit, **page_options),
         "svg": lambda path: svg.write(path, timelines),
         "perfetto": lambda path: perfetto.write(path, timelines, unit),
     }

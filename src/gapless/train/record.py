@@ -16,6 +16,7 @@ from gapless.train.metrics import read_metrics
 from gapless.train.run_folder import RunFolder
 from gapless.units import show_bytes, show_seconds
 from gapless.view import run_page
+from gapless.view.figures import Units
 from gapless.view.run_page import Curve, Points, RunReport
 
 Line = dict[str, Any]
@@ -35,8 +36,12 @@ def report_of(folder: RunFolder) -> RunReport:
         raise ConfigError(f"{folder.path} holds no run: it has no run.json that can be read")
     steps = [line for line in lines if "loss" in line]
     measured = [line for line in steps if "bubble" in line]
+    kept = folder.timelines()
+    timelines = _timelines(kept, said)
+    first = timelines[0]
     return RunReport(
-        f"{said['config']['model']['name']}, run {folder.path.name}",
+        f"{said['config']['model']['name']}, run {folder.path.name} · {first.schedule.name or 'own schedule'} · "
+        f"{first.schedule.num_devices} devices · {first.bubble:.1%} bubble",
         _tiles(steps, lines),
         _curves(steps, lines, measured),
         _spent(steps, lines),
@@ -45,7 +50,8 @@ def report_of(folder: RunFolder) -> RunReport:
             ("Environment", [(name, _shown(value)) for name, value in said["environment"].items()]),
         ],
         [("Config", _toml(said["config"])), ("Pipeline", said["pipeline"])],
-        _timelines(folder.timelines(), said),
+        timelines,
+        Units("s", "activations") if kept else Units(),
     )
 
 

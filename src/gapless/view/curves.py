@@ -13,7 +13,8 @@ from importlib.resources import files
 from statistics import fmean
 
 from gapless.errors import ScheduleError
-from gapless.view.summary import figure, text
+from gapless.view.figures import figure
+from gapless.view.summary import text
 
 Run = Sequence[float | None]  # None: nothing there
 _WIDTH, _HEIGHT = 320, 200

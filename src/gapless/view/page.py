@@ -18,79 +18,126 @@ from typing import Any
 from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
-from gapless.schedule.timeline import Timeline
-from gapless.view import columns, legend
+from gapless.schedule.timeline import Timeline, plain
+from gapless.view import cards, columns, legend
+from gapless.view.figures import Measure, Units
 from gapless.view.needs import row_offsets
-from gapless.view.summary import figure, named, table, text
+from gapless.view.summary import named, table, text
 from gapless.view.text import percent
 
-_SCRIPTS = ("timeline.data.js", "timeline.draw.js", "timeline.overlay.js", "timeline.js")
+_SCRIPTS = (
+    "timeline.data.js",
+    "timeline.draw.js",
+    "timeline.overlay.js",
+    "timeline.frames.js",
+    "timeline.js",
+    "timeline.save.js",
+    "timeline.link.js",
+    "timeline.open.js",
+)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
+_SQUEEZED = 3  # times the shortest makespan: what takes longer runs out of the window until one zooms out
 
 
 def render(
     timelines: Sequence[Timeline],
-    title: str = "Pipeline schedules",
+    title: str | None = None,
     memory_limit: Number | None = None,
     *,
+    units: Units | None = None,
+    ranked: bool = True,
+    overview: bool = False,
     front: str = "",
-    more_style: str = "",
+    back: str = "",
 ) -> str:
     """The page as text. `memory_limit`, in the unit of the costs' `activation`, is drawn into every memory curve.
-    `front` is HTML that comes first, whose text is escaped, with a style sheet of its own.
+
+    units     what times and memory count, where they are measured
+    ranked    whether the timelines compete, so that the best is marked
+    overview  whether it opens with thin rows, for many timelines at a glance
+    front     HTML that comes first, and `back` that comes after the table, made of `cards`
     """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
-    script = "(() => {\n" + "".join(map(_source, _SCRIPTS)) + "})();\n"
-    style = _source("timeline.css") + more_style
+    units = units or Units()
     packed = [columns.pack(timeline) for timeline in timelines]
-    data = {
+    data = shared(units, timelines, overview) | {
         "timelines": [
-            {**_description(timeline), "columns": described}
+            {**describe(timeline, units, timelines), "columns": described}
             for timeline, (described, _) in zip(timelines, packed, strict=True)
         ],
-        "kinds": [_kind(kind) for kind in legend.KINDS],
-        "ink": legend.INK,
         "memoryLimit": None if memory_limit is None or isinf(memory_limit) else float(memory_limit),
+        "home": _home(timelines) if ranked else None,
     }
-    parts = {
-        "policy": _policy(script, style),
-        "title": text(title),
-        "subtitle": text(_subtitle(timelines)),
-        "style": style,
-        "front": front,
-        "script": script,
-        "table": table(timelines),
-        "legend": _legend(timelines),
-        "sections": "\n".join(_section(number, timeline) for number, timeline in enumerate(timelines)),
-        "data": _json(data),
-        "columns": "\n".join(
+    return assemble(
+        data,
+        title=title or title_of(timelines),
+        subtitle=_subtitle(timelines),
+        front=front,
+        key=_key(timelines),
+        table=table(timelines, units, ranked),
+        legend=_legend(timelines),
+        back=back,
+        columns="\n".join(
             f'<script type="text/plain" id="columns-{number}">{encoded}</script>'
             for number, (_, encoded) in enumerate(packed)
         ),
+        style=source("timeline.css") + cards.style(),
+    )
+
+
+def assemble(data: dict[str, Any], *, title: str, subtitle: str, style: str, script: str = "", **parts: str) -> str:
+    """The template with its places filled. `script` is one more, at the end, which may ask where the page came from."""
+    whole = "(() => {\n" + "".join(map(source, _SCRIPTS)) + script + "})();\n"
+    filled = {
+        "policy": policy(whole, style, asks=bool(script)),
+        "title": text(title),
+        "subtitle": text(subtitle),
+        "style": style,
+        "script": whole,
+        "data": _json(data),
+        **parts,
     }
     # One pass over the template: what is put in is never searched for places again.
-    return _PLACE.sub(lambda place: parts[place[1]], _source("timeline.html"))
+    return _PLACE.sub(lambda place: filled.get(place[1], ""), source("timeline.html"))
 
 
-def write(
-    path: str | Path,
-    timelines: Sequence[Timeline],
-    title: str = "Pipeline schedules",
-    memory_limit: Number | None = None,
-) -> None:
-    """The page as a file."""
-    Path(path).write_text(render(timelines, title, memory_limit), encoding="utf-8", newline="\n")
+def write(path: str | Path, timelines: Sequence[Timeline], title: str | None = None, **options: Any) -> None:
+    """The page as a file; `options` are those of `render`."""
+    Path(path).write_text(render(timelines, title, **options), encoding="utf-8", newline="\n")
 
 
-def _source(name: str) -> str:
+def title_of(timelines: Sequence[Timeline]) -> str:
+    """`zb-v · 8 devices · 3.5% bubble`."""
+    schedules = [timeline.schedule for timeline in timelines]
+    devices = _several({schedule.num_devices for schedule in schedules}, "device")
+    if len(timelines) == 1:
+        return f"{named(timelines[0])} · {devices} · {percent(timelines[0].bubble)} bubble"
+    if len({schedule.name for schedule in schedules}) == 1 and len(timelines) <= 3:
+        bubbles = ", ".join(f"{percent(timeline.bubble)} {named(timeline)}" for timeline in timelines)
+        return f"{schedules[0].name or 'schedule'} · {devices} · bubble {bubbles}"
+    single = [timeline for timeline in timelines if timeline.schedule.num_minibatches == 1] or timelines
+    best = min(single, key=lambda timeline: plain(timeline.makespan))
+    return f"{len(timelines)} schedules · {devices} · {percent(best.bubble)} bubble at best ({named(best)})"
+
+
+def _home(timelines: Sequence[Timeline]) -> float | None:
+    """Where the time axis ends when the page opens, if that is not where the longest timeline does."""
+    lengths = [float(timeline.makespan) for timeline in timelines]
+    shown = [length for length in lengths if length <= _SQUEEZED * min(lengths)]
+    return None if max(shown) == max(lengths) else max(shown)
+
+
+def source(name: str) -> str:
     return files("gapless.view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(script: str, style: str) -> str:
+def policy(script: str, style: str, asks: bool = False) -> str:
+    """The content security policy; `asks` lets the script ask the server that the page came from, and no other."""
     return "; ".join(
         [
             "default-src 'none'",
+            *(["connect-src 'self'"] if asks else []),
             f"script-src 'sha256-{_hash(script)}'",
             f"style-src 'sha256-{_hash(style)}'",
             "base-uri 'none'",
@@ -111,10 +158,32 @@ def _json(data: Any) -> str:
     return encoded.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _description(timeline: Timeline) -> dict[str, Any]:
+def shared(units: Units, timelines: Sequence[Timeline], overview: bool = False) -> dict[str, Any]:
+    """What all timelines of a page have in common."""
+    return {
+        "kinds": [_kind(kind) for kind in legend.KINDS],
+        "ink": legend.INK,
+        "time": _measure(units.of_time(timelines)),
+        "memory": _measure(units.of_memory(timelines)),
+        "overview": overview,
+    }
+
+
+def describe(timeline: Timeline, units: Units, among: Sequence[Timeline]) -> dict[str, Any]:
+    """One timeline for the page, but for its columns. `among`: those that it shares units with."""
     schedule = timeline.schedule
+    time, memory = units.of_time(among), units.of_memory(among)
+    word = " activations" if units.memory == "activations" else ""
+    figures = [
+        ("makespan", time.text(timeline.makespan)),
+        ("bubble", percent(timeline.bubble, 2)),
+        ("peak", memory.text(max(timeline.peak, default=0)) + word),
+    ]
+    if schedule.num_minibatches > 1:
+        figures[:2] = [("per minibatch", time.text(timeline.period)), ("of", f"{schedule.num_minibatches} minibatches")]
     return {
         "name": named(timeline),
+        "figures": figures,
         "rows": row_offsets(schedule),
         "stages": schedule.placement.stages,
         "tints": legend.tints(schedule),
@@ -125,6 +194,10 @@ def _description(timeline: Timeline) -> dict[str, Any]:
         ],
         "peaks": [float(peak) for peak in timeline.peak],
     }
+
+
+def _measure(measure: Measure) -> dict[str, Any]:
+    return {"factor": measure.factor, "unit": measure.unit}
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
@@ -138,21 +211,35 @@ def _kind(kind: Kind) -> dict[str, Any]:
     }
 
 
-def _subtitle(timelines: Sequence[Timeline]) -> str:
-    def several(numbers: set[int], word: str) -> str:
-        low, high = min(numbers), max(numbers)
-        return f"{low:,} {word}{'' if low == 1 else 's'}" if low == high else f"{low:,} to {high:,} {word}s"
+def _several(numbers: set[int], word: str) -> str:
+    low, high = min(numbers), max(numbers)
+    plural = f"{word}es" if word.endswith("h") else f"{word}s"
+    return f"{low:,} {word if low == 1 else plural}" if low == high else f"{low:,} to {high:,} {plural}"
 
+
+def _subtitle(timelines: Sequence[Timeline]) -> str:
     schedules = [timeline.schedule for timeline in timelines]
-    total = sum(schedule.num_actions for schedule in schedules)
     return " · ".join(
         [
-            several({len(schedules)}, "schedule"),
-            several({schedule.num_devices for schedule in schedules}, "device"),
-            several({schedule.num_microbatches for schedule in schedules}, "microbatch").replace("hs", "hes"),
-            several({total}, "action"),
+            _several({schedule.num_stages for schedule in schedules}, "stage"),
+            _several({schedule.num_microbatches for schedule in schedules}, "microbatch"),
+            _several({sum(schedule.num_actions for schedule in schedules)}, "action"),
         ]
     )
+
+
+def _key(timelines: Sequence[Timeline]) -> str:
+    """The colours that occur, in one line above the picture."""
+    items = [
+        f"<li>{_swatch(kind)}{text(legend.ENTRIES[kind].name)}</li>"
+        for kind in legend.present([timeline.schedule for timeline in timelines])
+    ]
+    return "".join([*items, '<li><span class="swatch idle inner"></span>idle</li>'])
+
+
+def _swatch(kind: Kind) -> str:
+    letter = "" if kind in TRANSFERS else kind.value
+    return f'<span class="swatch" data-kind="{legend.KINDS.index(kind)}">{letter}</span>'
 
 
 def _legend(timelines: Sequence[Timeline]) -> str:
@@ -163,25 +250,5 @@ def _legend(timelines: Sequence[Timeline]) -> str:
         if kind in TRANSFERS and kind not in occurring:
             continue
         absent = "" if kind in occurring else ' class="absent"'
-        items.append(
-            f'<div{absent}><dt><span class="swatch" data-kind="{legend.KINDS.index(kind)}">'
-            f"{'' if kind in TRANSFERS else kind.value}</span>"
-            f"{text(entry.name)}</dt><dd>{text(entry.meaning)}</dd></div>"
-        )
+        items.append(f"<div{absent}><dt>{_swatch(kind)}{text(entry.name)}</dt><dd>{text(entry.meaning)}</dd></div>")
     return "\n".join(items)
-
-
-def _section(number: int, timeline: Timeline) -> str:
-    schedule = timeline.schedule
-    name = text(named(timeline))
-    figures = (
-        f"<span>makespan <b>{figure(timeline.makespan)}</b></span>"
-        f"<span>bubble <b>{percent(timeline.bubble, 2)}</b></span>"
-        f"<span>peak <b>{figure(max(timeline.peak, default=0))}</b></span>"
-    )
-    label = f"{name}: {schedule.num_devices} devices, {schedule.num_actions} actions"
-    return (
-        f'<section class="timeline" id="timeline-{number}" aria-labelledby="name-{number}">'
-        f'<header><h2 id="name-{number}" title="{name}">{name}</h2><p class="figures">{figures}</p></header>'
-        f'<div class="plot" tabindex="0" role="group" aria-label="{label}" aria-describedby="keys"></div></section>'
-    )

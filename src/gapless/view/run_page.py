@@ -6,13 +6,13 @@ escaped, and a content security policy that lets nothing run or load but what is
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import dataclass, field
 
 from gapless.schedule.timeline import Timeline
-from gapless.view import page
+from gapless.view import cards, page
 from gapless.view.curves import ticks
-from gapless.view.summary import figure, text
+from gapless.view.figures import Units, figure
+from gapless.view.summary import text
 
 _WIDTH, _HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 24
@@ -38,6 +38,7 @@ class RunReport:
     spent     seconds by what they were spent on
     tables    by their title; rows of two columns
     listings  texts by their title, shown as they are
+    units     what the timelines count
     """
 
     title: str
@@ -47,21 +48,26 @@ class RunReport:
     tables: Sequence[tuple[str, Sequence[tuple[str, str]]]]
     listings: Sequence[tuple[str, str]]
     timelines: Sequence[Timeline]
+    units: Units = field(default_factory=Units)
 
 
 def render(report: RunReport) -> str:
     """The page as text."""
-    tiles = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in report.tiles)
-    front = [
-        f'<dl class="tiles">{tiles}</dl>',
+    total = sum(seconds for _, seconds in report.spent) or 1.0
+    spent = [(name, seconds / total, f"{seconds:,.2f} s") for name, seconds in report.spent]
+    front = cards.section(
+        "The run",
+        cards.tiles(report.tiles),
         f'<div class="panels">{"".join(map(_figure, report.curves))}</div>',
-        _spent(report.spent),
-        *(_table(title, rows) for title, rows in report.tables),
-        *(_listing(title, words) for title, words in report.listings),
-    ]
-    style = files("gapless.view").joinpath("run.css").read_text(encoding="utf-8")
-    joined = '<section class="report" aria-label="The run">' + "\n".join(front) + "</section>"
-    return page.render(report.timelines, report.title, front=joined, more_style=style)
+    )
+    where = "Where the time went"
+    back = cards.section(
+        "More of the run",
+        cards.card(where, cards.parts_of(where, spent), name="spent"),
+        *(cards.card(title, cards.pairs(rows)) for title, rows in report.tables),
+        *(cards.folded(title, cards.verbatim(words)) for title, words in report.listings),
+    )
+    return page.render(report.timelines, report.title, units=report.units, ranked=False, front=front, back=back)
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -75,7 +81,7 @@ def thinned(points: Points) -> list[tuple[float, float]]:
 def _figure(curve: Curve) -> str:
     lines = [(name, thinned(points)) for name, points in curve.lines]
     keys = "".join(
-        _swatch(f'<path class="key-{number % 4}" d="M0 5H14"/>') + f"{text(name)} "
+        cards.sample(f'<path class="key-{number % 4}" d="M0 5H14"/>') + f"{text(name)} "
         for number, (name, _) in enumerate(lines)
         if len(lines) > 1
     )
@@ -116,33 +122,3 @@ def _short(value: float) -> str:
         if abs(value) >= 10 * factor:
             return f"{value / factor:.4g}{unit}"
     return figure(value) if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
-
-
-def _spent(spent: Sequence[tuple[str, float]]) -> str:
-    """A bar of all seconds, and a table of them."""
-    total = sum(seconds for _, seconds in spent) or 1.0
-    bar, rows, at = [], [], 0.0
-    for number, (name, seconds) in enumerate(spent):
-        share = seconds / total
-        bar.append(f'<rect class="part-{number}" x="{1000 * at:.2f}" y="0" width="{1000 * share:.2f}" height="18"/>')
-        swatch = _swatch(f'<rect class="part-{number}" width="14" height="10"/>')
-        rows.append(
-            f'<tr><th scope="row">{swatch}{text(name)}</th><td>{seconds:,.2f} s</td><td>{100 * share:.1f}%</td></tr>'
-        )
-        at += share
-    drawn = f'<svg viewBox="0 0 1000 18" role="img" aria-label="Where the time went">{"".join(bar)}</svg>'
-    table = f"<table><tbody>{''.join(rows)}</tbody></table>"
-    return f'<div class="card" id="spent"><h2>Where the time went</h2>{drawn}{table}</div>'
-
-
-def _swatch(drawing: str) -> str:
-    return f'<svg class="swatches" viewBox="0 0 14 10" aria-hidden="true">{drawing}</svg>'
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(f'<tr><th scope="row">{text(name)}</th><td>{text(value)}</td></tr>' for name, value in rows)
-    return f'<div class="card"><h2>{text(title)}</h2><table><tbody>{body}</tbody></table></div>'
-
-
-def _listing(title: str, words: str) -> str:
-    return f'<details class="card"><summary>{text(title)}</summary><pre>{text(words)}</pre></details>'

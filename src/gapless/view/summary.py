@@ -6,10 +6,14 @@ It is written as HTML here and not by the script, so that it is there at once, a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 from gapless.schedule.costs import Number
-from gapless.schedule.timeline import Timeline, plain
+from gapless.schedule.timeline import Timeline
+from gapless.view.figures import Measure, Units
 from gapless.view.text import percent
+
+_BARE, _NONE = Measure(), Units()
 
 
 def named(timeline: Timeline) -> str:
@@ -22,17 +26,6 @@ def text(value: str) -> str:
     return escape(value.encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
-def figure(number: Number) -> str:
-    """Seven digits at most, thousands apart, no trailing zeros."""
-    value = plain(number)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not 1e-4 <= abs(value) < 1e7:
-        return f"{value:.6g}"
-    whole = len(str(int(abs(value))))
-    return f"{value:,.{max(0, 7 - whole)}f}".rstrip("0").rstrip(".")
-
-
 @dataclass(frozen=True)
 class Column:
     """A figure of every timeline: its heading, what explains it, and how it is shown."""
@@ -40,60 +33,80 @@ class Column:
     heading: str
     explanation: str
     value: Callable[[Timeline], Number]
-    ranked: bool = True  # less is better, and the least is marked
-    share: bool = False  # shown in per cent, and as a bar
+    quantity: Literal["time", "memory", "share", "count"] = "time"  # a share is in per cent, and has a bar
 
-    def shown(self, value: Number) -> str:
-        return percent(value, 2) if self.share else figure(value)
+    @property
+    def ranked(self) -> bool:
+        """Whether less is better."""
+        return self.quantity != "count"
+
+    def shown(self, value: Number, measure: Measure = _BARE) -> str:
+        """The number alone: its unit stands in the heading."""
+        return percent(value, 2) if self.quantity == "share" else measure.number(value)
 
 
 _WAITS = "The share of the {} in which even the busiest device has nothing to do."
 COLUMNS = (
     Column("makespan", "From the first start on any device to the last end on any device.", lambda t: t.makespan),
-    Column("bubble", _WAITS.format("makespan"), lambda t: t.bubble, share=True),
+    Column("bubble", _WAITS.format("makespan"), lambda t: t.bubble, "share"),
     Column("span", "The longest time from a device's own first start to its own last end.", lambda t: t.span),
-    Column("span bubble", _WAITS.format("span"), lambda t: t.span_bubble, share=True),
+    Column("span bubble", _WAITS.format("span"), lambda t: t.span_bubble, "share"),
     Column("work", "The busy time of the busiest device.", lambda t: t.work),
-    Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0)),
-    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices, ranked=False),
-    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches, False),
-    Column("actions", "How many actions run in all.", lambda t: t.schedule.num_actions, ranked=False),
+    Column("peak memory", "The most that any device holds at any time.", lambda t: max(t.peak, default=0), "memory"),
+    Column("devices", "How many devices take part.", lambda t: t.schedule.num_devices, "count"),
+    Column("microbatches", "How many parts the minibatch is cut into.", lambda t: t.schedule.num_microbatches, "count"),
+    Column("actions", "How many actions run in all.", lambda t: t.schedule.num_actions, "count"),
 )
 _PERIOD = Column("period", "The steady time per minibatch.", lambda t: t.period)
 
 
-def table(timelines: Sequence[Timeline]) -> str:
-    """The HTML of it."""
+def table(timelines: Sequence[Timeline], units: Units = _NONE, ranked: bool = True) -> str:
+    """The HTML of it. `ranked`: whether the timelines compete, so that the best is marked; what was measured and what
+    was predicted do not, nor does what has several minibatches with what has one.
+    """
     columns = list(COLUMNS)
     if any(timeline.schedule.num_minibatches > 1 for timeline in timelines):
         columns.insert(0, _PERIOD)
-    values = [[column.value(timeline) for timeline in timelines] for column in columns]
+    measures = {"time": units.of_time(timelines), "memory": units.of_memory(timelines)}
+    of = [measures.get(column.quantity, _BARE) for column in columns]
     head = '<th scope="col" aria-sort="none"><button type="button">schedule</button></th>' + "".join(
         f'<th scope="col" aria-sort="none" class="number"><button type="button" title="{text(column.explanation)}">'
-        f"{column.heading}</button></th>"
-        for column in columns
+        f"{_heading(column, units, measure)}</button></th>"
+        for column, measure in zip(columns, of, strict=True)
     )
-    rows = "\n".join(_row(number, timeline, columns, values) for number, timeline in enumerate(timelines))
+    competes = [ranked and timeline.schedule.num_minibatches == 1 for timeline in timelines]
+    cells = [
+        _cells(column, measure, [column.value(timeline) for timeline in timelines], competes)
+        for column, measure in zip(columns, of, strict=True)
+    ]
+    rows = "\n".join(
+        f'<tr data-timeline="{number}"><th scope="row" title="{name}"><a href="#timeline-{number}">{name}</a></th>'
+        f"{''.join(column[number] for column in cells)}</tr>"
+        for number, name in enumerate(text(named(timeline)) for timeline in timelines)
+    )
     return (
         '<table id="summary"><caption class="unseen">Summary of all schedules</caption>'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
     )
 
 
-def _row(number: int, timeline: Timeline, columns: Sequence[Column], values: Sequence[Sequence[Number]]) -> str:
-    cells = []
-    for column, found in zip(columns, values, strict=True):
-        value = found[number]
-        best = column.ranked and _is_best(value, found)
+def _cells(column: Column, measure: Measure, values: Sequence[Number], competes: Sequence[bool]) -> list[str]:
+    rivals = [value for value, one_of_them in zip(values, competes, strict=True) if one_of_them]
+    bar = '<i class="bar"></i>' if column.quantity == "share" else ""
+    found = []
+    for value, one_of_them in zip(values, competes, strict=True):
+        best = one_of_them and column.ranked and _is_best(value, rivals)
         mark = '<span class="unseen"> (best)</span>' if best else ""
-        bar = '<i class="bar"></i>' if column.share else ""
-        cells.append(
+        found.append(
             f'<td class="number{" best" if best else ""}" data-value="{float(value)!r}">'
-            f"{bar}<span>{column.shown(value)}</span>{mark}</td>"
+            f"{bar}<span>{column.shown(value, measure)}</span>{mark}</td>"
         )
-    name = text(named(timeline))
-    head = f'<th scope="row" title="{name}"><a href="#timeline-{number}">{name}</a></th>'
-    return f'<tr data-timeline="{number}">{head}{"".join(cells)}</tr>'
+    return found
+
+
+def _heading(column: Column, units: Units, measure: Measure) -> str:
+    unit = units.memory if column.quantity == "memory" and units.memory == "activations" else measure.unit
+    return f"{column.heading}, {unit}" if unit else column.heading
 
 
 def _is_best(value: Number, among: Sequence[Number]) -> bool:

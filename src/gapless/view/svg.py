@@ -16,7 +16,8 @@ from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
-from gapless.view.summary import figure, named
+from gapless.view.figures import figure
+from gapless.view.summary import named
 from gapless.view.text import percent
 
 MAX_ACTIONS = 50_000

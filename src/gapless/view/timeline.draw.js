@@ -8,8 +8,10 @@ const MIN_MEAN_WIDTH = 3; // CSS pixels per action below which a row becomes a s
 const DENSITIES = {
   comfortable: { bar: 24, gap: 4, curve: 22, pad: 12 },
   compact: { bar: 14, gap: 2, curve: 11, pad: 5 },
-  overview: { bar: 4, gap: 0, curve: 0, pad: 0 },
+  overview: { bar: 9, gap: 0, curve: 0, pad: 2 },
+  crowded: { bar: 4, gap: 0, curve: 0, pad: 0 }, // an overview of many devices
 };
+const CROWD = 16; // devices
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
 
 const pitchOf = (density) => density.bar + density.gap + density.curve + density.pad;
@@ -17,6 +19,36 @@ const pitchOf = (density) => density.bar + density.gap + density.curve + density
 function shown(value) {
   if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e15)) return String(Number(value.toPrecision(6)));
   return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) >= 1e7 ? 15 : 7 });
+}
+
+/** What numbers count. Without a unit they are exact; what was measured has a few digits that mean something. */
+class Measure {
+  constructor({ factor, unit }) {
+    Object.assign(this, { factor, unit });
+  }
+
+  number(value) {
+    if (!this.unit) return shown(value);
+    return (value * this.factor).toLocaleString("en", { maximumSignificantDigits: 5 });
+  }
+
+  text(value) {
+    return this.unit ? `${this.number(value)} ${this.unit}` : shown(value);
+  }
+
+  /** Round numbers for the axis, a comfortable distance apart: each with its place in the timelines' own numbers. */
+  ticks(view, width) {
+    const [start, end] = [view.start * this.factor, view.end * this.factor];
+    const rough = ((end - start) / Math.max(1, width)) * 90;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+    const found = [];
+    for (let n = Math.ceil(start / step - 1e-9); n * step <= end + step * 1e-9; n++) {
+      const value = Number((n * step).toPrecision(12));
+      found.push({ at: value / this.factor, text: shown(value) });
+    }
+    return found;
+  }
 }
 
 /** The colours that hold now: those of the style sheet, and per kind, tint and step the fill of an action. */
@@ -61,16 +93,6 @@ class Look {
     pattern.setTransform(new DOMMatrix().scale(1 / devicePixelRatio));
     return { pattern, plain };
   }
-}
-
-/** Round numbers for the axis, a comfortable distance apart. */
-function ticks(view, width) {
-  const rough = ((view.end - view.start) / Math.max(1, width)) * 90;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
-  const found = [];
-  for (let n = Math.ceil(view.start / step - 1e-9); n * step <= view.end + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
-  return found;
 }
 
 /** Where things are: time to x, device to y. One for each timeline and frame. */
@@ -122,9 +144,8 @@ function pixel(rgb, share) {
 
 /** Draws the rows of one timeline. `stats` counts what a frame drew. */
 class Painter {
-  constructor(look, stats) {
-    this.look = look;
-    this.stats = stats;
+  constructor(look, measures, stats) {
+    Object.assign(this, { look, measures, stats });
     this.strip = new OffscreenCanvas(1, 1);
   }
 
@@ -179,7 +200,7 @@ class Painter {
       const over = this.memoryLimit !== null && peak > this.memoryLimit;
       pen.fillStyle = over ? look.limit : look.muted;
       pen.font = `${bar >= 20 ? 11.5 : 10.5}px ${FONT}`;
-      pen.fillText(`peak ${shown(peak)}`, 0, y + bar + gap + curve / 2 + 1, geometry.left - 6);
+      pen.fillText(`peak ${this.measures.memory.text(peak)}`, 0, y + bar + gap + curve / 2 + 1, geometry.left - 6);
     }
   }
 
@@ -187,7 +208,7 @@ class Painter {
     const { pen, geometry, data } = this;
     pen.fillStyle = this.look.grid;
     const bottom = Math.min(geometry.height, geometry.y(data.numDevices));
-    for (const tick of ticks(geometry.view, geometry.plotWidth)) pen.fillRect(geometry.snapped(tick), 0, 1, bottom);
+    for (const { at } of this.measures.time.ticks(geometry.view, geometry.plotWidth)) pen.fillRect(geometry.snapped(at), 0, 1, bottom);
   }
 
   /** Idle until an action covers it: pale outside the device's own span, where only the makespan's bubble counts it. */

@@ -1,80 +1,4 @@
-// The page: one view (a stretch of time) for all timelines, and what moves it; the table; the theme; what is known of one action.
-// Names reach the document as text nodes only.
-
-const element = (id) => document.getElementById(id);
-const header = JSON.parse(element("data").textContent);
-const stats = { ms: 0, blocks: 0, pixels: 0, rows: 0, frames: 0 };
-const look = new Look(header.kinds, header.ink);
-const painter = new Painter(look, stats);
-const total = Math.max(...header.timelines.map((timeline) => timeline.makespan)) || 1;
-const view = { start: 0, end: total };
-const memoryTop = Math.max(header.memoryLimit ?? 0, ...header.timelines.map((timeline) => Math.max(0, ...timeline.peaks)));
-let density = DENSITIES.comfortable;
-let pointerTime = null;
-let hovered = null; // {section, number, idle}: idle says that the pointer is in the gap before that action
-let pinned = null; // {section, number}
-let dirty = { rows: false, overlay: false };
-
-const sections = header.timelines.map((description, index) => {
-  const root = element(`timeline-${index}`);
-  const plot = root.querySelector(".plot");
-  const layers = plot.appendChild(document.createElement("div"));
-  layers.className = "layers";
-  const [rows, overlay] = [0, 1].map(() => layers.appendChild(document.createElement("canvas")));
-  return { index, root, plot, layers, rows, overlay, data: null, numDevices: description.rows.length - 1 };
-});
-
-// -- frames -----------------------------------------------------------------------------------------------------------------
-
-function redraw(what = "rows") {
-  if (!dirty.rows && !dirty.overlay) requestAnimationFrame(frame);
-  if (what === "rows") dirty.rows = true;
-  dirty.overlay = true;
-}
-
-function frame() {
-  const began = performance.now();
-  const { rows } = dirty;
-  dirty = { rows: false, overlay: false };
-  if (rows) Object.assign(stats, { blocks: 0, pixels: 0, rows: 0 });
-  const width = element("axis").clientWidth;
-  paintAxis(element("axis"), new Geometry({ view, width, density, scroll: 0, height: 26 }), look, pointerTime);
-  for (const section of sections) {
-    const geometry = geometryOf(section);
-    if (!section.data || !geometry) continue;
-    if (rows) {
-      painter.paint(penOf(section.rows, geometry.width, geometry.height), section.data, geometry, {
-        memoryTop,
-        memoryLimit: header.memoryLimit,
-        followed: pinned?.section === section ? pinned.followed : null,
-      });
-    }
-    const shownAction = pinned ?? hovered;
-    paintOverlay(penOf(section.overlay, geometry.width, geometry.height), section.data, geometry, look, {
-      time: pointerTime,
-      number: shownAction?.section === section && !shownAction.idle ? shownAction.number : -1,
-    });
-  }
-  if (rows) Object.assign(stats, { ms: performance.now() - began, frames: stats.frames + 1 });
-}
-
-/** Where a section's visible rows are, or null if none is in the window. */
-function geometryOf(section) {
-  const box = section.layers.getBoundingClientRect();
-  if (box.bottom < 0 || box.top > innerHeight) return null;
-  const scroll = box.top - section.plot.getBoundingClientRect().top;
-  return new Geometry({ view, width: box.width, density, scroll, height: box.height });
-}
-
-/** Heights follow from the number of devices alone, so nothing moves when the data arrives. */
-function layout() {
-  for (const { plot, layers, numDevices } of sections) {
-    const height = TOP + numDevices * pitchOf(density) + 4;
-    plot.style.height = `${height}px`;
-    layers.style.height = `${Math.min(height, Math.max(120, innerHeight - 112))}px`;
-  }
-  redraw();
-}
+// What moves the view, and what is known of one action; the table; the theme.
 
 // -- the view -------------------------------------------------------------------------------------------------------------------
 
@@ -86,10 +10,17 @@ function setView(start, end) {
   if (length >= total) Object.assign(view, { start: 0, end: total });
   setHovered(null); // what lies under the pointer has moved away
   redraw();
+  changed();
 }
 
+/** What can be compared fills the window; asked again, all there is. */
 function fit() {
-  setView(0, total);
+  const atHome = view.start === 0 && view.end === home;
+  setView(0, atHome ? total : home);
+}
+
+function changed() {
+  for (const listener of listeners) listener();
 }
 
 function zoom(factor, around = (view.start + view.end) / 2) {
@@ -112,7 +43,7 @@ function reveal(section, number) {
     const wanted = Math.max(length, (data.end[number] - data.start[number]) * 1.2);
     setView(middle - wanted / 2, middle + wanted / 2);
   }
-  const top = section.plot.getBoundingClientRect().top + data.deviceOf(number) * pitchOf(density);
+  const top = section.plot.getBoundingClientRect().top + data.deviceOf(number) * pitchOf(densityOf(section));
   if (top < 120 || top > innerHeight - 220) scrollBy({ top: top - innerHeight / 3, behavior: "instant" });
 }
 
@@ -137,7 +68,7 @@ function hit(section, clientX, clientY) {
 
 function pointerTimeAt(clientX) {
   const box = element("axis").getBoundingClientRect();
-  const geometry = new Geometry({ view, width: box.width, density, scroll: 0, height: 0 });
+  const geometry = new Geometry({ view, width: box.width, density: DENSITIES.comfortable, scroll: 0, height: 0 });
   const x = clientX - box.left;
   return x < geometry.left || x > geometry.left + geometry.plotWidth ? null : geometry.time(x);
 }
@@ -205,7 +136,7 @@ function wheel(event, onAxis) {
 }
 
 function keys(event) {
-  if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest("select")) return;
+  if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest("select, input")) return;
   const inPlot = event.target.closest(".plot");
   const free = inPlot || event.target === document.body;
   const actions = {
@@ -253,6 +184,7 @@ function pin(found) {
   showDetails(pinned);
   if (pinned) element("details").style.transform = "none";
   redraw();
+  changed();
 }
 
 function setHovered(found, event) {
@@ -268,20 +200,23 @@ const nameOf = (data, n) => `${data.stage[n]}${header.kinds[data.kind[n]].letter
 /** Which version of the weights an action uses; an update, whose number is negative, makes one. */
 const weights = (version) => (version === undefined ? "" : version < 0 ? `, makes version ${-version} of the weights` : `, weights of version ${version}`);
 
+const time = (value) => measures.time.text(value);
+const memory = (value) => measures.memory.text(value);
+
 /** All that the details show, as plain strings and numbers: what the tests compare with the simulator. */
 function facts({ section, number, idle, device }) {
   const { data } = section;
   if (idle) return idleFacts(data, number, device);
   const kind = header.kinds[data.kind[number]];
   const { since, waited, need } = data.waitBefore(number);
-  const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${shown(data.end[need])} on device ${data.deviceOf(need)}`;
+  const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${time(data.end[need])} on device ${data.deviceOf(need)}`;
   return {
     action: nameOf(data, number),
     words: `stage ${data.stage[number]}, ${kind.name}, ${kind.counted} ${data.microbatch[number]}${weights(data.version?.[number])}`,
     device: `device ${data.deviceOf(number)}`,
-    times: `${shown(data.start[number])} to ${shown(data.end[number])}, takes ${shown(rounded(data.end[number] - data.start[number]))}`,
-    wait: rounded(waited) > 0 ? `waited ${shown(rounded(waited))}, from ${shown(since)} to ${shown(data.start[number])}${forWhat}` : "did not wait: it started as soon as its device was free",
-    memory: `holds ${shown(data.held[number])} while it runs, ${shown(data.after[number])} after`,
+    times: `${time(data.start[number])} to ${time(data.end[number])}, takes ${time(rounded(data.end[number] - data.start[number]))}`,
+    wait: rounded(waited) > 0 ? `waited ${time(rounded(waited))}, from ${time(since)} to ${time(data.start[number])}${forWhat}` : "did not wait: it started as soon as its device was free",
+    memory: `holds ${memory(data.held[number])} while it runs, ${memory(data.after[number])} after`,
     needs: [...data.needs(number)],
     neededBy: [...data.neededBy(number)],
   };
@@ -297,7 +232,7 @@ function idleFacts(data, number, device) {
     action: "idle",
     words: "",
     device: `device ${device}`,
-    times: `${shown(from)} to ${shown(to)}, ${shown(rounded(to - from))} long`,
+    times: `${time(from)} to ${time(to)}, ${time(rounded(to - from))} long`,
     wait: ends ? "nothing left to do: the others have not ended yet" : `until it can run ${nameOf(data, number)}${forWhat}`,
     memory: "",
     needs: [],
@@ -349,6 +284,7 @@ function placeDetails(x, y) {
 // -- table and theme ------------------------------------------------------------------------------------------------------------------
 
 function setUpTable() {
+  if (!element("summary")) return;
   const body = element("summary").tBodies[0];
   const heads = [...element("summary").tHead.rows[0].cells];
   const valueOf = (row, column) => {
@@ -384,6 +320,7 @@ function setUpTable() {
   });
 }
 
+let themeBefore; // printing
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
 function isDark() {
@@ -410,64 +347,27 @@ function setUpTools() {
   });
   if (navigator.userAgent.includes("Mac")) element("wheel").textContent = "⌘";
   systemDark.addEventListener("change", applyTheme);
-  const most = Math.max(...sections.map((section) => section.numDevices));
-  const choice = element("density");
-  choice.value = most <= 16 ? "comfortable" : most <= 64 ? "compact" : "overview";
-  density = DENSITIES[choice.value];
-  choice.addEventListener("change", () => {
-    density = DENSITIES[choice.value];
-    layout();
-  });
-  if (innerWidth < 640) element("guide").open = false;
+  element("density").addEventListener("change", (event) => setRows(event.target.value));
+  for (const type of ["beforeprint", "afterprint"]) addEventListener(type, () => printing(type === "beforeprint"));
 }
 
-// -- opening ------------------------------------------------------------------------------------------------------------------------
+function setRows(name) {
+  rowsChoice = element("density").value = name;
+  for (const section of sections) section.rowsChoice = null;
+  layout();
+  changed();
+}
 
-async function open() {
-  setUpTools();
-  setUpTable();
+/** On paper everything is painted, whole and light; what would be taller than a canvas has thin rows. */
+function printing(begins) {
+  const { dataset } = document.documentElement;
+  if (begins) {
+    themeBefore = dataset.theme;
+    dataset.theme = "light";
+    for (const section of sections) if (!section.whole) section.rowsChoice = "overview";
+  } else if (themeBefore) dataset.theme = themeBefore;
+  else delete dataset.theme;
   applyTheme();
   layout();
-  document.addEventListener("keydown", keys);
-  addEventListener("scroll", () => redraw(), { passive: true });
-  new ResizeObserver(layout).observe(document.documentElement);
-  addEventListener("resize", layout);
-  listen(element("axis"), null);
-  for (const section of sections) listen(section.plot, section);
-  for (const section of sections) {
-    const source = element(`columns-${section.index}`);
-    section.data = await readTimeline(header.timelines[section.index], source.textContent);
-    source.remove(); // the text is as large as all numbers together
-    redraw();
-  }
+  for (const section of sections) if (section.data && section.whole) paint(section, wholeGeometry(section));
 }
-
-const ready = open().catch((error) => {
-  element("notice").textContent = `The timelines could not be drawn: ${error.message}`;
-  element("notice").hidden = false;
-  throw error;
-});
-
-/** A small window into the page for tests and the console; nothing in it changes anything. */
-window.gapless = Object.freeze({
-  ready: ready.then(() => true),
-  view: () => ({ ...view }),
-  stats: () => ({ ...stats }),
-  pinned: () => pinned && facts(pinned).action,
-  actionAt(timeline, device, time) {
-    const { data } = sections[timeline];
-    const number = data.actionAt(device, time);
-    if (number < 0) return null;
-    const { needs, neededBy, ...known } = facts({ section: sections[timeline], number });
-    const names = (numbers) => numbers.map((n) => nameOf(data, n));
-    return { ...known, start: data.start[number], end: data.end[number], needs: names(needs), neededBy: names(neededBy) };
-  },
-  /** The middle of what runs on a device at a time, in the window's pixels. */
-  place(timeline, device, time) {
-    const section = sections[timeline];
-    const geometry = geometryOf(section);
-    if (!geometry) return null;
-    const box = section.layers.getBoundingClientRect();
-    return { x: box.left + geometry.x(time), y: box.top + geometry.y(device) + geometry.density.bar / 2 };
-  },
-});

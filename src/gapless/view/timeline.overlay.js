@@ -68,24 +68,23 @@ function arrow(pen, data, geometry, from, to, colour, dash, halo) {
   pen.fill();
 }
 
-function paintAxis(canvas, geometry, look, time) {
-  const pen = penOf(canvas, geometry.width, 26);
+/** The time axis, at the top left of whatever the pen draws on. */
+function paintAxis(pen, geometry, look, measure, time) {
   pen.clearRect(0, 0, geometry.width, 26);
   pen.font = `11.5px ${FONT}`;
   pen.textBaseline = "middle";
   pen.textAlign = "left";
   pen.fillStyle = look.muted;
-  pen.fillText("time", 0, 14);
-  for (const tick of ticks(geometry.view, geometry.plotWidth)) {
-    const x = geometry.x(tick);
-    const text = shown(tick);
+  pen.fillText(measure.unit ? `time, ${measure.unit}` : "time", 0, 14, geometry.left - 6);
+  for (const { at, text } of measure.ticks(geometry.view, geometry.plotWidth)) {
+    const x = geometry.x(at);
     const half = pen.measureText(text).width / 2;
     pen.textAlign = x + half > geometry.width ? "right" : "center";
     pen.fillText(text, x + half > geometry.width ? geometry.width : x, 13);
     pen.fillRect(Math.round(x), 21, 1, 5);
   }
   if (time === null) return;
-  const label = shown(Number(time.toPrecision(4)));
+  const label = measure.text(Number(time.toPrecision(4)));
   const half = pen.measureText(label).width / 2 + 6;
   const x = Math.min(Math.max(geometry.x(time), half), geometry.width - half);
   pen.fillStyle = look.ink;
