@@ -31,6 +31,7 @@ def card(title: str, *parts: str, name: str = "") -> str:
 
 
 def paragraph(words: str) -> str:
+    """A few sentences."""
     return f"<p>{text(words)}</p>"
 
 
@@ -73,6 +74,7 @@ def rectangle(number: int, at: float, share: float, height: int = 18) -> str:
 
 
 def swatch(number: int) -> str:
+    """The colour of a part."""
     return sample(f'<rect class="part-{number}" width="14" height="10"/>')
 
 
@@ -92,4 +94,5 @@ def listing(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def verbatim(words: str) -> str:
+    """Lines that stay as they are."""
     return f"<pre>{text(words)}</pre>"

@@ -129,6 +129,7 @@ def _home(timelines: Sequence[Timeline]) -> float | None:
 
 
 def source(name: str) -> str:
+    """A file that the page is made of."""
     return files("gapless.view").joinpath(name).read_text(encoding="utf-8")
 
 
