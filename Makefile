@@ -14,7 +14,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo style check test test-all slow shards browser network clean
+.PHONY: setup demo docs style check test test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,15 @@ demo: $(RUNS)
 	@rm -rf demo/run
 	$(BIN)/python -m gapless train examples/demo.toml --steps 60 --folder demo/run
 	$(BIN)/python -m gapless train examples/demo.toml --steps 100 --folder demo/run --devices 2
+
+# The pages of docs/ as a site, in site/. Links and anchors that lead nowhere end it.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
+	$(PIP) --constraint constraints.txt 'mkdocs-material>=9.6'
+	touch $@
 
 style: $(STAMP)
 	$(BIN)/ruff format --check src tests examples
@@ -120,4 +129,4 @@ shards:
 test-all: test slow
 
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

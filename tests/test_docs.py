@@ -6,6 +6,7 @@
 ```text, sh  only read
 """
 
+import inspect
 import os
 import re
 import subprocess
@@ -13,6 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import gapless
+from tests import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -71,9 +75,22 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8")):
+    for target, section in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text("utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not section or section in sections(file), f"{target}#{section}"
+
+
+def sections(page: Path) -> list[str]:
+    """Of its titles what a link to them has: lower case, without punctuation, - for a space."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_every_schedule_has_a_section() -> None:
@@ -81,3 +98,16 @@ def test_every_schedule_has_a_section() -> None:
 
     titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.MULTILINE)
     assert [title for title in titles if title in RECIPES] == list(RECIPES)
+
+
+def test_the_reference_is_made_from_the_docstrings() -> None:
+    made = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    assert made == reference.page(), "make it anew: python -m tests.reference > docs/reference.md"
+
+
+@pytest.mark.parametrize("call", [gapless.Pipeline, gapless.Pipeline.step, gapless.Pipeline.stream, gapless.make_plan])
+def test_every_option_is_described(call: object) -> None:
+    names = inspect.signature(call).parameters  # type: ignore[arg-type]
+    described = re.findall(r"^ *([\w, ]+?) {2,}\S", inspect.getdoc(call) or "", re.MULTILINE)
+    told = {name for names in described for name in names.split(", ")}
+    assert set(names) - told - {"self"} == set()

@@ -31,7 +31,7 @@ class HeldModel:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers per stage; of a traced model none before it is traced."""
+        """The number of layers in each stage; empty for a model that has not been traced yet."""
         return self._staged.partition
 
     def module(self) -> nn.Module:
@@ -40,24 +40,24 @@ class HeldModel:
         return self._staged.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this process; under a mesh an empty one on a rank that has none, since optimizers want some."""
+        """The parameters of this process. A rank without any gets an empty one, since optimizers want at least one."""
         mine = [parameter for _, parameter in self.named_parameters()]
         yield from mine or ([] if self._world.one_process else [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this process, under the model's names."""
+        """The parameters of this process, under the model's own names."""
         self._follow()
         return ((name, each) for name, each in self._staged.module.named_parameters() if self._staged.holds(each))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The model's own: it knows nothing of stages. Under a mesh every rank gets all of it, on the CPU, or without
-        `whole` what is held there.
+        """The model's own state, which knows nothing of stages. Under a mesh every rank gets all of it, on the CPU;
+        with `whole=False`, only what it holds.
         """
         self._follow(whole=True)
         return self._world.state(self._staged.module, whole)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Under a mesh every rank takes what it needs, from a whole state or its own."""
+        """Loads a state of the model. Under a mesh every rank takes its part, from a whole state or from its own."""
         self._follow()
         loaded = self._world.load(self._staged.module, state, strict)
         for stream in self._streams:
@@ -65,25 +65,30 @@ class HeldModel:
         return loaded
 
     def save(self, folder: str | Path, optimizer: Any, scheduler: Any = None, extra: Any = None) -> None:
-        """A checkpoint: the model, the optimizer made of `parameters()`, the scheduler, steps and random numbers, and
-        what you add. It is there whole, or not at all. Any number of devices or ranks can load it.
+        """Writes a checkpoint. It is there whole or not at all, and any number of devices or ranks can load it. It also
+        holds the number of steps and the random state.
+
+        folder     where to write it
+        optimizer  the one made of `parameters()`
+        scheduler  its learning-rate scheduler
+        extra      anything of yours: numbers, strings, tensors, lists and dicts of them
         """
         self.saveable().save(folder, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
     def load(self, folder: str | Path, optimizer: Any = None, scheduler: Any = None) -> Any:
-        """Goes on from a checkpoint, and returns its `extra`. Without an optimizer the model alone is loaded."""
+        """Continues from a checkpoint and returns its `extra`. Without an optimizer, only the model is loaded."""
         extra = self.saveable().load(folder, optimizer=optimizer, scheduler=scheduler)
         for stream in self._streams:
             stream.reloaded()
         return extra
 
     def saveable(self) -> Saveable:
-        """As `gapless.checkpoint.Checkpoints` takes it."""
+        """This pipeline in the form that checkpoints are made from."""
         self._follow(whole=True)
         return SavedPipeline(SavedModel(self._world, self._staged, self._options), self, self._nothing)
 
     def train(self, mode: bool = True) -> Self:
-        """As of the model; `evaluate` changes modes for itself."""
+        """Puts the model into training mode. `evaluate` switches modes by itself."""
         self._follow()
         self._staged.module.train(mode)
         return self
@@ -92,7 +97,7 @@ class HeldModel:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the model; gradients of steps with `sync=False` are dropped too."""
+        """Clears all gradients, those of steps with `sync=False` too."""
         self._follow()
         self._world.zero_grad(self._staged.module, set_to_none)
 

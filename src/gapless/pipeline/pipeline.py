@@ -52,42 +52,45 @@ if TYPE_CHECKING:
 
 
 class Pipeline(HeldModel):
-    """A model cut into stages, on devices that work at the same time, with the gradients of plain training.
+    """A model cut into stages that work at the same time, with the gradients of training on one device.
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
-    devices            how many, "cuda" for all GPUs, or a list of torch devices (one may be there several times): one
-                       process, a thread for each
-    mesh               instead of devices, one process for each, under torchrun: a torch DeviceMesh with a dimension pp,
-                       and dp and tp if wanted; every rank makes the same calls
-    schedule           a name from `gapless schedules`, a Schedule, a Plan, which brings microbatches, partition,
-                       remat and costs, or a Replication, which brings partition and replicas
-    microbatches       into how many parts a minibatch is cut
-    loss               loss(outputs, target), a scalar; without it the model's own: its `.loss`, `["loss"]` or scalar
-    stages_per_device  by default what the schedule needs
-    partition          layers per stage; by default balanced by parameters
-    replicas           for pipedream under a mesh of pp alone: on how many ranks each stage is; they take turns
-    costs              for schedules that are made from costs, and for the choice between a B and I W
-    memory_limit       for `auto`
-    seed               of everything random in the layers, together with step, microbatch and layer
-    remat              "none", "stage", "layer", or a list with one of these per stage
-    loss_weight        what a microbatch counts: None for samples, or the targets that torch's losses and the model's
-                       own do not leave out; "sum" for a loss that is a sum; or a function of the target
-    batchnorm          its running statistics: "microbatch" as torch moves them, "deferred" once for a minibatch, or
-                       "error"
-    tied               parameters that several stages use: "exact" adds gradients as plain training does, "summed" once
-                       per step, which is the default under a mesh
+    devices            a number, "cuda" for all GPUs, or a list of torch devices; runs in one process, with a thread for
+                       each device. A device may be listed several times
+    mesh               instead of `devices`, under torchrun: a torch DeviceMesh with a dimension `pp` and, if you like,
+                       `dp` and `tp`. Every rank makes the same calls
+    schedule           a name from `gapless schedules`, a Schedule, a Plan (which also sets microbatches, partition,
+                       remat and costs) or a Replication (which also sets partition and replicas)
+    microbatches       how many parts a minibatch is cut into
+    loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
+                       `.loss`, as `["loss"]`, or as a scalar
+    stages_per_device  the default is what the schedule needs
+    partition          the number of layers in each stage; balanced by parameters unless given
+    replicas           only for pipedream, under a mesh with `pp` alone: how many ranks run each stage. They take turns
+    costs              used by schedules that are made from costs, and to decide between a whole and a split backward
+    memory_limit       only for `auto` and `optimal`: the most a device may hold, in units of the costs' `activation`
+    objective          only for `auto` and `optimal`: minimise "makespan" or "span"
+    seed               sets all random numbers in the layers, together with the step, the microbatch and the layer
+    remat              recompute activations: "none", "stage", "layer", or a list with one of these per stage
+    loss_weight        how much each microbatch counts. None: by its samples, or by the targets that count where the
+                       loss ignores some. "sum": the loss is a sum. Or a function of the target
+    batchnorm          when running statistics move: "microbatch" (as in plain torch), "deferred" (once per minibatch)
+                       or "error" (refuse models with batch norm)
+    tied               how gradients of a parameter that several stages use are added: "exact" in the order of plain
+                       training, or "summed" once per step, the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
                        a mapping from names to tensors, or a .safetensors file
-    compile            True, or options of torch.compile: every layer is compiled, or every piece of a traced model; by
-                       default as the model was, if torch.compile made it
-    layers             of a module that can't be traced: callables that together are the model
-    example            inputs to trace the model with, now; by default the first batch, when it comes
-    batch_dims, target_dims   where inputs and targets are cut, if not along the first dimension
-    intra_op_threads   of a CPU device; by default the caller's, shared among the devices
-    timeline           measure every step; `pipe.timeline` may be changed between steps, on every rank alike
-    timeout            under a mesh: give up after so many seconds without a sign of life, or of work, from any rank
-    transport          under a mesh: "auto", "memory" (of one host), "nccl" or "gloo"
-    graphs             on GPUs, actions as CUDA graphs: False, True, or "auto", where they are equal and faster
+    compile            True, or options for torch.compile: compiles every layer, or every piece of a traced model. A
+                       model that torch.compile has already wrapped is compiled with its own options
+    layers             for a module that can't be traced: callables that together are the model
+    example            inputs to trace the model with right away; otherwise the first batch is used
+    batch_dims         which dimension of each input is the batch, if not the first
+    target_dims        the same for targets
+    intra_op_threads   threads of each CPU device; by default the caller's threads are shared among the devices
+    timeline           measure every step. You may change `pipe.timeline` between steps, on all ranks alike
+    timeout            under a mesh: seconds without a sign of life or progress from some rank before all give up
+    transport          under a mesh: "auto", "memory" (within one host), "nccl" or "gloo"
+    graphs             on GPUs: run actions as CUDA graphs. True, False, or "auto" for where they are faster
     """
 
     def __init__(
@@ -190,14 +193,16 @@ class Pipeline(HeldModel):
         outputs: bool = False,
         scaler: Any = None,
     ) -> Result:
-        """Forward and backward of a minibatch; gradients are added to `.grad`, the optimizer is yours.
+        """Runs forward and backward of a minibatch. Gradients are added to `.grad`; step the optimizer yourself.
 
-        `inputs` is a tensor, a tuple (positional arguments of the first layer) or a dict (its keyword arguments).
-        `weight` is for a minibatch that takes several steps: this one's share of it, by which all losses are
-        multiplied, as `shares` has it. Replicas (`dp`) exchange their gradients at the last of them; `sync=False` marks
-        those before it.
-        `cut=False`: inputs, target and outputs are lists of microbatches, each with shapes of its own.
-        `outputs` asks for the model's outputs, `scaler` is a torch.amp.GradScaler that scales the losses.
+        inputs   a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments)
+        target   what the loss compares with; leave it out if the model returns its own loss
+        weight   for a minibatch spread over several steps: this step's share of it. Its losses are multiplied by it
+                 (`shares` computes it)
+        sync     for such steps with replicas (`dp`): False in all but the last, which exchanges the gradients
+        cut      False if inputs and target are lists of ready-made microbatches, each with shapes of its own
+        outputs  also return the model's outputs
+        scaler   a torch.amp.GradScaler, which scales the losses
         """
         share = Share.of(weight, sync)
         self._options.schedules.check_steps()
@@ -235,9 +240,17 @@ class Pipeline(HeldModel):
         in_flight: int | None = None,
         split: bool = False,
     ) -> Stream:
-        """Training without a flush, for pipedream and 2bw: each stage updates its weights when its gradients are there.
-        `optimizer` makes one from a stage's parameters, `scheduler` a learning-rate scheduler from that, stepped after
-        each update; `clip` is a stage's greatest norm, `vertical` vertical sync. `split`: weight gradients come last.
+        """Trains without a flush, for `pipedream` and `2bw`: each stage updates its weights once it has gradients.
+
+        optimizer    makes an optimizer from the parameters of a stage
+        scheduler    makes a learning-rate scheduler from that optimizer; stepped after each update
+        vertical     vertical sync: a minibatch uses weights of the same version on all stages
+        clip         the largest gradient norm of a stage
+        correction   "spectrain" or "nesterov" (which brings its own optimizer): make up for old weights
+        lr           the learning rate of `correction="nesterov"`
+        lr_by_delay  lower the learning rate of early stages at first, for so many updates (PipeMare)
+        in_flight    how many minibatches are under way at once; by default as many as keep all stages busy
+        split        compute weight gradients apart from input gradients, so that the stage before waits less
         """
         self._follow()
         asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
@@ -246,7 +259,7 @@ class Pipeline(HeldModel):
         return stream
 
     def evaluate(self, inputs: Any, target: Any = None, *, cut: bool = True, outputs: bool = True) -> Result:
-        """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is that of `step`."""
+        """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is as in `step`."""
         batch = self._batch(inputs, target, cut)
         check_drained(self._streams)
         has_loss = target is not None or self._options.loss is own_loss
@@ -283,23 +296,23 @@ class Pipeline(HeldModel):
         return self.evaluate(inputs, target, outputs=outputs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_: the total norm before clipping, in the model's order of parameters."""
+        """As torch.nn.utils.clip_grad_norm_, over all stages. Returns the total norm before clipping."""
         return self._world.clip(list(self._staged.module.parameters()), max_norm, norm_type)
 
     @property
     def compile_seconds(self) -> float:
-        """How long the calls lasted in which compiled layers were compiled: the cold start."""
+        """Seconds spent in calls that compiled layers: the cold start."""
         return sum(stage.compile_seconds for stage in self._staged.stages.values())
 
     @property
     def stopping(self) -> bool:
-        """Under a mesh, SIGTERM has come to some rank: the next step would end the process, on every rank. It stays
-        False between the steps of one minibatch (`sync=False`), which are finished first.
+        """Under a mesh: whether some rank got SIGTERM. The next step would then end the process, on every rank. Between
+        the steps of one minibatch (`sync=False`) it stays False, so that the minibatch is finished first.
         """
         return self._world.stopping
 
     def close(self) -> None:
-        """End the threads. The model and its gradients stay."""
+        """Ends the threads. The model and its gradients stay."""
         self._close()
 
     def __enter__(self) -> "Pipeline":

@@ -53,26 +53,30 @@ def make_plan(
     timeout: float = 600.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The quickest plan for this model that fits: `Pipeline(model, schedule=plan, ...)` takes it as it is.
+    """The quickest plan for this model that fits. `Pipeline(model, schedule=plan, ...)` takes it as it is.
 
-    example, target  a minibatch, as `step` takes it; `target` where there is a loss
-    devices          how many, or a list of torch devices, all of one kind, of which the first is measured
-    mesh             instead of devices, under torchrun: every rank calls this and gets the same plan, for which the
-                     first rank measures the layers. CPU ranks of one host slow each other down by what can't be known:
-                     `plan.caution` says so
-    memory           bytes of each device, or as "24GiB"; a list has one for each; by default what a GPU has, and no
-                     limit on the CPU
-    microbatches     only this many; by default several numbers are tried
-    schedules        only these; by default all with a flush
-    layers           of a module that can't be traced: callables that together are the model
-    optimizer        makes the optimizer, whose state and step are measured; None for one without either
-    replicas         several pipelines side by side are tried too, whatever the mesh: one like `plan.mesh` is for them
-    links            between the devices; by default as measured, between threads or between ranks
-    slack            what the allocator loses, as a share of what comes and goes; by default what it is known to lose
-    seconds          about how long to measure, at most three times
-    time_limit       seconds to search, each time
-    timeout          under a mesh, seconds without a sign of life from a rank, or without any news, after which all give
-                     up
+    model         as `Pipeline` takes it
+    example       the inputs of a minibatch, as `step` takes them
+    target        its target, if there is a loss
+    devices       how many, or a list of torch devices of one kind. The first one is measured
+    mesh          instead of `devices`, under torchrun: every rank calls this and gets the same plan. The first rank
+                  measures the layers. `plan.caution` says what it could not measure
+    loss          loss(outputs, target), as `Pipeline` takes it
+    memory        bytes of each device, or such as "24GiB", or a list with one per device. The default is what a GPU
+                  has, and no limit on the CPU
+    microbatches  plan for this number only; by default several are tried
+    schedules     try these only; by default all that have a flush
+    layers        for a module that can't be traced: callables that together are the model
+    optimizer     makes the optimizer whose memory and time are measured; None if there is none
+    batchnorm     as `Pipeline` takes it
+    replicas      also try several pipelines side by side, whatever the mesh is. `plan.mesh` says which was chosen
+    links         between the devices; by default they are measured
+    batch_dims    as `Pipeline` takes it
+    slack         memory that the allocator loses, as a share of what comes and goes; has a sensible default
+    seconds       about how long to measure, up to three times
+    time_limit    seconds to search, each time
+    timeout       under a mesh: seconds without a sign of life or progress from some rank before all give up
+    progress      called with a line of text now and then
     """
     check_where(devices, mesh)
     model, _ = uncompiled(model)

@@ -12,15 +12,15 @@ from gapless.stage.plain import sum_in_order
 
 @dataclass(frozen=True)
 class Result:
-    """What a step leaves: all tensors are detached.
+    """What a step returns. All tensors are detached.
 
-    loss      of the minibatch, 0-d: the losses times their weights, added in order; None without a target. Of a step
-              that is a part of a minibatch its part: those of all its steps add up to the minibatch's
-    losses    of the microbatches, in their order, without their weights
-    weights   of the microbatches: their share of the minibatch
-    counted   what the loss is a mean over: samples, or targets that it does not leave out; of replicas those of this
-              one. None for a loss that is a sum
-    outputs   of the minibatch, merged; None unless asked for
+    loss      of the minibatch: the losses times their weights, added in order; None without a target. If a minibatch
+              is spread over several steps, their losses add up to the minibatch's
+    losses    of the microbatches, in order and not weighted
+    weights   of the microbatches: their shares of the minibatch
+    counted   what the loss is a mean over: samples, or the targets that count; with replicas, this one's. None for a
+              loss that is a sum
+    outputs   of the minibatch, put together again; None unless asked for
     timeline  as measured; None unless asked for
     """
 

@@ -18,14 +18,21 @@ _MOST = 1e100  # sums of costs stay finite
 
 @dataclass(frozen=True)
 class Costs:
-    """A single number is the cost of one microbatch on one device, shared by its stages; a list gives one per stage.
-    What crosses a boundary gets no smaller by cutting more often, so a single `boundary` is that of every stage.
+    """What actions cost, in any unit of time and any unit of memory. A single number is the cost of one microbatch on
+    one device, and the stages of a device share it. A list has one number per stage.
 
-    activation            bytes an F leaves behind until its W (or B) has ended, in any unit
-    kept_for_weight_grad  the part of them that stays between I and W; all of them unless given
-    boundary              bytes handed from one stage to the next, and all a recomputed stage keeps from F to R
-    backward              time of a whole B; an I and a W together unless given
-    latency               of one hop between devices; bandwidth: boundary bytes per unit of time on top (None: no limit)
+    forward               time of a forward (F)
+    input_grad            time of an input gradient (I)
+    weight_grad           time of a weight gradient (W)
+    backward              time of a whole backward (B); I and W together unless given
+    recompute             time of a recompute (R), with remat
+    update                time of an optimizer step
+    latency               time of a hop between devices, whatever its size
+    bandwidth             of a link: units of memory per unit of time; no limit unless given
+    activation            memory that F keeps until its W or B has ended
+    kept_for_weight_grad  the part of it that stays between I and W; all of it unless given
+    boundary              memory handed from one stage to the next, which is all that a recomputed stage keeps. A single
+                          number holds for every stage: a boundary gets no smaller by cutting more often
     """
 
     forward: PerStage = 1

@@ -15,7 +15,9 @@ from gapless.schedule.unrolled import Unrolled, unrolled
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> Timeline:
-    """Raises ScheduleError for a schedule that would hang."""
+    """When each action starts and ends with these costs, as a Timeline. Without costs every forward, input gradient and
+    weight gradient takes one unit of time. Raises ScheduleError for a schedule that would hang.
+    """
     costs = costs or Costs()
     flat = unrolled(schedule)
     starts, ends = _played(schedule, costs) if flat is None else _run(flat, schedule, costs)

@@ -52,7 +52,12 @@ class Report:
 
 
 def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
-    """Completeness, order, dependencies, placement and the deadlock proof; the expected sizes where they are known."""
+    """Checks that a schedule is complete, in order and possible, and proves that it can't hang. Returns a Report with
+    all violations at once; `report.ok` is True if there are none.
+
+    num_microbatches  how many there should be, if you know
+    num_stages        the same for stages
+    """
     _refuse_strangers(schedule)
     refuse_holes(schedule)
     places, violations = _places(schedule)

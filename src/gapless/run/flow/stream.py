@@ -35,9 +35,7 @@ class Passed(NamedTuple):
 
 
 class Stream:
-    """A flow of minibatches through the stages. `cut` makes microbatches of what a loader gives; `held` keeps others
-    from using the stages.
-    """
+    """Minibatches that follow each other through the stages without a flush. `Pipeline.stream` makes one."""
 
     def __init__(
         self,
@@ -48,6 +46,7 @@ class Stream:
         in_flight: int,
         saveable: Callable[["Stream"], Any],
     ) -> None:
+        """`cut` makes microbatches of what a loader gives; `held` keeps others from using the stages."""
         self._flow, self._devices, self._cut, self._held, self._saveable = flow, devices, cut, held, saveable
         self._in_flight = in_flight
         self._fed = self._passed = devices[0].at
@@ -61,20 +60,20 @@ class Stream:
 
     @property
     def fed(self) -> int:
-        """How many minibatches have come in."""
+        """How many minibatches it has been given."""
         return self._fed
 
     @property
     def minibatches(self) -> int:
-        """How many have gone into the weights of every stage; under a mesh, while it runs, of this rank's stage. With
-        replicas (`dp`), how many groups. Where replicas take turns, those of a group that waits for its rest count.
+        """How many minibatches all stages have learned from; under a mesh and while it runs, this rank's stage. With
+        replicas (`dp`) this counts groups of minibatches. Where replicas take turns, an incomplete group counts too.
         """
         self.check_whole()
         return min(device.at for device in self._devices)
 
     def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
-        """A result for each minibatch of the loader, in order. What an earlier run has fed, before it was left, trains
-        the model too, and its results are dropped.
+        """Trains on every minibatch of the loader and gives a result for each, in order. If you left an earlier run,
+        minibatches that were under way still train the model, but their results are dropped.
         """
         batches, more = iter(loader), True
         self.check_whole()
@@ -297,17 +296,17 @@ class Stream:
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Of each stage, those of all versions of its weights together."""
+        """Bytes of all versions of the weights, for each stage."""
         return [device.versions.num_bytes for device in self._devices]
 
     @property
     def update_seconds(self) -> list[float]:
-        """Of each stage, what its updates have taken of a processor."""
+        """Processor time spent in updates, for each stage."""
         return [device.update_seconds for device in self._devices]
 
     @property
     def is_broken(self) -> bool:
-        """The model is as a failure has left it: its stages have made different updates."""
+        """Whether a failure has left the stages with different numbers of updates."""
         return self._is_uneven and all(device.versions.untouched for device in self._devices)
 
     @property

@@ -156,8 +156,17 @@ def make_schedule(
     minibatches: int = 8,
     time_limit: float = 60.0,
 ) -> Schedule:
-    """The schedule of that name. `memory_limit` is in the unit of the costs' `activation`, or "2x" for twice 1f1b's
-    peak.
+    """The schedule of that name.
+
+    devices            how many
+    microbatches       in a minibatch; for pipedream, minibatches
+    stages_per_device  the default is what the schedule needs
+    costs              for schedules that are made from costs, such as `auto` and the V schedules
+    memory_limit       for `auto` and `optimal`: in units of the costs' `activation`, or "2x" for twice 1f1b's peak
+    objective          for `auto` and `optimal`: "makespan", or "span" for the longest time of a single device
+    replicas           for pipedream: how many devices run each stage
+    minibatches        how many of them a schedule without a flush is made for
+    time_limit         seconds that `optimal` may take
 
     >>> print(make_schedule("1f1b", devices=2, microbatches=2))
     0: 0F0 0F1 0B0 0B1
