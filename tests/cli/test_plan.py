@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from gapless.cli.plan_report import how_good
+from gapless import units
+from gapless.cli.plan_report import report
 from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 from tests.cli.conftest import Command
@@ -140,14 +142,33 @@ def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command
 
 def test_a_gap_is_never_rounded_down() -> None:
     found = search(profiles.even(8), 2, Wanted(schedules=["1f1b"]), 8)
+    assert found.best.searched == found.searched
     for gap, shown in ((0.0301, "3.1%"), (0.0003, "0.1%"), (0.03, "3.0%"), (1.1e-9, "0.0%")):
-        told = how_good(replace(found, searched=replace(found.searched, gap=gap)))
+        told = replace(found.best, searched=replace(found.searched, gap=gap)).how_good
         assert f"no plan of these kinds can be more than {shown} faster" in told
 
 
 def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:
     out = gapless(f"plan {profile} --time-limit 0").out.replace("\n", " ")
     assert "the search was cut short by the time limit" in out
+    told = json.loads(gapless(f"plan {profile} --time-limit 0 --json").out)
+    assert told["cut_short"]
+    assert "the search was cut short by the time limit, with " in told["how_good"]
+
+
+def test_a_plan_that_is_printed_says_how_good_it_is_and_what_to_be_careful_about() -> None:
+    found = search(profiles.even(8), [Device(2**30)] * 2, Wanted(schedules=["1f1b"], microbatches=8), 8)
+    careful = replace(found.best, caution="ranks take turns")
+    assert str(careful).splitlines() == [
+        "1f1b on 2 devices, 8 microbatches of 1: 34.67 ms a step, 230.8 samples/s",
+        "layers per stage: 4,4",
+        f"the fullest device holds {units.show_bytes(careful.memory[0].total)} of 1 GiB",
+        careful.how_good,
+        "caution: ranks take turns",
+    ]
+    assert str(replace(found.best, searched=None)).count("\n") == 2
+    again = replace(found, plans=(careful, *found.plans[1:]))
+    assert report(profiles.even(8), again, 3).endswith("\n\ncaution: ranks take turns")
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,10 @@ def as_json(profile: Profile, found: Found) -> dict[str, Any]:
         "profile": profile.name,
         "explanation": found.explanation,
         "complete": found.complete,
+        "cut_short": found.searched.cut_short,
         "gap": found.searched.gap,
+        "how_good": found.best.how_good,
+        "caution": found.best.caution,
         "best": found.best.to_json(),
         "plans": [
             {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}

@@ -1,6 +1,5 @@
 """The report of `gapless plan`: the ranking, why the first is the first, where its time and its memory go."""
 
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
@@ -40,27 +39,10 @@ def report(profile: Profile, found: Found, top: int) -> str:
         parts.append(_about_the_allocator(profile))
     if found.rejected:
         parts.append(f"left out:\n{_rejections(found)}")
-    parts.append(textwrap.fill(how_good(found), _WIDTH))
+    parts.append(textwrap.fill(best.how_good, _WIDTH))
+    if best.caution:
+        parts.append(textwrap.fill(f"caution: {best.caution}", _WIDTH))
     return "\n\n".join(parts)
-
-
-def how_good(found: Found) -> str:
-    """What is known of the best plan: how much better any other could be, and what was not tried."""
-    searched, best = found.searched, found.best
-    gap = math.ceil(1000 * searched.gap - 1e-6) / 1000 if searched.gap > 1e-6 else 0.0  # never less than it is
-    known = f"no plan of these kinds can be more than {text.percent(gap)} faster"
-    said = [f"{searched.tried} choices were tried; {known}" if gap else f"{known}: it is the best"]
-    if searched.cut_short:
-        said.append(
-            f"the search was cut short by the time limit, with {searched.untried} choices not tried: more time may "
-            "find a better plan, and another machine may find another"
-        )
-    elif searched.untried:
-        said.append(f"{searched.untried} choices were not tried, since the search has a budget")
-    if best.idle_devices:
-        plural = "s stay" if best.idle_devices > 1 else " stays"
-        said.append(f"{best.idle_devices} device{plural} idle: no plan that was found for all is as fast")
-    return "; ".join(said)
 
 
 def _about_the_allocator(profile: Profile) -> str:

@@ -17,7 +17,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.units import show_count
+from gapless.units import show_bytes, show_count, show_seconds
 from gapless.user_file import read_user_file
 
 
@@ -185,6 +185,40 @@ class Plan:
             if again := self.remat.count(kind):
                 parts.append(words if again == len(self.remat) else f"{words} of {again} of {len(self.remat)} stages")
         return ", ".join(parts)
+
+    @property
+    def how_good(self) -> str:
+        """How much faster any other plan could be, and what was not tried; nothing for a plan that nobody searched."""
+        searched = self.searched
+        if searched is None:
+            return ""
+        gap = math.ceil(1000 * searched.gap - 1e-6) / 10 if searched.gap > 1e-6 else 0.0  # never less than it is
+        known = f"no plan of these kinds can be more than {gap:.1f}% faster"
+        said = [f"{searched.tried} choices were tried; {known}" if gap else f"{known}: it is the best"]
+        if searched.cut_short:
+            said.append(
+                f"the search was cut short by the time limit, with {searched.untried} choices not tried: more time may "
+                "find a better plan, and another machine may find another"
+            )
+        elif searched.untried:
+            said.append(f"{searched.untried} choices were not tried, since the search has a budget")
+        if self.idle_devices:
+            plural = "s stay" if self.idle_devices > 1 else " stays"
+            said.append(f"{self.idle_devices} device{plural} idle: no plan that was found for all is as fast")
+        return "; ".join(said)
+
+    def __str__(self) -> str:
+        fullest = max(range(self.num_devices), key=lambda device: self.memory[device].total)
+        limit = self.limits[fullest]
+        room = "" if limit is None else f" of {show_bytes(limit)}"
+        lines = [
+            f"{self.title}: {show_seconds(self.step_seconds)} a step, {self.throughput:.4g} samples/s",
+            f"layers per stage: {','.join(map(str, self.partition))}",
+            f"the fullest device holds {show_bytes(self.memory[fullest].total)}{room}",
+            self.how_good,
+            f"caution: {self.caution}" if self.caution else "",
+        ]
+        return "\n".join(filter(None, lines))
 
     # -- the JSON form ------------------------------------------------------------------------------------------------
 
