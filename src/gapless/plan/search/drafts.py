@@ -27,7 +27,8 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes
 
-_TRIES = 60  # to share a device's memory among its stages
+_TRIES = 60, 16  # to share a device's memory among its stages, of which there are few, or many
+_FEW_STAGES = 16
 _MESSAGES = 6  # that `auto` leaves room for: a device has two neighbours, and messages go both ways
 _WEIGHT = {"auto": 40, "v-half": 8, "v-min": 8}  # what making a schedule takes, in simulations of it
 
@@ -193,7 +194,7 @@ class Drafts:
             hops=hops if profile.links else None,
             memory=memory,
             limits=limits,
-            most_tries=_TRIES,
+            most_tries=_TRIES[placement.num_stages > _FEW_STAGES],
         )
         if memory is None:
             self._cuts[key] = found

@@ -172,6 +172,11 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
     }
 
 
+def sent(schedule: Schedule, stages: Stages) -> list[int]:
+    """Bytes of the messages that may leave each device while an action runs, at the least."""
+    return [max(_sent(schedule, stages, device)) for device in range(schedule.num_devices)]
+
+
 def _sent(schedule: Schedule, stages: Stages, device: int) -> tuple[int, int]:
     """Bytes of the messages that leave a device: the largest of each channel, after forwards and after backwards."""
     largest: dict[Channel, int] = defaultdict(int)

@@ -15,7 +15,7 @@ from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
-from gapless.plan.search.footprint import in_flight_at_peak, over_limit
+from gapless.plan.search.footprint import in_flight_at_peak, over_limit, sent
 from gapless.plan.search.least import Least
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
@@ -141,16 +141,18 @@ class Judge:
         inputs = [0.0, *(grown * layer.boundary for layer in layers[:-1])]
         flying = [inputs if mode == "layer" else whole for mode in draft.remat]
         copies = [0.0] * draft.schedule.num_stages
+        others = [
+            self.drafts.profile(choice.samples).reserved + grown * size for size in sent(made.schedule, made.alone)
+        ]
         for _ in range(_ROUNDS):
             copies = list(map(max, copies, in_flight_at_peak(made.schedule, made.alone)))
             memory = [
                 [size + times * each for size, each in zip(fixed, own, strict=True)]
                 for times, own in zip(copies, flying, strict=True)
             ]
-            # Less what is no matter of which layers a device has: messages, workspace, what others take.
             limits = [
-                math.inf if limit is None else limit - (held.reserved + grown * (held.buffers + held.workspace))
-                for held, limit in zip(made.held, self.drafts.limits(choice), strict=True)
+                math.inf if limit is None else limit - other
+                for other, limit in zip(others, self.drafts.limits(choice), strict=True)
             ]
             try:
                 counts = self.drafts.cut(choice, draft.remat, memory, limits)
@@ -161,6 +163,8 @@ class Judge:
                 return []
             if self.drafts.fits(made):
                 return [made]
+            # What is no matter of which layers a device has: messages, workspace, what others take.
+            others = [held.reserved + grown * (held.buffers + held.workspace) for held in made.held]
         return []
 
     def _all_recomputed(self, draft: Draft, again: Remat, best: float) -> list[Draft]:

@@ -160,12 +160,16 @@ class _Attempts:
         for number, choice in enumerate(dict.fromkeys((*quick, *ranked))):
             said = f"best {show_seconds(self.step)}" if self.best else "nothing fits yet"
             self.progress(f"{number}/{len(ranked)} choices, {said}")
-            if (plan := self._tried(choice, until)) is not None:
+            best_here = min((plan.step_seconds for _, plan in here), default=math.inf)
+            if (plan := self._tried(choice, until, best_here)) is not None:
                 here.append((choice, plan))
         self._refine(here)
 
-    def _tried(self, choice: Choice, until: int) -> Plan | None:
-        """What is made of a choice, if it may be the best; everything else is rejected, with the reason."""
+    def _tried(self, choice: Choice, until: int, best_here: float) -> Plan | None:
+        """What is made of a choice, if it may be the best; everything else is rejected, with the reason. Where not all
+        cuts are looked at, those of one recipe are held against the best of these devices: what is behind the best of
+        all may be ahead once it is refined.
+        """
         least = self.judge.least.seconds(choice)
         if least == math.inf:
             self.hopeless.append(choice)
@@ -188,7 +192,8 @@ class _Attempts:
             self._reject(choice, f"not tried: {why}")
             return None
         self.tried += 1
-        plan = self._judged(choice)
+        refinable = choice.recipe != "auto" and not self.judge.few_cuts(choice)
+        plan = self._judged(choice, min(best_here, _HOPELESS * self.step) if refinable else self.step)
         if plan is not None or not self.judge.is_too_large(choice):
             self.least = min(self.least, least)
         return plan
@@ -199,7 +204,7 @@ class _Attempts:
         for choice in ranked[:_NEAREST]:
             self._judged(choice)
 
-    def _judged(self, choice: Choice) -> Plan | None:
+    def _judged(self, choice: Choice, best: float = math.inf) -> Plan | None:
         kind = (choice.recipe, choice.stages_per_device, choice.mesh)
         most = _MOST_ACTIONS // _SLOWER.get(choice.recipe, 1)
         if choice.num_actions > most:
@@ -210,7 +215,7 @@ class _Attempts:
             self._reject(choice, f"too large even with microbatches of {smaller}")
             return None
         try:
-            plan = self.judge.plan(choice, self.step)
+            plan = self.judge.plan(choice, best)
         except TooLargeError as error:
             self._reject(choice, str(error))
             self.too_large[kind] = choice.samples
@@ -233,9 +238,12 @@ class _Attempts:
     def _refine(self, here: Sequence[tuple[Choice, Plan]]) -> None:
         """The best of this machine, each of another recipe; all cuts of those with few were looked at."""
         seen: set[str] = set()
-        for choice, plan in sorted(here, key=lambda pair: _value(pair[1])):
-            if plan.step_seconds > _HOPELESS * self.step:
+        ranked = sorted(here, key=lambda pair: _value(pair[1]))
+        for choice, plan in ranked:
+            if plan.step_seconds > _HOPELESS * ranked[0][1].step_seconds:
                 break
+            if self.judge.least.seconds(choice) >= self.step:
+                continue
             if choice.recipe not in seen and len(seen) < _REFINED:
                 seen.add(choice.recipe)
                 if self.judge.few_cuts(choice) or self.out_of_time():
