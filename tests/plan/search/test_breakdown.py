@@ -96,3 +96,10 @@ def test_devices_without_sense_are_refused() -> None:
         check_devices([Device(0)])
     with pytest.raises(ConfigError, match="there are no devices"):
         check_devices([])
+
+
+def test_of_the_links_of_replicas_the_one_counts_that_holds_a_message_up_longest() -> None:
+    # The latency was looked at only where bandwidths are equal.
+    links = (Link("inside", 2, 0.0, 1e9), Link("outside", None, 1.0, 1e12))
+    profile = profiles.even(4, links)
+    assert Mesh(2, 2, order=(0, 1, 3, 4)).hop(profile, 0, 1).name == "outside"

@@ -346,3 +346,11 @@ def test_unlike_devices_are_put_in_every_order_and_may_stay_idle() -> None:
     four = [Device(10), Device(24), Device(10), Device(24)]
     orders = {mesh.order for mesh in meshes(range(4), four, replicas=True, links=()) if mesh.replicas == 2}
     assert {(), (1, 0, 3, 2)} <= orders
+
+
+def test_the_order_of_a_vee_does_not_depend_on_what_was_drafted_before() -> None:
+    profile = profiles.some(random.Random(3), 12, [Link("link", None, 0.1, 1e9)])
+    choice, counts = Choice("v-half", 2, Mesh(1, 3), 6, 1), (2, 2, 2, 2, 2, 2)
+    fresh, used = (Drafts(profile, [Device()] * 3) for _ in range(2))
+    inside = used.make(choice, counts, ("layer",) * 6)
+    assert inside.plain != fresh.make(choice, counts).plain == used.make(choice, counts).plain

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from gapless.errors import ConfigError
 from gapless.plan.profile.profile import Link, Profile
 
+_MESSAGE = 2**20  # bytes of the message that tells which of several links is the slowest
+
 
 @dataclass(frozen=True)
 class Device:
@@ -68,7 +70,7 @@ class Mesh:
     def hop(self, profile: Profile, one: int, other: int) -> Link:
         """What connects two positions of a pipeline; of all replicas the slowest."""
         links = [profile.link(self.device(r, one), self.device(r, other)) for r in range(self.replicas)]
-        return max(links, key=lambda link: (link.seconds(2**20), link.latency))
+        return max(links, key=lambda link: link.latency + link.seconds(_MESSAGE))
 
     def sum_seconds(self, profile: Profile, position: int, size: float) -> float:
         """How long the replicas of a position take to add up `size` bytes of gradients."""

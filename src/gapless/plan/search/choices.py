@@ -59,6 +59,11 @@ class Choice:
         """About how many its schedule has."""
         return 3 * self.mesh.num_devices * self.stages_per_device * self.microbatches
 
+    @property
+    def share(self) -> int:
+        """Samples of one pipeline, had all microbatches as many as the largest."""
+        return self.microbatches * self.samples
+
     def __str__(self) -> str:
         replicas = f"{self.mesh.replicas} x " if self.mesh.replicas > 1 else ""
         devices = f"{replicas}{show_count(self.mesh.num_devices, 'device')}"

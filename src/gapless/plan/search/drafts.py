@@ -111,7 +111,7 @@ class Drafts:
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
         self._on = cache(self._positions)
-        self._plain: dict[tuple[Choice, tuple[int, ...], Modes | None], Schedule] = {}
+        self._plain: dict[tuple[Choice, tuple[int, ...], tuple[Any, ...]], Schedule] = {}
         self._cuts: dict[Any, tuple[int, ...]] = {}
 
     def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None) -> Draft:
@@ -133,7 +133,8 @@ class Drafts:
         sizes["stages_per_device"] = choice.stages_per_device
         if choice.recipe not in _WEIGHT:
             return self._named(choice.recipe, **sizes)
-        key = (choice, counts, modes if choice.recipe == "auto" else None)
+        # The orders of vees depend on times, which recomputes inside backwards change.
+        key = (choice, counts, modes if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
         if key not in self._plain:
             self.effort += self.weight(choice)
             if choice.recipe == "auto":

@@ -5,7 +5,7 @@ devices have time to spare while a pipeline fills, only a simulation tells.
 """
 
 from collections.abc import Callable
-from itertools import product
+from itertools import permutations
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
@@ -25,15 +25,17 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
     except GaplessError:
         return plan
     seen = {best.counts}
+    # From one stage to another: all cuts between them move by a layer. Neighbours come first.
+    stages = sorted(permutations(range(len(plan.partition)), 2), key=lambda pair: (abs(pair[0] - pair[1]), min(pair)))
     moved = True
     while moved and not out_of_time():
         moved = False
-        for cut, layers in product(range(len(plan.partition) - 1), (1, -1)):
+        for gains, loses in stages:
             counts = list(best.counts)
-            counts[cut] += layers
-            counts[cut + 1] -= layers
+            counts[gains] += 1
+            counts[loses] -= 1
             moves = tuple(counts)
-            if min(counts[cut], counts[cut + 1]) < 1 or moves in seen or drafts.effort + drafts.weight(choice) > until:
+            if counts[loses] < 1 or moves in seen or drafts.effort + drafts.weight(choice) > until:
                 continue
             seen.add(moves)
             if bounds.seconds(moves) >= best.seconds:

@@ -124,7 +124,7 @@ class _Attempts:
         self.found: list[tuple[Choice, Plan]] = []
         self.best: Plan | None = None
         self.rejected: list[Rejection] = []
-        self.too_large: dict[tuple[str, int, Mesh], int] = {}  # the smallest microbatches that did not fit
+        self.too_large: dict[tuple[str, int, Mesh], Choice] = {}  # the smallest microbatches that did not fit
         self.hopeless: list[Choice] = []  # what can't fit, however it is cut and recomputed
         self.missed: list[tuple[float, Rejection]] = []  # what does not fit, and what it needs for each byte there is
         self.least = math.inf  # what no plan can be below, of all choices that may fit
@@ -210,15 +210,16 @@ class _Attempts:
         if choice.num_actions > most:
             self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
             return None
-        smaller = self.too_large.get(kind, math.inf)
-        if choice.samples >= smaller:
-            self._reject(choice, f"too large even with microbatches of {smaller}")
+        smaller = self.too_large.get(kind)
+        if smaller is not None and choice.samples >= smaller.samples and choice.share >= smaller.share:
+            self._reject(choice, f"too large even with microbatches of {smaller.samples}")
             return None
         try:
             plan = self.judge.plan(choice, best)
         except TooLargeError as error:
             self._reject(choice, str(error))
-            self.too_large[kind] = choice.samples
+            if best == math.inf:  # otherwise what is too slow was not looked at
+                self.too_large[kind] = choice
             self.missed.append((error.excess, self.rejected[-1]))
             return None
         except GaplessError as error:
