@@ -96,6 +96,18 @@ def test_an_impossible_pipeline_is_refused_with_its_numbers(
     assert words in str(caught.value)
 
 
+def test_ranks_are_refused_where_there_is_no_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    words = (
+        r"a process for each device \(mesh=, torchrun\) needs Linux, and this is Darwin: use devices= in one process"
+    )
+    with pytest.raises(ConfigError, match=words):
+        pipeline(devices=None, mesh=object())
+    with pipeline() as pipe:
+        pipe.step(X, Y)
+
+
 def test_a_model_without_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="weight of a Linear is on the meta device"):
         pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta")))

@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from gapless.checkpoint.listing import saved_in
+from gapless.plan.plan import Plan
 from gapless.train.config import read_config
+from gapless.train.job import build
 from gapless.train.metrics import read_metrics
 from gapless.train.run_folder import RunFolder
 from gapless.train.torchrun import Ranks
-from gapless.train.training import prepared
+from gapless.train.training import make_trainer, prepared
 from tests.cli.test_main import environment
+from tests.run.forked import Launch
 from tests.train.configs import CONFIG, write
 
 LONGER = (("steps = 6", "steps = 40"), ('["cpu", "cpu"]', '["cpu", "cpu", "cpu", "cpu"]'))
@@ -90,6 +96,55 @@ def test_replicas_share_the_minibatches(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     (_, losses), (_, found) = (weights_and_losses(config, tmp_path / each) for each in ("one", "ranks"))
     assert found == pytest.approx(losses, rel=1e-4)  # sums over replicas have another order
+
+
+def plans(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    ranks = Ranks(dist.get_rank(), 2, 0, 1, mesh, dist.new_group(backend="gloo"))
+    config = read_config(Path(folder) / "mine.toml").changed(plan="auto", microbatches=3)
+    job = build(config, ranks)
+    before = torch.get_rng_state()
+    plan = job.made_plan(seconds=0.01)
+    assert (plan.num_devices, plan.microbatches, plan.minibatch) == (2, 3, 6)
+    assert len(set(ranks.gathered(plan.text()))) == 1
+    assert torch.equal(before, torch.get_rng_state())
+    assert job.fits(plan)
+    assert not replace(job, ranks=Ranks(0, 4, 0, 2, mesh)).fits(plan)
+    assert not replace(job, config=config.changed(devices=3)).fits(plan)
+    with job.pipeline(plan) as pipe:
+        trainer = make_trainer(config.changed(steps=2), job, pipe)
+        trainer.run()
+        assert (trainer.step, pipe.schedule) == (2, plan.schedule)
+
+
+def test_ranks_make_one_plan_and_train_with_it(launch: Launch, tmp_path: Path) -> None:
+    write(tmp_path)
+    launch(plans, 2, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_plan_goes_on_with_another_plan_on_other_devices_and_keeps_its_microbatches(
+    tmp_path: Path,
+) -> None:
+    config = write(tmp_path)
+    with launched(config, 2, "--folder", "ranks", "--plan", "auto", "--steps", "3") as process:
+        out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err
+    assert len(re.findall("^the plan takes the place of schedule, microbatches in", out, re.M)) == 1
+    assert len(re.findall("^caution: 2 CPU ranks share the", out, re.M)) == 1
+    kept = Plan.read(tmp_path / "ranks" / "plan.json")
+    one = read_config(config, QUIET).changed(plan="auto")
+    with prepared(one, RunFolder(tmp_path / "ranks"), Ranks()) as training:
+        assert training.begun == 3
+        assert training.plan is not None
+        assert training.plan.microbatches == kept.microbatches
+        training.run()
+    in_one_process(write(tmp_path, ("microbatches = 4", f"microbatches = {kept.microbatches}")), tmp_path / "one")
+    losses, found = (
+        [line["loss"] for line in read_metrics(tmp_path / each / "metrics.jsonl") if "loss" in line]
+        for each in ("one", "ranks")
+    )
+    assert losses == found
 
 
 def ranks_of(agent: int) -> list[int]:

@@ -11,6 +11,7 @@ lead anywhere else.
 
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -252,7 +253,9 @@ class Checkpoints:
 
 def _let_others_go_first() -> None:
     """Whatever trains: this thread takes what of the processors is left over."""
-    with suppress(OSError, AttributeError):  # not every system knows priorities of threads
+    if sys.platform != "linux":  # elsewhere priorities are those of processes, and the number is not one of them
+        return
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_URGENT)
         policy, urgent = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
         if urgent > 1:  # real time, which knows no niceness

@@ -1,10 +1,14 @@
 """Who is at work in a folder: a lock that ends with its process, however that ends."""
 
-import fcntl
 import os
 from pathlib import Path
 
 from gapless.checkpoint.disk import Disk, aside, is_aside
+
+try:
+    import fcntl
+except ImportError:
+    raise ImportError("gapless trains on Linux, and in one process on macOS: this system has no file locks") from None
 
 
 class HeldFolder:

@@ -1,6 +1,7 @@
 """`gapless train`: train what a config describes."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -80,8 +81,11 @@ def _train(arguments: argparse.Namespace) -> int:
     from gapless.train.training import prepared
 
     out = sys.stderr if arguments.json else sys.stdout
-    config = _changed(read_config(arguments.config, arguments.set), arguments, out)
+    read = read_config(arguments.config, arguments.set)
+    config = _changed(read, arguments)
     with joined(config) as ranks:
+        if ranks.first and arguments.plan is not None:
+            _say_replaced(read, arguments, out)
         shows = terminal.show_progress if ranks.first else None
         folder = ranks.decided(folder_of(config, arguments.folder, fresh=arguments.fresh))
         try:
@@ -126,6 +130,8 @@ def _introduce(training: "Training", out: TextIO) -> None:
         layers, speed = ",".join(map(str, plan.partition)), f"{plan.throughput:.4g} samples/s"
         promise = f"predicted {show_seconds(plan.step_seconds)} per step, {speed}"
         terminal.say(f"plan: {plan.title}; layers per stage {layers}; {promise}", out)
+        if plan.caution:
+            terminal.say(f"caution: {plan.caution}", out)
     done, steps = training.trainer.step, training.trainer.steps
     goes_on = f", which goes on after step {done} of {steps}" if done else ""
     terminal.say(f"run: {training.folder.path}{goes_on}", out)
@@ -154,17 +160,20 @@ def _display(arguments: argparse.Namespace, training: "Training", out: TextIO) -
     return Lines(say)
 
 
-def _changed(config: "Config", arguments: argparse.Namespace, out: TextIO) -> "Config":
-    """With the options in place of what the file says; what a plan takes the place of is told."""
+def _say_replaced(config: "Config", arguments: argparse.Namespace, out: TextIO) -> None:
+    """What of the file a plan takes the place of."""
     from gapless.train.config import BROUGHT_BY_A_PLAN
 
+    said = [key for key in BROUGHT_BY_A_PLAN if getattr(config.pipeline, key) is not None]
+    if said:
+        terminal.say(f"the plan takes the place of {', '.join(said)} in {arguments.config}", out)
+
+
+def _changed(config: "Config", arguments: argparse.Namespace) -> "Config":
+    """With the options in place of what the file says."""
     plan = arguments.plan
-    if plan is not None:
-        said = [key for key in BROUGHT_BY_A_PLAN if getattr(config.pipeline, key) is not None]
-        if said:
-            terminal.say(f"the plan takes the place of {', '.join(said)} in {arguments.config}", out)
-        if plan != "auto":
-            plan = str(Path(plan).absolute())
+    if plan not in (None, "auto"):
+        plan = str(Path(plan).absolute())
     others = {name: getattr(arguments, name) for name in ("steps", "devices", "schedule", "microbatches")}
     return config.changed(plan=plan, **others)
 
@@ -180,16 +189,15 @@ def _stopped(training: "Training", why: str, code: int) -> int:
 def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
     from gapless.train.metrics import summary_of
 
-    found = summary_of(training.folder.metrics)
+    found = summary_of(training.folder.metrics, training.begun)
     plan = training.plan
     if arguments.json:
         terminal.print_json(_as_json(found, training, plan))
         return
     usual = found["step_seconds"]
-    lines = [
-        f"{show_count(found['steps'], 'step')}, last loss {found['loss']:.4g}, {1000 * usual:.1f} ms per step (median)"
-    ]
-    if plan is not None:
+    speed = "" if math.isnan(usual) else f", {1000 * usual:.1f} ms per step (median)"
+    lines = [f"{show_count(found['steps'], 'step')}, last loss {found['loss']:.4g}{speed}"]
+    if plan is not None and speed:
         off = 100 * (usual / plan.step_seconds - 1)
         lines.append(f"predicted {1000 * plan.step_seconds:.1f} ms, measured {1000 * usual:.1f} ms: {off:+.1f}%")
     if training.trainer.step < training.trainer.steps:

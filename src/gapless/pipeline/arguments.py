@@ -1,6 +1,8 @@
 """What a user asks of a pipeline, checked: a fact, its numbers and the way out where it can't be done."""
 
 import inspect
+import platform
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -212,11 +214,22 @@ def one_of(word: str, value: Any, known: Sequence[str]) -> Any:
     return value
 
 
+def check_system() -> None:
+    """Ranks use memory, pipes and signals as Linux has them."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"a process for each device (mesh=, torchrun) needs Linux, and this is {platform.system() or 'another'}: "
+            "use devices= in one process, or run it on Linux"
+        )
+
+
 def check_where(devices: Any, mesh: Any) -> None:
     """One of the two is given, and not both."""
     if (devices is None) == (mesh is None):
         given = "neither is given" if mesh is None else "both are given"
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
+    if mesh is not None:
+        check_system()
 
 
 def _of_plan(schedule: object, devices: Devices | World | None) -> Devices | World | None:

@@ -1,7 +1,8 @@
 """What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
+from gapless.pipeline.planning import make_plan
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.task import Optimizer
@@ -52,6 +54,45 @@ class Job:
         progress: Progress | None = None,
     ) -> Planned:
         """Measured and planned, with what the config allows where nothing is given."""
+        wanted = self._wanted(wanted)
+        with self._measuring():
+            return planned(
+                self.model,
+                *self.first,
+                devices=self.devices,
+                wanted=wanted,
+                loss=self.loss,
+                memory=self.config.pipeline.memory if memory is None else memory,
+                speeds=speeds,
+                optimizer=self.optimizer,
+                seconds=seconds,
+                progress=progress,
+                name=self.config.model.name,
+            )
+
+    def made_plan(
+        self, progress: Progress | None = None, *, microbatches: int | None = None, seconds: float = 10.0
+    ) -> Plan:
+        """The best one for these devices; of ranks the first one measures, and all get the same."""
+        wanted = replace(ANYTHING, microbatches=microbatches)
+        if self.ranks.mesh is None:
+            return self.planned(wanted=wanted, seconds=seconds, progress=progress).found.best
+        wanted = self._wanted(wanted)
+        with self._measuring():
+            return make_plan(
+                self.model,
+                *(None if each is None else mb.split(each, self.ranks.replicas)[0] for each in self.first),
+                mesh=self.ranks.mesh,
+                loss=self.loss,
+                memory=self.config.pipeline.memory,
+                microbatches=wanted.microbatches,
+                schedules=wanted.schedules,
+                optimizer=self.optimizer,
+                seconds=seconds,
+                progress=progress,
+            )
+
+    def _wanted(self, wanted: Wanted) -> Wanted:
         layout = self.config.pipeline
         if layout.plan == "auto":
             wanted = replace(
@@ -60,32 +101,27 @@ class Job:
                 schedules=wanted.schedules or (None if layout.schedule is None else [layout.schedule]),
             )
         self._check(wanted.microbatches)
-        with (
-            own.importable(self.config),
-            own.told(f"measuring the model{with_shape(self.first)}"),
-            torch.random.fork_rng(devices=[]),
-        ):
-            return planned(
-                self.model,
-                *self.first,
-                devices=self.devices,
-                wanted=wanted,
-                loss=self.loss,
-                memory=layout.memory if memory is None else memory,
-                speeds=speeds,
-                optimizer=self.optimizer,
-                seconds=seconds,
-                progress=progress,
-                name=self.config.model.name,
-            )
+        return wanted
 
-    def plan(self, progress: Progress | None = None) -> Plan | None:
-        """The one that the config asks for, if it does."""
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """What is drawn there, training does not miss."""
+        what = f"measuring the model{with_shape(self.first)}"
+        with own.importable(self.config), own.told(what), torch.random.fork_rng(devices=[]):
+            yield
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether it was made for the devices that are here."""
+        if self.ranks.mesh is not None:
+            return (plan.mesh.replicas, plan.num_devices) == (self.ranks.replicas, self.config.num_devices)
+        there = plan.num_devices if plan.searched is None else plan.searched.devices  # some may stay idle
+        return (plan.mesh.replicas, there) == (1, self.config.num_devices)
+
+    def plan(self) -> Plan | None:
+        """The one in a file that the config names, if it does."""
         asked = self.config.pipeline.plan
         if asked is None:
             return None
-        if asked == "auto":
-            return self.planned(progress=progress).found.best
         plan = Plan.read(self.config.folder / asked)
         layout, minibatch = self.config.pipeline, self.config.minibatch
         if plan.minibatch != minibatch:

@@ -179,10 +179,11 @@ def tensorboard_is_installed() -> bool:
     return find_spec("tensorboard") is not None
 
 
-def summary_of(path: Path) -> dict[str, Any]:
-    """Of all steps of a run, from its lines. The first step is left out of what is timed, since it is not warm."""
+def summary_of(path: Path, since: int = 0) -> dict[str, Any]:
+    """Of all steps of a run, from its lines. Timed are those after step `since`, but not the first, which is cold."""
     steps = [line for line in read_metrics(path) if "loss" in line]
-    timed = [line for line in steps[1:] or steps if isinstance(line.get("seconds"), float)]
+    recent = [line for line in steps if line["step"] > since]
+    timed = [line for line in recent[1:] or recent if isinstance(line.get("seconds"), float)]
     evaluations = [line["evaluation"] for line in read_metrics(path) if "evaluation" in line]
     total = sum(line["seconds"] for line in timed)
     return {

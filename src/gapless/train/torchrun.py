@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gapless.errors import ConfigError, GaplessError
+from gapless.pipeline.arguments import check_system
 from gapless.train.config import Config
 from gapless.units import show_count
 
@@ -83,6 +84,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     if not is_started():
         yield Ranks()
         return
+    check_system()
     from torch.distributed.device_mesh import init_device_mesh
 
     size, devices = int(os.environ["WORLD_SIZE"]), config.num_devices

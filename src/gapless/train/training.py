@@ -44,6 +44,7 @@ class Training:
     trainer: Trainer
     gauge: Gauge
     interrupts: Interrupts
+    begun: int  # the step after which it goes on
 
     def add(self, callback: Callback) -> None:
         """Told after those that are there."""
@@ -105,30 +106,32 @@ def prepared(
         trainer.callbacks += [early, gauge, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
             trainer.callbacks += _writers(config, folder, gauge)
-        yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts)
+        yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts, trainer.step)
 
 
 def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None:
-    """One that was made for the run is taken again when it goes on: another one could have other microbatches."""
+    """One that was made for the run is taken again when it goes on. On other devices it goes on with another one, which
+    has as many microbatches: with others its numbers would be others.
+    """
     if job.config.pipeline.plan != "auto":
-        return job.plan(progress)
-    if folder.has_checkpoints and folder.plan.is_file():
-        return Plan.read(folder.plan)
-    plan = job.plan(progress)
-    assert plan is not None
-    folder.keep_plan(plan)
+        return job.plan()
+    ranks, microbatches = job.ranks, None
+    if ranks.decided(folder.has_checkpoints and folder.plan.is_file()):
+        before = Plan.read(folder.plan)
+        if job.fits(before):
+            return before
+        if before.mesh.replicas == ranks.replicas:
+            microbatches = before.microbatches
+    plan = job.made_plan(progress, microbatches=microbatches)
+    ranks.together(partial(folder.keep_plan, plan))
     return plan
 
 
 def _check(config: Config, ranks: Ranks) -> None:
     if ranks.mesh is not None and config.train.precision == "fp16":
         raise ConfigError(
-            "train.precision is fp16, whose loss scaler decides in one process which steps to skip: use bf16 on ranks"
-        )
-    if ranks.mesh is not None and config.pipeline.plan == "auto":
-        raise ConfigError(
-            "pipeline.plan is auto, which measures the model in one process: run `gapless plan CONFIG --write "
-            "plan.json`, and set pipeline.plan to that file"
+            "train.precision is fp16, and its loss scaler must see the gradients of all ranks, which it does in one "
+            "process only: use bf16, which needs no scaler, or run without torchrun"
         )
     if config.minibatch < ranks.replicas:
         raise ConfigError(
