@@ -3,6 +3,7 @@
 import pytest
 
 import gapless
+from gapless.errors import ConfigError
 from gapless.run.flow.order import Apply, Move, Order
 
 DRAWN = "0r 1r 1a 1r 0a 1a"  # as in the docstring of the module
@@ -44,3 +45,12 @@ def test_an_order_that_makes_no_sense_says_where(text: str, message: str) -> Non
     with pytest.raises(gapless.GaplessError) as caught:
         Order.parse(text)
     assert str(caught.value) == message
+
+
+def test_the_loaders_of_replicas_are_merged_as_they_were_read() -> None:
+    order = Order.parse("0r 1r 1a 1r 0a 1a 0r")
+    assert list(order.merged(["ab", "xyz"])) == ["a", "x", "y", "b"]
+    with pytest.raises(ConfigError, match="the order has 2 replicas, but 1 loaders came: give each its own"):
+        order.merged(["abc"])
+    with pytest.raises(ConfigError, match="replica 1 has read more minibatches than its loader has: give it all of"):
+        list(order.merged(["ab", "x"]))

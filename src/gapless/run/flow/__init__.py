@@ -25,5 +25,9 @@ asp                replicas that apply gradients to shared weights without waiti
 local_steps        replicas that step alone, and average their weights now and then
 crew               the threads of replicas: minibatches in, results out, the first failure stops all
 replica_arguments  what a user asks of replicas, checked
+sent_state         what of a model goes from rank to rank
+letters            a word, some numbers and tensors, from one rank to another
+hub                the rank that has the weights, and answers the letters of all replicas
+rank_replicas      a replica on a rank of its own
 async_replicas     what a user iterates over
 """

@@ -13,7 +13,7 @@ has them.
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gapless.errors import ConfigError
@@ -25,14 +25,14 @@ class Asp:
     """The shared weights, and who has read and applied what; whoever calls sees to it that nobody else does."""
 
     def __init__(
-        self, model: nn.Module, replicas: Sequence[Replica], optimizer: Optimizer, scheduler: Any, bound: int | None
+        self, model: nn.Module, replicas: int, optimizer: Optimizer, scheduler: Any, bound: int | None
     ) -> None:
         self.optimizers: tuple[Optimizer, ...] = (optimizer,)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._parameters = list(model.named_parameters())
         self._bound = bound
-        self._reads = [Move(replica.number, "r") for replica in replicas]
-        self._applies = [Move(replica.number, "a") for replica in replicas]
+        self._reads = [Move(number, "r") for number in range(replicas)]
+        self._applies = [Move(number, "a") for number in range(replicas)]
         self.updates = 0
         self.begin(0)
 
@@ -42,6 +42,7 @@ class Asp:
         self._moves: list[Move] = []
         self._applied = [0] * len(self._reads)
         self._seen = [0] * len(self._reads)  # the updates in what a replica has read
+        self._gone: set[int] = set()  # replicas that have nothing more to do
         for _, parameter in self._parameters:
             parameter.grad = None
 
@@ -52,14 +53,23 @@ class Asp:
 
     def wanted(self, replica: int) -> int | None:
         """The minibatch that this replica may begin, or None while it is too far ahead."""
-        ahead = self._applied[replica] - min(self._applied)
+        others = [applied for number, applied in enumerate(self._applied) if number not in self._gone]
+        ahead = self._applied[replica] - min(others, default=0)
         return None if self._bound is not None and ahead > self._bound else self.next
+
+    def leave(self, replica: int) -> None:
+        """It has nothing more to do, and nobody waits for it."""
+        self._gone.add(replica)
 
     def read(self, replica: Replica) -> None:
         """It begins the next minibatch."""
         copy_state(self._model, replica.module, trained_only=True)
-        self._seen[replica.number] = self.updates
-        self._moves.append(self._reads[replica.number])
+        self.note_read(replica.number)
+
+    def note_read(self, replica: int) -> None:
+        """The weights as they are now are those of its next minibatch."""
+        self._seen[replica] = self.updates
+        self._moves.append(self._reads[replica])
         self.next += 1
 
     def learn(self, replica: Replica) -> None:
@@ -67,7 +77,13 @@ class Asp:
 
     def apply(self, replica: Replica) -> int:
         """Its gradient goes into the weights; returns the staleness."""
-        for (name, parameter), grad in zip(self._parameters, replica.grads, strict=True):
+        staleness = self.step(replica.number, replica.grads)
+        copy_buffers(replica.module, self._model)
+        return staleness
+
+    def step(self, replica: int, grads: Sequence[Tensor | None]) -> int:
+        """The same for a gradient that comes without its replica, which leaves the buffers to the caller."""
+        for (name, parameter), grad in zip(self._parameters, grads, strict=True):
             if parameter.grad is not None:
                 raise ConfigError(
                     f"the loss or a layer uses {name} of the model itself, but replicas have copies of it, and its "
@@ -81,11 +97,10 @@ class Asp:
         finally:
             for _, parameter in self._parameters:
                 parameter.grad = None
-        copy_buffers(replica.module, self._model)
-        staleness = self.updates - self._seen[replica.number]
+        staleness = self.updates - self._seen[replica]
         self.updates += 1
-        self._applied[replica.number] += 1
-        self._moves.append(self._applies[replica.number])
+        self._applied[replica] += 1
+        self._moves.append(self._applies[replica])
         return staleness
 
     def finish(self) -> None:

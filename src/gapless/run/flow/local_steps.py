@@ -33,8 +33,8 @@ class LocalSteps:
         average_state: bool,
     ) -> None:
         self.optimizers = tuple(optimizers)
-        self._model, self._replicas, self._schedulers = model, replicas, schedulers
-        self._steps, self._average_state = steps, average_state
+        self._model, self._replicas, self.schedulers = model, replicas, schedulers
+        self.steps, self.average_state = steps, average_state
         self.updates = 0
         self.begin(0)
 
@@ -46,7 +46,7 @@ class LocalSteps:
     def wanted(self, replica: int) -> int | None:
         """The minibatch that this replica may begin, or None while it waits for the average."""
         done = self._done[replica]
-        return None if done == self._steps else self._base + done * len(self._replicas) + replica
+        return None if done == self.steps else self._base + done * len(self._replicas) + replica
 
     def read(self, replica: Replica) -> None:
         """It begins a minibatch, in a new round with the weights of all."""
@@ -59,15 +59,15 @@ class LocalSteps:
     def learn(self, replica: Replica) -> None:
         """It has its gradient, and steps."""
         self.optimizers[replica.number].step()
-        if self._schedulers[replica.number] is not None:
-            self._schedulers[replica.number].step()
+        if self.schedulers[replica.number] is not None:
+            self.schedulers[replica.number].step()
 
     def apply(self, replica: Replica) -> int:
         """Its step is done; returns how many those of the others are that it knew nothing of, if all are as quick."""
         staleness = self._done[replica.number] * (len(self._replicas) - 1)
         self._done[replica.number] += 1
         self.updates += 1
-        if min(self._done) == self._steps:
+        if min(self._done) == self.steps:
             self.finish()
         return staleness
 
@@ -81,11 +81,11 @@ class LocalSteps:
             parameters = zip(self._model.parameters(), *(each.parameters for each in came), strict=True)
             for parameter, *theirs in parameters:
                 if parameter.requires_grad:
-                    parameter.copy_(_mean(theirs))
+                    parameter.copy_(mean(theirs))
             for module, *others in zip(self._model.modules(), *(each.module.modules() for each in came), strict=True):
                 for name in others[0]._buffers:
-                    module._buffers[name] = _mean_buffer([each._buffers.get(name) for each in others])
-            if self._average_state:
+                    module._buffers[name] = mean_buffer([each._buffers.get(name) for each in others])
+            if self.average_state:
                 self._average([self.optimizers[each.number] for each in came], [each.parameters for each in came])
 
     def _average(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
@@ -95,20 +95,22 @@ class LocalSteps:
                 values = [state.get(name) for state in states]
                 tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
                 if name != "step" and len(tensors) == len(values):
-                    mean = _mean(tensors)
+                    value_of_all = mean(tensors)
                     for value in tensors:
-                        value.copy_(mean)
+                        value.copy_(value_of_all)
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """Added up in this order."""
     total = tensors[0].clone()
     for each in tensors[1:]:
         total.add_(each)
     return total.div_(len(tensors))
 
 
-def _mean_buffer(buffers: Sequence[Tensor | None]) -> Tensor | None:
+def mean_buffer(buffers: Sequence[Tensor | None]) -> Tensor | None:
+    """The first, where they have no mean."""
     there = [each for each in buffers if each is not None and each.is_floating_point()]
     if len(there) == len(buffers) and len({each.shape for each in there}) == 1:
-        return _mean(there)
+        return mean(there)
     return None if buffers[0] is None else buffers[0].clone()

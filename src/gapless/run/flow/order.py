@@ -9,12 +9,14 @@ is for minibatch n.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gapless.errors import ConfigError
+
+_NOTHING = object()
 
 
 class Move(NamedTuple):
@@ -62,6 +64,24 @@ class Order:
             if not re.fullmatch("[0-9]+[ra]", word):
                 raise ConfigError(f"{word[:20]!r} is no move of an order: 0r, replica 0 reads, or 0a, it applies")
         return cls(tuple(Move(int(word[:-1]), "r" if word[-1] == "r" else "a") for word in words))
+
+    def merged(self, loaders: Sequence[Iterable[Any]]) -> Iterator[Any]:
+        """The minibatches of replicas with a loader each, as they were read: what `replay` takes."""
+        if len(loaders) < self.num_replicas:
+            raise ConfigError(
+                f"the order has {self.num_replicas} replicas, but {len(loaders)} loaders came: give each its own"
+            )
+        return self._merged([iter(each) for each in loaders])
+
+    def _merged(self, loaders: Sequence[Iterator[Any]]) -> Iterator[Any]:
+        for replica, kind in self.moves:
+            if kind == "r":
+                batch = next(loaders[replica], _NOTHING)
+                if batch is _NOTHING:
+                    raise ConfigError(
+                        f"replica {replica} has read more minibatches than its loader has: give it all of them"
+                    )
+                yield batch
 
     @property
     def num_replicas(self) -> int:

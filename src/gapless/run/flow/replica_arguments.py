@@ -18,6 +18,22 @@ def check_whole(word: str, value: Any, least: int) -> int:
     return value
 
 
+def check_replicas(replicas: Any, mesh: Any) -> range:
+    """The numbers of those in this process."""
+    if mesh is None:
+        if replicas is None:
+            raise ConfigError("give replicas=, a number of threads of this process, or mesh=, with a rank for each")
+        return range(check_whole("replicas", replicas, 1))
+    from gapless.run.flow.rank_replicas import check_mesh  # here alone: torch.distributed need not be there
+
+    number, ranks = check_mesh(mesh)
+    if replicas not in (None, ranks):
+        raise ConfigError(
+            f"replicas is {replicas!r}, but the mesh has {ranks} ranks, with one each: leave replicas out"
+        )
+    return range(number, number + 1)
+
+
 def check_ways(bound: Any, local_steps: Any, average_state: bool) -> None:
     """They go together."""
     if bound is not None:

@@ -56,7 +56,7 @@ class Watch:
     def __init__(self, ranks: Sequence[int], me: int, connect: Callable[..., Any], timeout: float) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout is {timeout!r}, but it must be a number of seconds above 0")
-        self.me, self.timeout = me, timeout
+        self.me, self.timeout, self.of = me, timeout, "pipeline"  # what this rank has made
         self.calls = 0  # begun; every rank makes the same
         self.begun = False  # in this call, something that others wait for
         self.news: News | None = None
@@ -148,8 +148,8 @@ class Watch:
         """Raises if an earlier call has failed, on any rank."""
         if self.news is not None:
             self._known.wait(_NEWS_WITHIN)
-            again = "; that closed the connections between the ranks: end all ranks, or close the pipeline and make "
-            again = f"{again}a new one on every rank" if self._told else ""
+            again = "; that closed the connections between the ranks: end all ranks, or close"
+            again = f"{again} the {self.of} and make a new one on every rank" if self._told else ""
             self._told = True
             raise TransportError(f"{self.place}: {self.news.text}{again}")
 
@@ -319,7 +319,7 @@ class Watch:
         error = getattr(sys, "last_value", None)
         ended = f" after {in_short(error)}" if error is not None else ""
         for neighbour in self._neighbours:
-            neighbour.say({"bye": f"closed its pipeline{ended}"})
+            neighbour.say({"bye": f"closed its {self.of}{ended}"})
 
     def close(self) -> None:
         self._closing.set()
