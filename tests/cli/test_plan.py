@@ -1,6 +1,7 @@
 """`gapless plan`: the ranking, the reasons, the memory, and one sentence for what is wrong."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_the_report(gapless: Command, profile: str) -> None:
     assert ranking[1].startswith("*  zb-h1 ")
     assert ranking[2].startswith("   1f1b ")
     assert blocks[2].replace("\n", " ").startswith("zb-h1 on 3 devices, 8 microbatches of 1 is predicted to take")
+    assert "\nplain training on one device: it takes at least 144 ms\ndata parallelism alone: " in blocks[2]
     assert blocks[3] == "layers per stage: 2,2,2"
     assert blocks[4].startswith("where the step of ")
     parts = ["compute", "recompute", "load imbalance", "bubble", "communication", "weight update"]
@@ -406,3 +408,23 @@ def test_devices_of_another_kind_have_a_profile_of_their_own(gapless: Command, p
         assert code == 2
         assert message in err
     assert "has 'many', but it takes how many" in gapless(f"plan {profile} --device-profiles many").err
+
+
+def test_plain_training_and_data_parallelism_are_always_told(gapless: Command, profile: str) -> None:
+    out = gapless(f"plan {profile} --devices 4").out
+    assert re.search(r"^plain training on one device: it takes at least [\d.]+ m?s$", out, re.MULTILINE)
+    assert re.search(
+        r"^data parallelism alone: ([\d.]+ m?s a step, 4 x 1f1b on 1 |it takes at least )", out, re.MULTILINE
+    )
+
+
+def test_what_has_no_flush_is_ranked_beside_the_plans_and_never_chosen(gapless: Command, profile: str) -> None:
+    out = gapless(f"plan {profile} --devices 4").out
+    table = out.split("\n\n")[1].splitlines()
+    marks = {line.split()[1]: line[0] for line in table[1:-1] if line[0] in "an" and " of " in line}
+    assert marks == {"pipedream": "a", "2bw": "a"}
+    assert any(line.startswith("*  ") for line in table)
+    assert table[-1].startswith("a  asynchronous: ")
+    found = json.loads(gapless(f"plan {profile} --devices 4 --json").out)
+    assert found["best"]["recipe"] not in ("pipedream", "2bw")
+    assert {other["name"] for other in found["others"]} == set(marks)

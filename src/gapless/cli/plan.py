@@ -3,8 +3,8 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
+from gapless.plan.search.others import Other, others
 from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.wanted import Wanted
@@ -97,15 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
         profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
     finally:
         terminal.show_progress("")
-    _write(arguments, profile, found)
+    beside = _others(arguments, profile, found)
+    _write(arguments, profile, found, beside)
     answers = _answers(arguments, profile, found)
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
         if (kinds := _kinds(arguments, profile)) is not None:
             told["own_step_seconds"] = kinds.step_seconds(found.best)
-        terminal.print_json(as_json(profile, found) | told)
+        terminal.print_json(as_json(profile, found, beside) | told)
     else:
-        terminal.say(report(profile, found, arguments.top))
+        terminal.say(report(profile, found, arguments.top, beside))
         if (kinds := _kinds(arguments, profile)) is not None:
             terminal.say(f"\n{kinds.report(found.best)}")
         if answers is not None:
@@ -149,6 +151,13 @@ def _machine(arguments: argparse.Namespace, profile: Profile) -> list[Device]:
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
     return Wanted(**options.given(arguments, Wanted), replicas=True)
+
+
+def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Other]:
+    """What is listed beside plans of a profile, where nothing was asked for that only these have."""
+    if arguments.source.endswith(".toml") or arguments.schedules or arguments.microbatches:
+        return []
+    return others(profile, _machine(arguments, profile), found.best)
 
 
 def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Answer] | None:
@@ -285,7 +294,7 @@ def _speed(word: str) -> float:
     return speed
 
 
-def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> None:
+def _write(arguments: argparse.Namespace, profile: Profile, found: Found, beside: Sequence[Other]) -> None:
     if arguments.write:
         found.best.write(arguments.write)
         terminal.say(f"wrote {arguments.write}", sys.stderr)
@@ -294,7 +303,7 @@ def _write(arguments: argparse.Namespace, profile: Profile, found: Found) -> Non
     if arguments.html:
         from gapless.view import page, summary
 
-        shown = summary.text(report(profile, found, arguments.top))
+        shown = summary.text(report(profile, found, arguments.top, beside))
         title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
         made = page.render([plan.timeline for plan in kinds], title, limit)
         section = f'<details class="guide" open><summary>The plan</summary><pre>{shown}</pre></details>'
@@ -310,7 +319,7 @@ def room_for_activations(plan: Plan) -> int | None:
     return min((limit - (held.total - held.activations) for held, limit in pairs if limit is not None), default=None)
 
 
-def as_json(profile: Profile, found: Found) -> dict[str, Any]:
+def as_json(profile: Profile, found: Found, beside: Sequence[Other]) -> dict[str, Any]:
     """Schedules and costs are those of the best plan alone: of all plans they would be large."""
     return {
         "profile": profile.name,
@@ -325,6 +334,7 @@ def as_json(profile: Profile, found: Found) -> dict[str, Any]:
             {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}
             for plan in found.plans
         ],
+        "others": [asdict(other) for other in beside],
         "rejected": [
             {
                 "recipe": choice.recipe,

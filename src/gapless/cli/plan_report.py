@@ -1,14 +1,16 @@
 """The report of `gapless plan`: the ranking, why the first is the first, where its time and its memory go."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from gapless import units
 from gapless.plan.explain import PARTS
 from gapless.plan.plan import Footprint, Plan
+from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import SLACK, Profile
+from gapless.plan.search.others import Other
 from gapless.plan.search.search import Found
 from gapless.view import text
 
@@ -17,10 +19,11 @@ _BAR = 40
 _SHOWN_DEVICES = 64
 _MEMORY = dict(zip((part.name for part in fields(Footprint)), "PGOAbwsr", strict=True))
 _IDLE = "·"
+_ROUNDING = 1e-9  # sums of floats vary with their order
 
 
-def report(profile: Profile, found: Found, top: int) -> str:
-    """`top`: how many plans the table has at the most."""
+def report(profile: Profile, found: Found, top: int, beside: Sequence[Other] = ()) -> str:
+    """`top`: how many plans the table has at the most. `beside`: what else is listed there."""
     best = found.best
     parameters = sum(layer.parameters for layer in profile.layers)
     layers = units.show_count(len(profile.layers), "layer")
@@ -29,8 +32,8 @@ def report(profile: Profile, found: Found, top: int) -> str:
             f"{profile.name or 'model'}: {layers}, {units.show_bytes(parameters)} of parameters, "
             f"minibatch of {best.minibatch}"
         ),
-        _ranking(found, top),
-        textwrap.fill(found.explanation, _WIDTH),
+        _ranking(found, top, beside),
+        "\n".join((textwrap.fill(found.explanation, _WIDTH), *_without_a_pipeline(found))),
         _cuts(best),
         f"where the step of {units.show_seconds(best.step_seconds)} goes:\n{_breakdown(best)}",
         _memory_bars(best),
@@ -54,10 +57,51 @@ def _about_the_allocator(profile: Profile) -> str:
     )
 
 
-def _ranking(found: Found, top: int) -> str:
+def _without_a_pipeline(found: Found) -> Iterator[str]:
+    """What one device alone takes, and a replica on each device, whether or not that is among the plans."""
+    for name, several in (("plain training on one device", False), ("data parallelism alone", True)):
+
+        def asked(mesh: Mesh, several: bool = several) -> bool:
+            return mesh.num_devices == 1 and (mesh.replicas > 1) == several
+
+        plan = next((plan for plan in found.plans if asked(plan.mesh)), None)
+        reasons = [reason for choice, reason in found.rejected if asked(choice.mesh)]
+        bound = next((reason for reason in reasons if reason.startswith("it takes at least")), None)
+        if plan is not None:
+            yield f"{name}: {units.show_seconds(plan.step_seconds)} a step, {plan.title}"
+        elif reasons:
+            yield f"{name}: {(bound or reasons[0]).split(', however')[0].split(' (')[0]}"
+
+
+_MARKS = {"asynchronous": "a", "not runnable yet": "n"}
+_NEVER_CHOSEN = {
+    "asynchronous": "a  asynchronous: no bubble, but gradients of older weights; never chosen, see --no-flush",
+    "not runnable yet": "n  not runnable yet: stages have replicas of their own, but a mesh has as many of each stage",
+}
+
+
+def _ranking(found: Found, top: int, beside: Sequence[Other]) -> str:
     headings = ("", "schedule", "devices", "stages", "microbatches", "remat", "step", "samples/s", "waits", "memory")
-    rows = [("*" if plan is found.best else "", *_figures(plan)) for plan in best_of_each_kind(found.plans, top)]
-    return text.table(headings, rows, left=2)
+    plans = best_of_each_kind(found.plans, top)
+    rows = [(plan.step_seconds, ("*" if plan is found.best else "", *_figures(plan))) for plan in plans]
+    rows += [(other.seconds, (_MARKS[other.why], *_other_figures(other, found.best.minibatch))) for other in beside]
+    rows.sort(key=lambda row: row[0])
+    told = [words for why, words in _NEVER_CHOSEN.items() if any(other.why == why for other in beside)]
+    return "\n".join([text.table(headings, [row for _, row in rows], left=2), *told])
+
+
+def _other_figures(other: Other, minibatch: int) -> tuple[str, ...]:
+    return (
+        other.name,
+        "-".join(map(str, other.replicas)) if set(other.replicas) != {1} else str(len(other.replicas)),
+        str(len(other.replicas)),
+        f"{other.microbatches} of {other.samples}",
+        "-",
+        units.show_seconds(other.seconds),
+        f"{minibatch / other.seconds:.4g}",
+        "-",
+        units.show_bytes(other.memory),
+    )
 
 
 def best_of_each_kind(plans: Sequence[Plan], most: int) -> list[Plan]:
@@ -100,7 +144,8 @@ def _breakdown(plan: Plan) -> str:
     total = plan.step_seconds or 1.0
     rows = []
     for part, name in PARTS.items():
-        seconds = max(0.0, getattr(plan.breakdown, part))
+        exact = getattr(plan.breakdown, part)
+        seconds = exact if exact > _ROUNDING * total else 0.0
         rows.append(
             (name, units.show_seconds(seconds), text.percent(seconds / total), "#" * round(_BAR * seconds / total))
         )

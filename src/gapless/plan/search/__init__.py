@@ -16,4 +16,5 @@ search     all choices, ranked
 own_times  a plan on devices of several kinds, with each layer's own time there
 what_if    what a change of the machine would bring
 replicate  stages that are replicated each on its own, as PipeDream does without a flush
+others     what is listed beside the plans: without a flush, or not runnable yet
 """

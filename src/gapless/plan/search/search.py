@@ -91,7 +91,7 @@ def search(
     if not wanted.mesh and not options.every_machine(there):
         tries.least = tries.judge.least.on(everything, minibatch)
     for machine in [everything] if wanted.mesh else options.machines(there):
-        if not tries.could_gain(machine):
+        if len(machine) > 1 and not tries.could_gain(machine):  # of one alone it is always told what it takes
             continue
         if not wanted.mesh and not options.every_order(machine, there):
             tries.least = min(tries.least, tries.judge.least.on(machine, minibatch))
