@@ -11,9 +11,13 @@ duel         two contestants, one ratio
 peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
 steady       streams in their steady state, for `emulated`
 emulated     schedules on emulated devices, against their bound and against torch
+matrix       our best against every peer's best, for many sizes
 overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch
 split        what it costs the host to split a backward
+gpipe/       what the tables of GPipe and of zero bubble are made of
+largest      GPipe's table of the largest model per device
+bubbles      zero bubble's bubble rates for published times
 timeline     what recording costs, and whether a simulation agrees with the record
 saving       what a save in the background costs
 replicas     stages with replicas as PipeDream's planner chooses them, against its prediction
@@ -38,10 +42,13 @@ round by round, so that a busy moment of the machine meets all of them, and what
 
 BENCHMARKS = {
     "emulated": "schedules on emulated devices, against their bound and torch.distributed.pipelining",
+    "matrix": "our best schedule against every peer's best, on emulated devices of many sizes",
     "overhead": "a pipeline of one device against the plain loop",
     "tiny": "the step of tiny layers, where all is overhead, against torch's 1F1B",
     "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
     "scale": "generate, verify and simulate ever larger schedules",
+    "largest": "GPipe's table of the largest model per device, predicted and measured",
+    "bubbles": "zero bubble's table of bubble rates for published times, theirs beside ours",
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "saving": "what it costs to save in the background while a GPT trains",
     "plan": "a plan's step, memory, cuts and choice against what is measured",

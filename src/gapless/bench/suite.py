@@ -37,6 +37,11 @@ ENTRIES: Mapping[str, Entry] = {
     "emulated-20ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 20.0}),
     "emulated-1ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 1.0}),
     "emulated-ranks": Entry("emulated", _EMULATED | {"torchrun": True}, {"torchrun": True}),
+    "matrix": Entry("matrix", {"devices": ("2",), "microbatches": ("8",), "times": ("1",), "rounds": 2}),
+    "largest": Entry(
+        "largest", {"models": ("Transformer",), "predicted": False, "width": 16, "layers": 3, "devices": 2}
+    ),
+    "bubbles": Entry("bubbles", {"lines": 1}),
     "overhead": Entry("overhead", {"depth": 1, "width": 16, "rounds": 2}),
     "tiny": Entry("tiny", {"microbatches": 2, "steps": 1, "rounds": 2}),
     "split": Entry("split", {"times": 2, "rounds": 2}),
@@ -163,9 +168,12 @@ def run_all(
         entry = ENTRIES[key]
         at = f"[{number + 1} of {len(keys)}] {key}"
         progress(at)
+        options = dict(entry.quick if quick else entry.options)
+        if "keep" in defaults(entry.benchmark):  # so that it goes on in the middle
+            options["keep"] = run / f"{key}.part"
         made = measured(
             entry.benchmark,
-            entry.quick if quick else entry.options,
+            options,
             lambda line, at=at: progress(f"{at}: {line}" if line else at),  # type: ignore[misc]
         )
         made.write(run / f"{key}.json")

@@ -18,10 +18,21 @@ from gapless.schedule.recipes import RECIPES, make_schedule
 
 _SIDES = {
     "torch": ("torch.distributed.pipelining", "; try --no-peer"),
+    "torchgpipe": ("torchgpipe", "; try --no-peer"),
+    "fsdp": ("FSDP2", "; try --no-peer"),
     "gapless": ("gapless on ranks", ""),
     "parts": ("the parts of the model", ""),
     "replicas": ("stages with replicas on ranks", ""),
 }
+
+
+SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas"]
+_ONE_PROCESS = ("torchgpipe",)  # whose devices are threads
+
+
+def modules(*sides: SideName) -> list[str]:
+    """What a launcher imports for them."""
+    return ["gapless.bench.peer.ranks", *(f"gapless.bench.peer.{side}_side" for side in sides)]
 
 
 class Peer:
@@ -29,6 +40,7 @@ class Peer:
 
     schedules   those that it runs, by name, as it runs them
     refused     why it does not run the others
+    launcher    to start the ranks with, where there is one already
     bubbles     of those whose last step had a timeline, with the times of its actions
     """
 
@@ -36,11 +48,12 @@ class Peer:
         self,
         contest: Contest,
         names: Sequence[str],
-        side: Literal["torch", "gapless", "parts", "replicas"] = "torch",
+        side: SideName = "torch",
         environment: Mapping[str, str] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._contest = contest
-        self._environment = environment
+        self._environment, self._launcher = environment, launcher
         self._names = list(names)
         self._side = side
         self._who, self._way_out = _SIDES[side]
@@ -53,15 +66,18 @@ class Peer:
     def __enter__(self) -> "Peer":
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            modules = "gapless.bench.peer.ranks", f"gapless.bench.peer.{self._side}_side"
-            launcher = Launcher(*modules, environment=self._environment)
-            stack.callback(launcher.close)
-            count = self._contest.devices
+            launcher = self._launcher
+            if launcher is None:
+                launcher = Launcher(*modules(self._side), environment=self._environment)
+                stack.callback(launcher.close)
+            count = 1 if self._side in _ONE_PROCESS else self._contest.devices
             door = stack.enter_context(socket.socket(socket.AF_UNIX))
             door.bind(str(folder / "door"))
             door.listen(count)
             words = (str(folder), self._side, self._contest.to_json(self._names))
-            launcher.start(compete, count, *words, said=[folder / "said"] * count)
+            pids = launcher.start(compete, count, *words, said=[folder / "said"] * count)
+            if self._launcher is not None:
+                stack.callback(launcher.end, pids)
             arrived = [stack.enter_context(self._let_in(door)) for _ in range(count)]
             self._ranks = sorted(arrived, key=lambda rank: int(rank.recv()))  # each begins with its number
             orders, self.refused = self._gather(within=180.0)[0]
@@ -70,7 +86,8 @@ class Peer:
             if order is not None:
                 self.schedules[name] = Schedule.parse(order, name=name)
             elif name in RECIPES:
-                self.schedules[name] = make_schedule(name, devices=count, microbatches=self._contest.microbatches)
+                devices, microbatches = self._contest.devices, self._contest.microbatches
+                self.schedules[name] = make_schedule(name, devices=devices, microbatches=microbatches)
         return self
 
     def __exit__(self, *_: object) -> None:

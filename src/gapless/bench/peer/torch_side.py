@@ -1,20 +1,27 @@
 """torch.distributed.pipelining as a contestant: what `ranks` runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from gapless.bench.peer.contest import Contest
 
-_CLASSES = {
+_CLASSES: dict[str, tuple[Any, int]] = {
     "gpipe": (pipelining.ScheduleGPipe, 1),
     "1f1b": (pipelining.Schedule1F1B, 1),
+    "looped-bfs": (pipelining.ScheduleLoopedBFS, 2),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
+    "interleaved-zb": (pipelining.ScheduleInterleavedZeroBubble, 2),
     "zb-v": (pipelining.ScheduleZBVZeroBubble, 2),
 }
+if hasattr(schedules, "ScheduleDualPipeV"):  # from torch 2.9 on
+    _CLASSES["dualpipe-v"] = (schedules.ScheduleDualPipeV, 2)
+ALL = tuple(_CLASSES)  # every schedule that torch has
+_VEE = ("zb-v", "dualpipe-v")
+_SPLIT = ("interleaved-zb", "zb-v", "dualpipe-v")
 _COMPUTE = ("F", "B", "I", "W")
 
 
@@ -34,7 +41,7 @@ def _stages_of(rank: int, devices: int, name: str) -> list[int]:
     """Line, loop, or there and back again."""
     if _CLASSES[name][1] == 1:
         return [rank]
-    return [rank, 2 * devices - 1 - rank] if name == "zb-v" else [rank, devices + rank]
+    return [rank, 2 * devices - 1 - rank] if name in _VEE else [rank, devices + rank]
 
 
 def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
@@ -44,7 +51,7 @@ def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callabl
     numbers = _stages_of(rank, contest.devices, name)
     stages = []
     for number in numbers:
-        layers = contest.stage(stages_per_device, separate=name == "zb-v")
+        layers = contest.stage(stages_per_device, separate=name in _SPLIT)
         if number == 0 and contest.inputs_need_grad:
             layers = _NeedsGrad(layers)
         stages.append(PipelineStage(layers, number, num_stages, contest.device))
@@ -60,7 +67,13 @@ def _order(schedule: Any) -> str | None:
     rows = getattr(schedule, "pipeline_order_with_comms", None)
     if rows is None:
         return None
-    tokens = {
-        rank: [str(action) for action in rows[rank] if action.computation_type.value in _COMPUTE] for rank in rows
-    }
-    return "\n".join(f"{rank}: {' '.join(tokens[rank])}" for rank in sorted(tokens))
+    return "\n".join(f"{rank}: {' '.join(_tokens(rows[rank]))}" for rank in sorted(rows))
+
+
+def _tokens(actions: Any) -> Iterator[str]:
+    """Those that compute; of two that run as one block, one after the other."""
+    for action in actions:
+        if parts := getattr(action, "sub_actions", None):
+            yield from _tokens(parts)
+        elif action.computation_type.value in _COMPUTE:
+            yield str(action)

@@ -123,16 +123,20 @@ def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any
 
 
 def _live(subject: Subject, plan: Plan) -> int:
-    """The most bytes that the actions of a device have made and that are there at a time, summed over the devices."""
+    return sum(peaks_of(subject, plan))
+
+
+def peaks_of(subject: Subject, plan: Plan) -> list[int]:
+    """Of each device the most bytes that its actions have made and that are there at a time."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
     inputs, target = subject.batch(plan.minibatch)
     with subject.pipeline(plan, _Metered(meters)) as pipe:
         pipe.step(inputs, target)
-        before = sum(meter.live() for meter in meters)  # gradients are there by now
+        before = [meter.live() for meter in meters]  # gradients are there by now
         for meter in meters:
             meter.peak()
         pipe.step(inputs, target)
-    return sum(meter.peak() for meter in meters) - before
+    return [meter.peak() - there for meter, there in zip(meters, before, strict=True)]
 
 
 def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], live: int | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from gapless.plan.search.drafts import Drafts, Modes
 from gapless.plan.search.judge import Judge
 from gapless.run.world import World
 from gapless.schedule.recipes import find_recipe
+from gapless.zoo.amoebanet import amoebanet
 from gapless.zoo.emulated import Emulated
 from gapless.zoo.gpt import gpt, next_token_loss
 from gapless.zoo.resnet import resnet
@@ -141,6 +142,16 @@ def small_resnet(depth: int = 101, width: int = 8, side: int = 64, samples: int 
 
     model = resnet(depth, classes=10, width=width)
     return Subject(f"resnet-{depth}", list(model), F.cross_entropy, data, samples)
+
+
+def small_amoebanet(cells: int = 6, filters: int = 16, side: int = 32, samples: int = 2) -> Subject:
+    """Pairs of tensors travel from cell to cell."""
+
+    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
+        return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
+
+    model = amoebanet(cells=cells, filters=filters, classes=10)
+    return Subject(f"AmoebaNet-D ({cells}, {filters})", list(model), F.cross_entropy, data, samples)
 
 
 class _Layer(nn.Module):
