@@ -11,12 +11,15 @@ duel         two contestants, one ratio
 peer/        torch.distributed.pipelining, and gapless itself, in processes of their own
 steady       streams in their steady state, for `emulated`
 emulated     schedules on emulated devices, against their bound and against torch
+peers        every way to train one model on ranks, and when a pipeline is the wrong one
 matrix       our best against every peer's best, for many sizes
 overhead     one device against the plain loop
 tiny         tiny layers, where all is overhead, against torch
 split        what it costs the host to split a backward
 gpipe/       what the tables of GPipe and of zero bubble are made of
 largest      GPipe's table of the largest model per device
+throughput   GPipe's tables of normalised throughput
+breakdown    where the time of a step goes, as measured
 bubbles      zero bubble's bubble rates for published times
 timeline     what recording costs, and whether a simulation agrees with the record
 saving       what a save in the background costs
@@ -30,6 +33,7 @@ plan         is the planner right?
 suite        all of them in one go, kept part by part
 slower       what got slower since an earlier run
 chart        figures as bars
+docs_tables  the tables of the docs, made from stored results
 sheet        all outcomes on one page; its colours are in sheet.css and in those of the curves
 
 A benchmark has a file with `run`, which measures and returns JSON values, `report`, which makes text of them, and
@@ -42,12 +46,15 @@ round by round, so that a busy moment of the machine meets all of them, and what
 
 BENCHMARKS = {
     "emulated": "schedules on emulated devices, against their bound and torch.distributed.pipelining",
+    "peers": "every way to train one model on ranks: pipelines, FSDP2, plain, and independent copies as the limit",
     "matrix": "our best schedule against every peer's best, on emulated devices of many sizes",
     "overhead": "a pipeline of one device against the plain loop",
     "tiny": "the step of tiny layers, where all is overhead, against torch's 1F1B",
     "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
     "scale": "generate, verify and simulate ever larger schedules",
     "largest": "GPipe's table of the largest model per device, predicted and measured",
+    "throughput": "GPipe's tables of normalised throughput, over fast and slow links, on emulated devices",
+    "breakdown": "where the time of a step goes, as measured: compute, recompute, bubble, transfer, update",
     "bubbles": "zero bubble's table of bubble rates for published times, theirs beside ours",
     "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
     "saving": "what it costs to save in the background while a GPT trains",

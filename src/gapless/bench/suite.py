@@ -37,10 +37,15 @@ ENTRIES: Mapping[str, Entry] = {
     "emulated-20ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 20.0}),
     "emulated-1ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 1.0}),
     "emulated-ranks": Entry("emulated", _EMULATED | {"torchrun": True}, {"torchrun": True}),
+    "peers": Entry("peers", {"microbatches": 4, "layers": 2, "schedules": ("1f1b",), "sizes": ("light",), "rounds": 2}),
     "matrix": Entry("matrix", {"devices": ("2",), "microbatches": ("8",), "times": ("1",), "rounds": 2}),
     "largest": Entry(
         "largest", {"models": ("Transformer",), "predicted": False, "width": 16, "layers": 3, "devices": 2}
     ),
+    "throughput": Entry(
+        "throughput", {"milliseconds": 8.0, "devices": ("2",), "microbatches": ("1", "4"), "slow": False, "rounds": 2}
+    ),
+    "breakdown": Entry("breakdown", {"width": 16, "depth": 2, "devices": 2, "milliseconds": 1.0, "rounds": 2}),
     "bubbles": Entry("bubbles", {"lines": 1}),
     "overhead": Entry("overhead", {"depth": 1, "width": 16, "rounds": 2}),
     "tiny": Entry("tiny", {"microbatches": 2, "steps": 1, "rounds": 2}),

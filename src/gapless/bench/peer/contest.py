@@ -20,7 +20,7 @@ class Contest:
     """A model cut into equal stages, and a minibatch for it.
 
     kind      emulated: a stage is one layer; those of a device take `seconds` together for each of F, I and W
-              linear: a stage is `layers` linear ones
+              linear: a device has `layers` linear ones
               gpt: a device has `layers` blocks, on a GPU and in bfloat16
     size      floats per sample, or per token; for linear layers and blocks their width
     samples   per microbatch
@@ -58,7 +58,7 @@ class Contest:
     def stage(self, stages_per_device: int, separate: bool = False) -> nn.Module:
         """`separate` is for a contestant that splits a backward by walking its graph: see Emulated."""
         if self.kind == "linear":
-            return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers)))
+            return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers // stages_per_device)))
         if self.kind == "gpt":
             with self.device:  # made there, which is quicker by far
                 blocks = [Block(self.size, self.size // 64) for _ in range(self.layers // stages_per_device)]

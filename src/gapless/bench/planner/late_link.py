@@ -10,23 +10,31 @@ from typing import Any
 
 from gapless.run.channels import ThreadChannels, Transport
 from gapless.run.one_process import OneProcess
+from gapless.schedule.action import Schedule
 from gapless.schedule.routes import Channel
 from gapless.stage.devices import Devices, torch_devices
 from gapless.zoo.emulated import wait_until
 
 
 class LateChannels:
-    """Other channels with a latency."""
+    """Other channels with a latency; with `one_by_one` a channel carries one message after another."""
 
-    def __init__(self, inner: Transport, seconds: float) -> None:
-        self._inner, self._seconds = inner, seconds
+    def __init__(self, inner: Transport, seconds: float, one_by_one: bool = False) -> None:
+        self._inner, self._seconds, self._one_by_one = inner, seconds, one_by_one
 
     def in_stream(self, channel: Channel) -> bool:
         return self._inner.in_stream(channel)
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
-        send, seconds = self._inner.sender(channel, idle=idle), self._seconds
-        return lambda result: send((time.perf_counter() + seconds, result))
+        send, seconds, free = self._inner.sender(channel, idle=idle), self._seconds, 0.0
+
+        def put(result: Any) -> None:
+            nonlocal free
+            now = time.perf_counter()
+            free = (max(now, free) if self._one_by_one else now) + seconds
+            send((free, result))
+
+        return put
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
         receive = self._inner.receiver(channel)
@@ -45,6 +53,10 @@ class LateChannels:
         self._inner.clear()
 
 
-def late(devices: Devices, seconds: float) -> OneProcess:
-    """Devices between which every message arrives so much later."""
-    return OneProcess(torch_devices(devices), channels=lambda schedule: LateChannels(ThreadChannels(schedule), seconds))
+def late(devices: Devices, seconds: float, *, one_by_one: bool = False) -> OneProcess:
+    """Devices between which every message arrives so much later, and after those sent before it if `one_by_one`."""
+
+    def channels(schedule: Schedule) -> LateChannels:
+        return LateChannels(ThreadChannels(schedule), seconds, one_by_one)
+
+    return OneProcess(torch_devices(devices), channels=channels)

@@ -1,0 +1,54 @@
+"""GPipe's throughput, the measured breakdown, and the docs that are made from stored results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gapless.bench import breakdown, docs_tables, throughput
+from gapless.bench.outcome import Grid, Outcome, of_rounds
+from gapless.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--milliseconds", "8", "--devices", "2", "--microbatches", "1,4", "--rounds", "1"]
+    assert main(["bench", "throughput", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fast, slow = throughput.tables(found)
+    assert [row[:3] for row in fast.rows][:2] == [("AmoebaNet-D", "2", "1"), ("AmoebaNet-D", "2", "4")]
+    assert [row[3] for row in fast.rows if row[2] == "1"] == ["1.00", "1.00"]
+    assert [row[5] for row in fast.rows][:2] == ["1", "1.07"]
+    assert len(slow.rows) == 2
+
+
+def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--width", "16", "--depth", "2", "--devices", "2", "--milliseconds", "1", "--rounds", "2"]
+    assert main(["bench", "breakdown", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        for parts, step in zip(row["parts"], row["steps"], strict=True):
+            assert sum(parts.values()) == pytest.approx(step)
+            assert all(part >= 0 for part in parts.values())
+    recomputed = {row["schedule"]: row["parts"][0]["recompute"] for row in found["rows"][:3]}
+    assert recomputed["gpipe"] > 0 == recomputed["1f1b"]
+    assert "bubble" in breakdown.report(found)
+
+
+def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:
+    machine: dict[str, str | int] = {"cpu": "one", "cores": 2, "os": "Linux", "torch": "2", "python": "3"}
+    for name, tables in (("split", ()), ("largest", (Grid("Sizes", ("a", "b"), [("1", "2")], "So it is."),))):
+        figures = [of_rounds("step", [1.0, 2.0], meant="below 3")]
+        made = Outcome(name, f"gapless bench {name}", "2026-01-01 00:00:00", machine, figures, tables)
+        made.write(tmp_path / f"{name}.json")
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n{docs_tables.BEGIN}\nold\n{docs_tables.END}\nafter\n")
+    assert docs_tables.main([str(file), str(tmp_path), "--check"]) == 1
+    assert docs_tables.main([str(file), str(tmp_path)]) == 0
+    assert docs_tables.main([str(file), str(tmp_path), "--check"]) == 0
+    written = file.read_text()
+    assert "| `gapless bench split` | step | below 3 | 1500 ms | 1000 ms to 2000 ms |" in written
+    assert "**Sizes**\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nSo it is." in written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
