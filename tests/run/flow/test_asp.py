@@ -362,6 +362,15 @@ def test_gradients_that_are_not_finite_are_not_applied() -> None:
     assert all(each.isfinite().all() for each in model.parameters())
 
 
+def test_gradients_that_are_sparse_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 6))
+    with (
+        gapless.AsyncReplicas(model, replicas=1, loss=F.mse_loss, optimizer=sgd) as asp,
+        pytest.raises(gapless.GaplessError, match=r"the gradient of 0\.weight is sparse, which replicas can't take"),
+    ):
+        list(asp.run([(torch.tensor([1, 2]), torch.zeros(2, 6))]))
+
+
 def test_an_error_of_the_loader_comes_through_and_leaves_no_thread() -> None:
     def loader() -> Iterator[Any]:
         yield from batches(3)

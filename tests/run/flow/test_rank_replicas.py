@@ -3,8 +3,10 @@
 Processes are expensive to start, so each launch runs many settings, one after another.
 """
 
+import contextlib
 import copy
 import os
+import random
 import re
 import signal
 import threading
@@ -269,6 +271,29 @@ def stops(do: Callable[[], object], error: type[BaseException], words: str, **op
             assert len(list(asp.run(data[rank][:3]))) == 3
 
 
+def interrupted_at_the_end() -> None:
+    """A rank that has nothing more to do waits for the others, and Ctrl-C there stops them."""
+    rank, data = dist.get_rank(), data_of((1, 40, 40))
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    pause = threading.Event()
+
+    def patient() -> Iterator[Any]:
+        for batch in data[rank]:
+            pause.wait(0.05)
+            yield batch
+
+    def train(results: Iterator[Any]) -> None:
+        for _ in results:
+            if rank == 0:
+                interrupt.start()
+
+    with replicas(mlp()) as asp:
+        with pytest.raises(KeyboardInterrupt if rank == 0 else TransportError) as caught:
+            train(asp.run(data[0] if rank == 0 else patient()))
+        assert rank == 0 or "since rank 0 was interrupted: the model has had" in str(caught.value)
+        assert len(list(asp.run(data[rank][:1]))) == 1
+
+
 def a_loader_fails() -> None:
     rank, data = dist.get_rank(), data_of((30, 30, 30))
 
@@ -354,7 +379,7 @@ def faults() -> None:
     stops(fail, ValueError, "failed in replica ., minibatch .+: ValueError: as told")
     stops(interrupt, KeyboardInterrupt, "was interrupted", bound=1)
     stops(fail, ValueError, "failed", local_steps=2)
-    for each in (a_loader_fails, a_body_fails, an_update_fails, refused):
+    for each in (interrupted_at_the_end, a_loader_fails, a_body_fails, an_update_fails, refused):
         each()
         dist.barrier()
     assert not alive()
@@ -362,6 +387,54 @@ def faults() -> None:
 
 def test_whatever_happens_on_one_rank_all_of_them_stop_in_order(launch: Launch) -> None:
     launch(faults, 3)
+
+
+def begun(data: Data, do: Callable[[], object]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Does something when all ranks have begun their run."""
+    do()
+    yield from data
+
+
+def at_random() -> None:
+    """Runs of all kinds, with Ctrl-C at any moment on any rank: weights are the same on all, and those of the order."""
+    rank, ranks, chance = dist.get_rank(), dist.get_world_size(), random.Random(11)
+    stopped = 0
+    for _ in range(60):
+        counts = tuple(chance.randint(1, 30) for _ in range(ranks))
+        data, guilty, delay = data_of(counts), chance.randint(0, ranks), chance.random() * 0.1
+        options: dict[str, Any] = chance.choice(
+            [{}, {"bound": chance.randint(0, 2)}, {"local_steps": chance.randint(1, 4)}]
+        )
+        model = made("mlp")
+        start = copy.deepcopy(model)
+        asp = replicas(model, **options)
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        stopped_here = False
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                list(asp.run(begun(data[rank], timer.start if rank == guilty else int)))
+            except TransportError as error:
+                if "was interrupted" not in str(error):
+                    raise
+                stopped_here = True
+            timer.cancel()
+            if rank == guilty:
+                timer.join()
+        stopped += stopped_here
+        states = of_all(model.state_dict())
+        assert all(torch.equal(states[0][name], states[rank][name]) for name in states[0])
+        if "local_steps" not in options:
+            test_asp.sequential(start, str(asp.order), list(asp.order.merged(data)), sgd)
+            assert_same_state(model, start)
+        with asp:
+            assert len(list(asp.run(data[rank][:1]))) == 1
+    print(f"rank {rank} was stopped {stopped} times")
+    assert not alive()
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_leaves_all_ranks_alike(launch: Launch) -> None:
+    print(launch(at_random, 3, timeout=500.0))
 
 
 def one_dies(victim: str, way: str) -> None:

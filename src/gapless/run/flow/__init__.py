@@ -19,15 +19,16 @@ stream             what a user iterates over: feeds minibatches, hands out resul
 
 Replicas of a whole model that do not wait for each other:
 
-order              who read and who applied, one after the other, as a value
-replica            a copy of the model, and the gradients that are computed on it
-asp                replicas that apply gradients to shared weights without waiting
-local_steps        replicas that step alone, and average their weights now and then
-crew               the threads of replicas: minibatches in, results out, the first failure stops all
-replica_arguments  what a user asks of replicas, checked
-sent_state         what of a model goes from rank to rank
-letters            a word, some numbers and tensors, from one rank to another
-hub                the rank that has the weights, and answers the letters of all replicas
-rank_replicas      a replica on a rank of its own
-async_replicas     what a user iterates over
+order                who read and who applied, one after the other, as a value
+replica              a copy of the model, and the gradients that are computed on it
+asp                  replicas that apply gradients to shared weights without waiting
+local_steps          replicas that step alone, and average their weights now and then
+crew                 the threads of replicas: minibatches in, results out, the first failure stops all
+replica_arguments    what a user asks of replicas, checked
+sent_state           what of a model goes from rank to rank
+letters              a word, some numbers and tensors, from one rank to another
+hub                  the rank that has the weights, and answers the letters of all replicas
+replica_whereabouts  what the replica of a rank is doing
+rank_replicas        a replica on a rank of its own
+async_replicas       what a user iterates over
 """

@@ -46,6 +46,7 @@ class Hub:
         self._lock = threading.Lock()
         self.updates = 0
         self.failure: Exception | None = None  # of an update, in the last run
+        self._runs = 0  # that have ended
         self._reset()
 
     def _reset(self) -> None:
@@ -69,7 +70,9 @@ class Hub:
 
     def _take(self, replica: int, letter: Letter) -> None:
         if letter.kind == "stop":
-            self._stop(replica, letter.words, *letter.numbers)
+            run, how = letter.numbers
+            if run == self._runs:  # or it came too late
+                self._stop(replica, letter.words, how)
         elif letter.kind == "thanks":
             self._send(0, Letter("thanks", (replica,)))
         elif letter.kind == "end":
@@ -152,6 +155,7 @@ class Hub:
         numbers = (self.updates, self._next, self._stopped_by, self._how)
         words, state = json.dumps([order, self._why]), state_of(self._model, trained_only=False)
         self._reset()
+        self._runs += 1
         for replica in range(len(self._ranks)):
             self._send(replica, Letter("final", numbers, words, state))
 

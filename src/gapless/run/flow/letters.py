@@ -1,4 +1,5 @@
-"""Letters between two ranks: a word, some numbers, and tensors. They arrive whole and in order.
+"""Letters between two ranks: a word, some numbers, and tensors. They arrive whole and in order. Each says how many have
+come from the other side, which may let go of those.
 
 Nothing here waits for the other side: a thread sends and another one listens, so that Ctrl-C in the caller's thread
 never leaves half a letter behind.
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gapless.errors import ConfigError
 from gapless.run.ranks.wire.groups import Group
 from gapless.run.ranks.wire.message import Reader, Writer
 
-_SIZE_TAG, _LETTER_TAG = 2, 3
+_HEAD_TAG, _LETTER_TAG = 2, 3
 _A_WHILE = timedelta(seconds=1)
 
 
@@ -52,7 +54,8 @@ class Mail:
     def __init__(self, group: Group, other: int, heard: Heard, lost: Callable[[BaseException], None]) -> None:
         self._group, self._other, self._heard, self._lost = group, 1 - group.rank(), heard, lost
         self._outbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
-        self._sent: deque[tuple[Any, ...]] = deque()  # must stay until they have left
+        self._sent: deque[tuple[Any, ...]] = deque()  # letters that the other side may not have yet, and must stay
+        self._arrived = self._came = 0  # how many the other side has said to have, and how many came here
         self._threads = [
             threading.Thread(target=target, name=f"gapless {word} rank {other}", daemon=True)
             for word, target in (("writes to", self._write), ("hears", self._listen))
@@ -68,27 +71,33 @@ class Mail:
         writer = Writer()
         try:
             while (letter := self._outbox.get()) is not None:
-                message = writer.write(letter.written())
+                try:
+                    message = writer.write(letter.written())
+                except ConfigError as error:  # of a tensor that can't be sent; what comes next may be
+                    self._lost(error)
+                    continue
                 message.free = None  # whether it has left is known only later
-                size = torch.tensor([message.buffer.numel()])
-                works = [
-                    self._group.send([tensor], self._other, tag)
-                    for tensor, tag in ((size, _SIZE_TAG), (message.buffer, _LETTER_TAG))
-                ]
-                self._sent.append((works, size, message))
+                head = torch.tensor([message.buffer.numel(), self._came])
+                works: list[Any] = []
+                self._sent.append((works, head, message))  # first: the answer may be here before the next line
+                for tensor, tag in ((head, _HEAD_TAG), (message.buffer, _LETTER_TAG)):
+                    works.append(self._group.send([tensor], self._other, tag))
                 del letter, message
-        except Exception as error:  # a tensor that can't be sent, or a closed connection
+        except Exception as error:
             self._lost(error)
 
     def _listen(self) -> None:
-        reader, size = Reader(), torch.zeros(1, dtype=torch.int64)
+        reader, head = Reader(), torch.zeros(2, dtype=torch.int64)
         try:
             while True:
-                self._group.recv([size], self._other, _SIZE_TAG).wait()
-                buffer = torch.empty(int(size), dtype=torch.uint8)
+                self._group.recv([head], self._other, _HEAD_TAG).wait()
+                size, arrived = head.tolist()
+                buffer = torch.empty(size, dtype=torch.uint8)
                 self._group.recv([buffer], self._other, _LETTER_TAG).wait()
-                while len(self._sent) > 1:  # an answer: what came before the last letter was read
+                self._came += 1
+                for _ in range(arrived - self._arrived):
                     self._sent.popleft()
+                self._arrived = arrived
                 letter = Letter.read(reader.read(buffer))
                 del buffer
                 self._heard(letter)

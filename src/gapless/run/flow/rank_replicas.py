@@ -8,7 +8,6 @@ The caller's thread computes, in its `next`. What goes wrong on one rank stops a
 weights as they are then, and another run goes on from there. A rank that is dead or silent ends the connections.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from gapless.run.flow.letters import Letter, Mail, OwnMail
 from gapless.run.flow.local_steps import LocalSteps
 from gapless.run.flow.order import Order
 from gapless.run.flow.replica import Replica, casts_unkept, copy_state
+from gapless.run.flow.replica_whereabouts import ReplicaWhereabouts
 from gapless.run.flow.sent_state import buffers_of, named_state, optimizer_state_of, put_state, state_of
 from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.sameness import fingerprints
@@ -36,42 +36,12 @@ from gapless.run.ranks.seat import facts_of
 from gapless.run.ranks.watch.blame import in_short, is_lost
 from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Watch
-from gapless.run.ranks.watch.whereabouts import Whereabouts
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.stage.exclusive import exclusively
 from gapless.stage.intra_op import intra_op_threads
 
 _LOG = logging.getLogger("gapless")
 _END = object()
-
-
-class ReplicaWhereabouts(Whereabouts):
-    """What a replica does, in words."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.call = ""
-        self._doing, self._waits, self._times = "before its first run", False, 0
-
-    @contextlib.contextmanager
-    def at(self, doing: str, *, waits: bool) -> Iterator[None]:
-        """`waits`: for other ranks, and nothing is computed here."""
-        self.call, self._doing, self._waits = doing, doing, waits
-        self._times += 1
-        try:
-            yield
-        finally:
-            self.call, self._waits = "", True
-            self._doing = f"in its own loop, after {doing}"
-
-    def words(self) -> str:
-        return f"rank {self.rank} was {self._doing}"
-
-    def last(self) -> str:
-        return self._doing
-
-    def progress(self) -> object:
-        return (self._doing, self._times) if self._waits else None
 
 
 def check_mesh(mesh: Any) -> tuple[int, int]:
@@ -109,6 +79,9 @@ class RankReplicas:
         self._mails: dict[int, Mail | OwnMail] = {}
         self.order, self.updates, self.next = Order(), 0, 0
         self._leaves = ""  # why a run is left
+        self._runs = 0  # that have ended
+        self._finished: Letter | None = None  # what came when the last run had ended
+        self._missing: set[int] = set()  # replicas that have not said thanks
         try:  # a connection for each replica but the first, which has the weights
             self._pairs: dict[int, Any] = {
                 other: connect("letters", (self.ranks[0], self.ranks[other]), int(self.number > 0))
@@ -164,7 +137,7 @@ class RankReplicas:
                 "rank itself"
             )
         self._watch.check()
-        self._steps, self._leaves = 0, ""
+        self._steps, self._leaves, self._finished = 0, "", None
         error: BaseException | None = None
         try:
             self._begin(first)
@@ -265,23 +238,29 @@ class RankReplicas:
         if isinstance(error, TransportError) and self._watch.news is not None:
             raise error
         try:
-            how = FAILED
-            if isinstance(error, GeneratorExit) and not self._leaves:
-                how, self._leaves = LEFT, f"has left its loop after {self._steps} minibatches"
-            elif error is not None and not isinstance(error, GeneratorExit):
-                self.leave(error)
-            if self._leaves:
-                self._mails[0].send(Letter("stop", (how,), f"rank {self._rank} {self._leaves}"))
+            if error is not None:
+                self._tell(error)
             self._mails[0].send(Letter("end", (self._steps,)))
-            final = self._final()
+            self._missing = set(range(1, len(self.ranks))) if self.number == 0 else set()
+            try:
+                final = self._final()
+            except KeyboardInterrupt as interrupt:  # while the others went on; a second one breaks off
+                error = error or interrupt
+                self._tell(interrupt)
+                final = self._final()
         except BaseException as another:
             if not isinstance(another, TransportError):
                 self._watch.raised(another)
             raise
-        self.updates, self.next, stopped_by, how = final.numbers
-        order, reason = json.loads(final.words)
-        self.order = Order.parse(order)
-        put_state(self._model, final.tensors, trained_only=False)
+        finally:
+            self._runs += 1
+        try:
+            self._take_over(final)
+        except KeyboardInterrupt as interrupt:  # all of it, or the model would be like no other
+            self._take_over(final)
+            error = error or interrupt
+        _, _, stopped_by, how = final.numbers
+        _, reason = json.loads(final.words)
         at = f"the model has had {self.updates} updates"
         if self._hub is not None and self._hub.failure is not None and stopped_by == 0:
             error, self._hub.failure = self._hub.failure, None
@@ -298,20 +277,32 @@ class RankReplicas:
             _LOG.warning("rank %d ends its run and leaves: SIGTERM has come; %s", self._rank, at)
             raise SystemExit(0)
 
+    def _take_over(self, final: Letter) -> None:
+        self.updates, self.next, _, _ = final.numbers
+        self.order = Order.parse(json.loads(final.words)[0])
+        put_state(self._model, final.tensors, trained_only=False)
+
+    def _tell(self, error: BaseException) -> None:
+        """All others are to stop."""
+        how = FAILED
+        if isinstance(error, GeneratorExit) and not self._leaves:
+            how, self._leaves = LEFT, f"has left its loop after {self._steps} minibatches"
+        elif not isinstance(error, GeneratorExit):
+            self.leave(error)
+        self._mails[0].send(Letter("stop", (self._runs, how), f"rank {self._rank} {self._leaves}"))
+
     def _final(self) -> Letter:
         """What comes when all have ended, and on the first rank the thanks of the others."""
-        final: Letter | None = None
-        missing = set(range(1, len(self.ranks))) if self.number == 0 else set()
         with self._place.at("waiting for all ranks to end their run", waits=True):
-            while final is None or missing:
-                letter = self._next(missing if final is not None else None)
+            while self._finished is None or self._missing:
+                letter = self._next(self._missing if self._finished is not None else None)
                 if letter.kind == "final":
-                    final = letter
+                    self._finished = letter
                     if self.number:
                         self._mails[0].send(Letter("thanks"))
                 elif letter.kind == "thanks":
-                    missing.discard(letter.numbers[0])
-        return final
+                    self._missing.discard(letter.numbers[0])
+        return self._finished
 
     def _ask(self, letter: Letter, doing: str) -> Letter:
         with self._place.at(doing, waits=True):
@@ -328,12 +319,12 @@ class RankReplicas:
                 letter = self._inbox.get()
                 if isinstance(letter, Letter):
                     return letter
-                gone.append(letter)
                 replica, error = letter
-                if missing is not None and replica not in missing:
-                    continue
                 if not is_lost(error):
                     raise error
+                gone.append(letter)
+                if missing is not None and replica not in missing:
+                    continue
                 raise self._watch.lost(self.ranks[replica], error) from None
         finally:
             for each in gone:  # for whoever asks next

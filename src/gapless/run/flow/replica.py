@@ -77,6 +77,8 @@ class Replica:
 
     def _check_finite(self, loss: Tensor) -> None:
         for name, grad in zip(self._names, self.grads, strict=True):
+            if grad is not None and grad.is_sparse:
+                raise GaplessError(f"the gradient of {name} is sparse, which replicas can't take: use sparse=False")
             if grad is not None and not grad.isfinite().all():
                 raise GaplessError(
                     f"the gradient of {name} is not finite, with a loss of {float(loss)}, and was not applied: a "
