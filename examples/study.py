@@ -216,7 +216,7 @@ def train(
             loss = 0.0
             for part in range(accumulate):
                 inputs, target = batch(len(losses) * accumulate + part)
-                loss += float(pipe.step(inputs, target, weight=1 / accumulate).loss) / accumulate
+                loss += float(pipe.step(inputs, target, weight=1 / accumulate).loss)  # its part of the update's
             losses.append(loss)
             if not loss < lost:
                 break

@@ -125,6 +125,18 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_to_the_same_bits(
     assert {key: rest[key] for key in ("losses", "weights")} == {key: whole[key] for key in ("losses", "weights")}
 
 
+def test_the_loss_of_an_update_is_the_mean_of_its_minibatches(tmp_path: Path) -> None:
+    """It was divided by their number twice: a curve of 16 minibatches to an update was 16 times too low."""
+    study = example("study")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    batches = [(torch.randn(4, 3), torch.randn(4, 3)) for _ in range(2)]
+    wanted = sum(F.mse_loss(model(x), y).item() for x, y in batches) / 2
+    results = study.Results(example("same_curve").STUDY, example("same_curve").STUDY.quick, tmp_path)
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        assert study.train(results, pipe, optimizer, batches.__getitem__, 1, accumulate=2) == pytest.approx([wanted])
+
+
 def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = example("same_curve").STUDY
     example("study").Results(study, study.quick, tmp_path).run("a run", dict)
