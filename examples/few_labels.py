@@ -34,8 +34,8 @@ Images = tuple[Tensor, Tensor]  # and their labels
 @dataclass(frozen=True)
 class Settings:
     seeds: int = option(5, "runs of each way, each with weights and labels of its own")
-    pretraining: int = option(300, "updates on the first five digits")
-    steps: int = option(60, "updates on the other five")
+    pretraining: int = option(200, "updates on the first five digits")
+    steps: int = option(40, "updates on the other five")
     labels: str = option("1,5,20", "labels of each new digit, with commas between them")
     width: int = option(16, "channels of the first layer")
 
@@ -80,7 +80,7 @@ def varied(images: Tensor, generator: torch.Generator) -> Tensor:
 
 def fit(results: Results, model: nn.Module, batch: Callable[[int], Images], steps: int, lr: float) -> list[float]:
     """Trains the model as a pipeline of two devices; the losses."""
-    with gapless.Pipeline(model, devices=2, schedule="zb-h1", microbatches=4, loss=F.cross_entropy) as pipe:
+    with gapless.Pipeline(model, devices=2, schedule="1f1b", microbatches=2, loss=F.cross_entropy) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=lr, weight_decay=0.01)
         return train(results, pipe, optimizer, batch, steps, rate=warmed_up(steps, max(1, steps // 10)))
 
