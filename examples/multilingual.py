@@ -36,8 +36,8 @@ HEAD = 16
 class Settings:
     sizes: str = option("1x64x1,2x64x2,3x128x4,6x64x2,6x128x4", "layers x feed-forward width x heads of each model")
     width: int = option(32, "of all models")
-    updates: int = option(400, "of each model")
-    batch: int = option(64, "names in a minibatch")
+    updates: int = option(2000, "of each model")
+    batch: int = option(128, "names in a minibatch")
     temperature: float = option(5.0, "a language is drawn by the n-th root of its number of names")
     longest: int = option(16, "characters in a name; longer ones are left out")
     characters: int = option(400, "different ones; names with rarer ones are left out")
@@ -180,7 +180,7 @@ def learn(known: Corpus, settings: Settings, results: Results, size: Size) -> di
         loss=translation_loss,
         loss_weight=lambda target: (target != PADDING).sum(),
     ) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.004, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.003, weight_decay=0.01)
         rate = warmed_up(settings.updates, max(1, settings.updates // 20))
         losses = train(results, pipe, optimizer, sampler(known, settings), settings.updates, clip=1.0, rate=rate)
     results.show("translates what was held out")

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 import gapless
 from gapless.checkpoint import Checkpoints
+from gapless.stage.intra_op import intra_op_threads
 from gapless.view import curves
 
 Found = Mapping[str, Any]
@@ -65,7 +66,7 @@ class Study:
     def page(self, found: Found) -> str:
         """The results as one HTML file."""
         report = self.report(found)
-        words = [self.question, *report.answer, *report.notes, self._made(found)]
+        words = [each.replace("`", "") for each in (self.question, *report.answer, *report.notes, self._made(found))]
         return curves.render(self.title, words, report.xs, report.panels, report.axes, *report.tables, *report.details)
 
     def section(self, found: Found) -> str:
@@ -80,7 +81,7 @@ class Study:
         cpu = sum(run["cpu_seconds"] for run in found["runs"].values())
         machine = found["machine"]
         return (
-            f"Made by `{self.command}{changed}`: {len(found['runs'])} runs, {cpu / 60:.0f} minutes of CPU time, on "
+            f"Made by `{self.command}{changed}`: {len(found['runs'])} runs, {cpu / 60:.1f} minutes of CPU time, on "
             f"{machine['cores']} cores that did other work too, {machine['date']}, "
             f"with torch {machine['torch']} and Python {machine['python']}."
         )
@@ -289,7 +290,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     settings = type(usual)(**{**asdict(usual), **{name: value for name, value in given.items() if value is not None}})
     try:
         results = Results(study, settings, options.folder)
-        with one_thread():
+        with intra_op_threads(1):  # so that figures do not depend on the number of cores
             study.run(settings, results)
         print(results.finish())
     except KeyboardInterrupt:
@@ -299,14 +300,3 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
         print(f"{study.command}: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-class one_thread:  # noqa: N801  # reads as what it does
-    """Every CPU device computes with one thread, so that figures do not depend on the number of cores."""
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
