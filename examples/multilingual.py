@@ -30,6 +30,7 @@ from gapless.zoo.transformer import Transformer, translation_loss
 GROUPS = {"2,000 names or more": 2000, "500 to 1,999": 500, "100 to 499": 100, "less than 100": 0}  # that are learnt
 DIRECTIONS = ("into English", "from English")
 HEAD = 16
+COPY = "copy of the source"
 
 
 @dataclass(frozen=True)
@@ -204,122 +205,144 @@ def learn(known: Corpus, settings: Settings, results: Results, size: Size) -> di
 def run(settings: Settings, results: Results) -> None:
     sizes = sizes_of(settings.sizes)
     known = corpus(longest=settings.longest, characters=settings.characters, standards=settings.standards)
-    results.run("copy of the source", partial(describe, known, settings))
+    results.run(COPY, partial(describe, known, settings))
     for size in sizes:
         results.run(str(size), partial(learn, known, settings, results, size))
 
 
-def group_of(names: int) -> str:
-    return next(group for group, least in GROUPS.items() if names >= least)
+# -- what the figures say ----------------------------------------------------------------------------------------------
 
 
-def report(found: Found) -> Report:
-    settings, runs = found["settings"], found["runs"]
-    width = settings["width"]
-    data = runs["copy of the source"]
-    sizes = sorted(sizes_of(settings["sizes"]), key=lambda size: runs[str(size)]["parameters"])
-    names = [str(size) for size in sizes]
-    groups = {group: [one for one, count in data["learnt"].items() if group_of(count) == group] for group in GROUPS}
-    groups = {group: languages for group, languages in groups.items() if languages}
+class Figures:
+    """The results, asked by model, group of languages and direction. Models that have not run yet are left out."""
 
-    def quality(run: str, languages: Sequence[str], directions: Sequence[str] = DIRECTIONS, which: int = 0) -> float:
-        grades = runs[run]["grades"]
-        return statistics.fmean(grades[way][one][which] for way in directions for one in languages)
+    def __init__(self, found: Found) -> None:
+        self._runs = found["runs"]
+        self.data = self._runs[COPY]
+        known = [size for size in sizes_of(found["settings"]["sizes"]) if str(size) in self._runs]
+        self.sizes = sorted(known, key=lambda size: self.of(size)["parameters"])
+        self.names = [str(size) for size in self.sizes]
+        self.everyone = [one for one, _ in sorted(self.data["learnt"].items(), key=lambda each: -each[1])]
+        every = {group: [one for one in self.everyone if self._group(one) == group] for group in GROUPS}
+        self.groups = {group: languages for group, languages in every.items() if languages}
 
-    everyone = list(data["learnt"])
-    by_group: list[Sequence[str]] = []
-    for way, (group, languages) in itertools.product(DIRECTIONS, {"all": everyone, **groups}.items()):
-        cells = [f"{quality(run, languages, [way]):.1f}" for run in ("copy of the source", *names)]
-        by_group.append((f"{way}, {group}", str(len(languages)), *cells))
-    by_size = [
-        (
-            str(size),
-            f"{runs[str(size)]['parameters']:,}",
-            f"{runs[str(size)]['held_out']:.3f}",
-            *(f"{quality(str(size), everyone, [way]):.1f}" for way in DIRECTIONS),
-            *(f"{quality(str(size), everyone, [way], 1):.1f}" for way in DIRECTIONS),
-        )
-        for size in sizes
-    ]
-    best = names[-1]
-    by_language = [
-        (one, str(count), *(f"{quality(run, [one]):.1f}" for run in ("copy of the source", *names)))
-        for one, count in sorted(data["learnt"].items(), key=lambda each: -each[1])
-    ]
-    xs = [runs[name]["parameters"] / 1000 for name in names]
-    panels = [curves.Panel("all languages", f"{len(everyone)} of them", [[quality(name, everyone) for name in names]])]
-    panels += [
-        curves.Panel(group, f"{len(languages)} languages", [[quality(name, languages) for name in names]])
-        for group, languages in groups.items()
-    ]
-    left = ", ".join(f"{count:,} {why}" for why, count in data["left_out"].items() if why != "all")
-    tables: list[Table] = [
-        (
+    def _group(self, language: str) -> str:
+        return next(group for group, least in GROUPS.items() if self.data["learnt"][language] >= least)
+
+    def of(self, run: Size | str) -> Any:
+        return self._runs[str(run)]
+
+    def quality(self, run: Size | str, languages: Sequence[str], way: str | None = None, which: int = 0) -> float:
+        """Mean chrF, or exact names if `which` is 1."""
+        ways = DIRECTIONS if way is None else (way,)
+        return statistics.fmean(self.of(run)["grades"][way][one][which] for way in ways for one in languages)
+
+    def gain(self, worse: Size, better: Size, languages: Sequence[str]) -> tuple[float, float]:
+        """How much more chrF, and the standard error of that over languages."""
+        gains = [self.quality(better, [one]) - self.quality(worse, [one]) for one in languages]
+        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("inf")
+        return statistics.fmean(gains), error
+
+    def by_size(self) -> Table:
+        rows = [
             (
-                "model",
-                "parameters",
-                "held-out loss",
-                *(f"chrF {way}" for way in DIRECTIONS),
-                *(f"exact {way}, %" for way in DIRECTIONS),
-            ),
-            by_size,
-        ),
-        (("names that are learnt", "languages", "copy", *names), by_group),
-    ]
-    details: list[Table] = [
-        (("language", "names that are learnt", "copy", *names), by_language),
-        (("language", "source", "target", f"what {best} says"), runs[best]["examples"]),
-    ]
-    return Report(
-        [
-            _rise({group: [quality(name, each) for name in (names[0], best)] for group, each in groups.items()}, names),
-            *_deeper(sizes, lambda size: (quality(str(size), everyone), runs[str(size)]["held_out"])),
-            _copied(quality(best, everyone), quality("copy of the source", everyone), best),
-        ],
-        tables,
-        [
-            f"{len(everyone)} languages and English. Of {data['left_out']['all']:,} pairs these are left out: {left}.",
-            f"{sum(data['learnt'].values()):,} pairs are learnt, and {data['held_out']:,} held out by entity.",
-            f"{data['asked']:,} questions give the figures. Languages count alike in a mean.",
-            f"Names have up to {settings['longest']} characters, in small letters. Quality is chrF, from 0 to 100.",
-            f"Languages are drawn with a temperature of {settings['temperature']:g}. All models have width {width}.",
-            f"Each is trained once: {settings['updates']} updates of {settings['batch']} names, the same for all.",
-        ],
-        xs,
-        panels,
-        ("thousand parameters", "chrF"),
-        details,
-    )
+                str(size),
+                f"{self.of(size)['parameters']:,}",
+                f"{self.of(size)['held_out']:.3f}",
+                *(f"{self.quality(size, self.everyone, way):.1f}" for way in DIRECTIONS),
+                *(f"{self.quality(size, self.everyone, way, 1):.1f}" for way in DIRECTIONS),
+            )
+            for size in self.sizes
+        ]
+        grades = [f"{what} {way}" for what in ("chrF", "% exact") for way in DIRECTIONS]
+        return ("model", "parameters", "held-out loss", *grades), rows
+
+    def by_group(self) -> Table:
+        groups = {"all": self.everyone, **self.groups}
+        rows = [
+            (f"{way}, {group}", str(len(languages)), *self._cells(languages, way))
+            for way, (group, languages) in itertools.product(DIRECTIONS, groups.items())
+        ]
+        return ("names that are learnt", "languages", "copy", *self.names), rows
+
+    def by_language(self) -> Table:
+        rows = [(one, f"{self.data['learnt'][one]:,}", *self._cells([one])) for one in self.everyone]
+        return ("language", "names that are learnt", "copy", *self.names), rows
+
+    def _cells(self, languages: Sequence[str], way: str | None = None) -> list[str]:
+        return [f"{self.quality(run, languages, way):.1f}" for run in (COPY, *self.names)]
+
+    def panels(self) -> list[curves.Panel]:
+        groups = {"all languages": self.everyone, **self.groups}
+        return [
+            curves.Panel(group, f"{len(each)} languages", [[self.quality(size, each) for size in self.sizes]])
+            for group, each in groups.items()
+        ]
 
 
-def _rise(ends: dict[str, list[float]], names: list[str]) -> str:
-    gains = {group: last - first for group, (first, last) in ends.items()}
-    risen = [group for group, gain in gains.items() if gain > 0]
-    told = ", ".join(f"{group}: {gain:+.1f}" for group, gain in gains.items())
-    how = "rises for all" if len(risen) == len(gains) else f"rises for {len(risen)} of {len(gains)}"
-    most, poorest = max(gains, key=lambda group: gains[group]), list(gains)[-1]
-    where = "the data-poorest languages" if most == poorest else f"languages with {most}, not for the data-poorest"
+def rise(figures: Figures) -> str:
+    """Whether larger is better, for whom, and for whom most."""
+    first, last = figures.sizes[0], figures.sizes[-1]
+    gains = {group: figures.gain(first, last, languages) for group, languages in figures.groups.items()}
+    risen = [group for group, (gain, error) in gains.items() if gain > 2 * error]
+    told = ", ".join(f"{group}: {gain:+.1f} ± {error:.1f}" for group, (gain, error) in gains.items())
+    how = "rises for all groups" if len(risen) == len(gains) else f"rises for {len(risen)} of {len(gains)} groups"
+    most = max(gains, key=lambda group: gains[group][0])
+    where = "the data-poorest" if most == list(gains)[-1] else f"those with {most}, not for the data-poorest"
     best = f" It rises most for {where}." if risen else ""
-    return f"From {names[0]} to {names[-1]} quality {how} groups of languages ({told} chrF).{best}"
+    return f"From {first} to {last} quality {how} of languages (chrF by names learnt, {told}).{best}"
 
 
-def _deeper(sizes: list[Size], of: Callable[[Size], tuple[float, float]]) -> list[str]:
+def deeper(figures: Figures) -> list[str]:
+    """Models with as many parameters, compared."""
     found = []
-    for one, other in itertools.combinations(sizes, 2):
-        if one.amount == other.amount:
-            deep, wide = sorted((one, other), key=lambda size: -size.layers)
-            (deep_chrf, deep_loss), (wide_chrf, wide_loss) = of(deep), of(wide)
-            better = "deeper" if deep_chrf > wide_chrf else "wider"
+    for pair in itertools.combinations(figures.sizes, 2):
+        if pair[0].amount == pair[1].amount:
+            wide, deep = sorted(pair, key=lambda size: size.layers)
+            gain, error = figures.gain(wide, deep, figures.everyone)
+            verdict = f"the {'deeper' if gain > 0 else 'wider'} model is better"
+            if abs(gain) < 2 * error:
+                verdict = "deeper and wider do not differ by more than chance"
+            losses = " and ".join(f"{figures.of(size)['held_out']:.3f}" for size in (deep, wide))
             found.append(
-                f"At equal parameters the {better} model is better: {deep} has chrF {deep_chrf:.1f} and a loss of "
-                f"{deep_loss:.3f}, {wide} has {wide_chrf:.1f} and {wide_loss:.3f}."
+                f"At equal parameters {verdict}: {deep} has {gain:+.1f} ± {error:.1f} chrF against {wide}; "
+                f"held-out losses {losses}."
             )
     return found
 
 
-def _copied(best: float, copied: float, name: str) -> str:
-    verdict = "more" if best > copied else "less"
-    return f"A copy of the source has chrF {copied:.1f}; {name} has {best:.1f}, which is {verdict}."
+def copied(figures: Figures) -> str:
+    """The best model against the baseline."""
+    best, copy = (figures.quality(run, figures.everyone) for run in (figures.names[-1], COPY))
+    verdict = "more" if best > copy else "less: it has not learnt enough to be of use"
+    return f"A copy of the source has chrF {copy:.1f}; {figures.names[-1]} has {best:.1f}, which is {verdict}."
+
+
+def report(found: Found) -> Report:
+    settings, figures = found["settings"], Figures(found)
+    data, best = figures.data, figures.names[-1]
+    left = ", ".join(f"{count:,} {why}" for why, count in data["left_out"].items() if why != "all")
+    missing = [str(size) for size in sizes_of(settings["sizes"]) if str(size) not in figures.names]
+    return Report(
+        [rise(figures), *deeper(figures), copied(figures), *(f"{name} has not been run." for name in missing)],
+        [figures.by_size(), figures.by_group()],
+        [
+            f"{len(figures.everyone)} languages and English. Of {data['left_out']['all']:,} pairs {left} are left out.",
+            f"{sum(data['learnt'].values()):,} pairs are learnt, and {data['held_out']:,} held out by entity.",
+            f"{data['asked']:,} questions give the figures. Languages count alike in a mean; ± is its standard error.",
+            f"Names have up to {settings['longest']} characters, in small letters. Quality is chrF, from 0 to 100.",
+            f"Languages are drawn with a temperature of {settings['temperature']:g}.",
+            f"All models have width {settings['width']} and heads of {HEAD}. T(L, H, A) is GPipe's name for a size.",
+            f"Each is trained once: {settings['updates']} updates of {settings['batch']} names, the same for all.",
+        ],
+        [figures.of(size)["parameters"] / 1000 for size in figures.sizes],
+        figures.panels(),
+        ("thousand parameters", "chrF"),
+        [
+            figures.by_language(),
+            (("language", "source", "target", f"what {best} says"), figures.of(best)["examples"]),
+        ],
+    )
 
 
 STUDY = Study(
