@@ -164,7 +164,8 @@ def report(found: Found) -> Report:
         answer,
         [(("cures", *(f"rate {rate:g}" for rate in rates)), rows)],
         [
-            f"Held-out loss in nats per character: mean and standard deviation of {len(seeds)} runs.",
+            "Held-out loss in nats per character: mean and standard deviation.",
+            f"Runs of each way: {len(seeds)} of {settings['seeds']} that were planned.",
             f"The Transformer has {layers} layers, half of them in the encoder, and {parameters:,} parameters.",
             f"A run has {settings['updates']} updates of {settings['batch']} names. Adam, no warm-up, no clipping.",
             "Scaled start: the feed-forward networks begin with weights divided by the depth. Clipped logits: to 10.",

@@ -190,7 +190,8 @@ def report(found: Found) -> Report:
         [(headings, rows)],
         [
             "The figures are accuracies on images of the digits 5 to 9 that no run has seen.",
-            f"Each is the mean and standard deviation of {len(scratch)} runs with weights and labels of their own.",
+            f"Runs of each way: {len(scratch)} of {settings['seeds']} that were planned; ± is the standard deviation.",
+            "Each run has weights and labels of its own.",
             "Both ways get the same labels.",
             f"Pretraining: {settings['pretraining']} updates of 64 images of the digits 0 to 4, with flips and cutout.",
             f"Learning the new digits: {settings['steps']} updates of 32 images.",

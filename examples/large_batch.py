@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from study import Found, Report, Results, Study, curve, main, option, spread, train, warmed_up, whole
+from study import POINTS, Found, Report, Results, Study, curve, main, option, spread, train, warmed_up, whole
 from torch import Tensor
 
 import gapless
@@ -88,59 +88,58 @@ def run(settings: Settings, results: Results) -> None:
         raise ValueError(f"minibatches is {settings.minibatches}, but it must be a multiple of 16")
     for seed in range(settings.seeds):
         for way in WAYS:
-            results.run(f"{way.name}, seed {seed + 1}", partial(learn, settings, results, way, seed))
+            results.run(name_of(way, seed), partial(learn, settings, results, way, seed))
+
+
+def name_of(way: Way, seed: int) -> str:
+    """Of a run, in the results."""
+    return f"{way.name}, seed {seed + 1}"
 
 
 def report(found: Found) -> Report:
-    settings = found["settings"]
-    seeds = whole(found, lambda seed: [f"{way.name}, seed {seed + 1}" for way in WAYS])
-    runs = {way.name: [found["runs"][f"{way.name}, seed {seed + 1}"] for seed in seeds] for way in WAYS}
+    settings, equal = found["settings"], [way for way in WAYS if way.samples == 1]
+    seeds = whole(found, lambda seed: [name_of(way, seed) for way in equal])
+    ways = [way for way in WAYS if all(name_of(way, seed) in found["runs"] for seed in seeds)]
+    runs = {way.name: [found["runs"][name_of(way, seed)] for seed in seeds] for way in ways}
     means = {name: statistics.fmean(run["held_out"] for run in each) for name, each in runs.items()}
     rows, panels = [], []
-    for way in WAYS:
+    for way in ways:
         each = runs[way.name]
-        samples = settings["minibatches"] * settings["batch"] * way.samples
-        rows.append(
-            (
-                way.name,
-                f"{settings['batch'] * way.accumulate:,}",
-                f"{samples:,}",
-                str(each[0]["updates"]),
-                spread([run["held_out"] for run in each]),
-                spread([100 * run["right"] for run in each], 1),
-            )
-        )
-        # Curves of few updates have few points: each is drawn over the stretch of samples that it stands for.
-        panels.append(
-            curves.Panel(way.name, f"{each[0]['updates']} updates", [_stretched(run["curve"]) for run in each])
-        )
-    equal = [way.name for way in WAYS if way.samples == 1]
-    best = min(equal, key=lambda name: means[name])
-    more, less = means[WAYS[-1].name], means["x4, same rate"]
+        updates, size = each[0]["updates"], settings["batch"] * way.accumulate
+        held_out, right = spread([run["held_out"] for run in each]), spread([100 * run["right"] for run in each], 1)
+        rows.append((way.name, f"{size:,}", f"{updates * size:,}", str(updates), held_out, right))
+        panels.append(curves.Panel(way.name, f"{updates} updates", [_stretched(run["curve"]) for run in each]))
+    best = min(equal, key=lambda way: means[way.name])
+    answer = [f"At equal samples `{best.name}` has the least held-out loss: {_losses(equal, means)}."]
+    if ways != list(WAYS):
+        answer.append(f"Not run yet: {', '.join(way.name for way in WAYS if way not in ways)}.")
+    else:
+        more, less = means[WAYS[-1].name], means["x4, same rate"]
+        better = "is better" if more < less else "is no better"
+        answer.append(f"At equal updates, x16 {better} than x4: {more:.3f} against {less:.3f}.")
+        answer.append("GPipe saw quality rise with the batch; it compared batches in the second way.")
     return Report(
-        [
-            f"At equal samples the least held-out loss is that of `{best}`: {_losses(equal, means)}.",
-            f"At equal updates, x16 {'is better' if more < less else 'is no better'} than x4: {more:.3f}, {less:.3f}.",
-            "GPipe saw quality rise with the batch; it compared batches in the second way.",
-        ],
+        answer,
         [(("way", "sequences in an update", "sequences seen", "updates", "held-out loss", "bytes right, %"), rows)],
         [
-            f"Means and standard deviations of {len(seeds)} runs. The loss is in nats per byte of held-out text.",
+            f"Runs of each way: {len(seeds)} of {settings['seeds']} that were planned; ± is the standard deviation.",
+            "The loss is in nats per byte of held-out text.",
             f"Byte-level GPT with two blocks of width {settings['width']}, AdamW at {LR:g} times the factor named.",
             "A step of the pipeline takes one minibatch: `pipe.step(x, y, weight=1 / n)` n times, then an update.",
         ],
-        [point / 40 for point in range(40)],
+        [point / POINTS for point in range(POINTS)],
         panels,
         ("share of the run", "training loss"),
     )
 
 
-def _losses(names: list[str], means: dict[str, float]) -> str:
-    return ", ".join(f"{name} {means[name]:.3f}" for name in names)
+def _losses(ways: list[Way], means: dict[str, float]) -> str:
+    return ", ".join(f"{way.name}: {means[way.name]:.3f}" for way in ways)
 
 
 def _stretched(points: list[float | None]) -> list[float | None]:
-    return [points[place * len(points) // 40] for place in range(40)]
+    """A curve of few updates has few points: each is drawn over the stretch that it stands for."""
+    return [points[place * len(points) // POINTS] for place in range(POINTS)]
 
 
 STUDY = Study(
