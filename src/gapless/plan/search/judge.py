@@ -7,7 +7,7 @@ cut by memory too, or recomputed where that is needed, and the quickest of all i
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import combinations, islice, pairwise, product
+from itertools import accumulate, combinations, islice, pairwise, product
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Footprint, Plan, Remat
@@ -24,6 +24,7 @@ from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes, show_seconds
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
+_OVER = 1.1  # times what all devices have: no other cuts of several stages each have been seen to fit
 _FAR = 1.25  # times the best step: lowering has not been seen to gain more
 _FEW_CUTS = 1000  # ways to cut a model that are looked at one by one
 _EFFORT = 60_000  # actions that are simulated for the cuts of one choice
@@ -154,6 +155,8 @@ class Judge:
                 math.inf if limit is None else limit - other
                 for other, limit in zip(others, self.drafts.limits(choice), strict=True)
             ]
+            if made is draft and choice.stages_per_device > 1 and _together(memory, draft.counts) > _OVER * sum(limits):
+                return []
             try:
                 counts = self.drafts.cut(choice, draft.remat, memory, limits)
                 if self.least.recomputed(choice, counts, draft.remat, draft.plain) >= best:
@@ -340,6 +343,12 @@ def _compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     """Every way to cut so many layers."""
     for cuts in combinations(range(1, layers), stages - 1):
         yield tuple(end - start for start, end in pairwise((0, *cuts, layers)))
+
+
+def _together(memory: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
+    """What all stages hold with these cuts; `memory`: of each layer, were it in each stage."""
+    ends = [0, *accumulate(counts)]
+    return sum(sum(own[start:end]) for own, (start, end) in zip(memory, pairwise(ends), strict=True))
 
 
 def _changed(modes: Modes, changes: dict[int, Remat]) -> Modes:
