@@ -28,6 +28,7 @@ _OVER = 1.1  # times what all devices have: no other cuts of several stages each
 _FAR = 1.25  # times the best step: lowering has not been seen to gain more
 _FEW_CUTS = 1000  # ways to cut a model that are looked at one by one
 _EFFORT = 60_000  # actions that are simulated for the cuts of one choice
+_QUICK = 500_000  # what an order of `auto` may take where more than one is made
 _FINISHED = 3  # drafts that are lowered
 _SURE = 0.8  # of what must be freed: that much is known before it is tried
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the devices that `auto` recomputes on, those with the least room first
@@ -90,7 +91,8 @@ class Judge:
         """
         tried, K = [counts], choice.mesh.num_devices
         later = tuple(count + (1 if stage >= K else -1) for stage, count in enumerate(counts))
-        if choice.stages_per_device == 2 and min(later) > 0 and None not in self.drafts.limits(choice):
+        quick = self.drafts.weight(choice) <= _QUICK
+        if choice.stages_per_device == 2 and min(later) > 0 and quick and None not in self.drafts.limits(choice):
             tried.append(later)
         found: list[Draft] = []
         missed: GaplessError | None = None

@@ -27,7 +27,7 @@ from gapless.units import show_bytes, show_seconds
 _HOPELESS = 1.1  # times the best step: other cuts have not been seen to gain more
 _REFINED = 3  # of the best, each of another recipe
 _MOST_ACTIONS = 2_000_000  # of a schedule that is tried; fewer where making it takes longer than simulating it
-_SLOWER = {"auto": 160, "v-half": 10, "v-min": 10}
+_SLOWER = {"auto": 80, "v-half": 10, "v-min": 10}
 _BUDGET = 12_000_000  # actions that are simulated for one choice of devices
 _QUICK = 6_000  # actions of a choice that is tried first, so that there is something to compare with
 _FIRST = 8  # of these
@@ -191,6 +191,12 @@ class _Attempts:
             why = f"the time limit of {self.time_limit:g} s was over" if over else "the budget of the search was spent"
             self._reject(choice, f"not tried: {why}")
             return None
+        most = _MOST_ACTIONS // _SLOWER.get(choice.recipe, 1)
+        if choice.num_actions > most:
+            self.least = min(self.least, least)
+            self.untried += 1
+            self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
+            return None
         self.tried += 1
         refinable = choice.recipe != "auto" and not self.judge.few_cuts(choice)
         plan = self._judged(choice, min(best_here, _HOPELESS * self.step) if refinable else self.step)
@@ -206,10 +212,6 @@ class _Attempts:
 
     def _judged(self, choice: Choice, best: float = math.inf) -> Plan | None:
         kind = (choice.recipe, choice.stages_per_device, choice.mesh)
-        most = _MOST_ACTIONS // _SLOWER.get(choice.recipe, 1)
-        if choice.num_actions > most:
-            self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
-            return None
         smaller = self.too_large.get(kind)
         if smaller is not None and choice.samples >= smaller.samples and choice.share >= smaller.share:
             self._reject(choice, f"too large even with microbatches of {smaller.samples}")
