@@ -4,8 +4,8 @@ A device never waits for what it sends, so a hop is no part of a stage's time: i
 and only the slowest of all counts. Times are those of one microbatch.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
 
 from gapless.errors import PartitionError, TooFewLayersError
 from gapless.plan.cut.chain import Chain, solve
@@ -79,6 +79,18 @@ def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     check_enough_layers(num_layers, num_stages)
     each, more = divmod(num_layers, num_stages)
     return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut so many layers."""
+    for cuts in combinations(range(1, layers), stages - 1):
+        yield tuple(end - start for start, end in pairwise((0, *cuts, layers)))
+
+
+def held_together(memory: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
+    """What all stages hold with these cuts; `memory`: of each layer, were it in each stage."""
+    ends = [0, *accumulate(counts)]
+    return sum(sum(own[start:end]) for own, (start, end) in zip(memory, pairwise(ends), strict=True))
 
 
 def check_enough_layers(num_layers: int, num_stages: int) -> None:

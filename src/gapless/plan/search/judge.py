@@ -7,9 +7,10 @@ cut by memory too, or recomputed where that is needed, and the quickest of all i
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, combinations, islice, pairwise, product
+from itertools import islice, product
 
 from gapless.errors import GaplessError
+from gapless.plan.cut.partition import every_cut, held_together
 from gapless.plan.plan import Footprint, Plan, Remat
 from gapless.plan.search.bound import CutBounds
 from gapless.plan.search.breakdown import breakdown
@@ -40,7 +41,7 @@ class Judge:
     def __init__(self, drafts: Drafts, minibatch: int | None = None) -> None:
         """`minibatch`: samples in a step, where microbatches may not divide them."""
         self.drafts, self.minibatch, self.least = drafts, minibatch, Least(drafts)
-        self._compositions = cache(lambda layers, stages: list(_compositions(layers, stages)))
+        self._compositions = cache(lambda layers, stages: list(every_cut(layers, stages)))
 
     def plan(self, choice: Choice, best: float = math.inf) -> Plan:
         """Raises a GaplessError that says why there is none. What is far from the `best` step so far is not lowered
@@ -157,7 +158,11 @@ class Judge:
                 math.inf if limit is None else limit - other
                 for other, limit in zip(others, self.drafts.limits(choice), strict=True)
             ]
-            if made is draft and choice.stages_per_device > 1 and _together(memory, draft.counts) > _OVER * sum(limits):
+            if (
+                made is draft
+                and choice.stages_per_device > 1
+                and held_together(memory, draft.counts) > _OVER * sum(limits)
+            ):
                 return []
             try:
                 counts = self.drafts.cut(choice, draft.remat, memory, limits)
@@ -339,18 +344,6 @@ class Judge:
             f"({listed})",
             self.drafts.excess(draft),
         )
-
-
-def _compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Every way to cut so many layers."""
-    for cuts in combinations(range(1, layers), stages - 1):
-        yield tuple(end - start for start, end in pairwise((0, *cuts, layers)))
-
-
-def _together(memory: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
-    """What all stages hold with these cuts; `memory`: of each layer, were it in each stage."""
-    ends = [0, *accumulate(counts)]
-    return sum(sum(own[start:end]) for own, (start, end) in zip(memory, pairwise(ends), strict=True))
 
 
 def _changed(modes: Modes, changes: dict[int, Remat]) -> Modes:

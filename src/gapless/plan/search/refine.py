@@ -18,6 +18,8 @@ _EFFORT = 200_000  # actions that are simulated
 def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], bool]) -> Plan:
     """The plan, or a quicker one with other cuts that fits too. What is recomputed follows the cuts."""
     drafts = judge.drafts
+    if drafts.weight(choice) > _EFFORT:
+        return plan  # an order for other cuts takes too long
     until = drafts.effort + _EFFORT
     bounds = judge.cut_bounds(choice)
     try:
