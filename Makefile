@@ -14,7 +14,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo docs style check test test-all slow shards browser network clean
+.PHONY: setup demo docs bench-tables style check test test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ demo: $(RUNS)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open site/index.html"
+
+# The tables of docs/benchmarks.md, from the results that are stored in docs/results.
+bench-tables: $(STAMP)
+	$(BIN)/python -m gapless.bench.docs_tables docs/benchmarks.md docs/results
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) --constraint constraints.txt 'mkdocs-material>=9.6'

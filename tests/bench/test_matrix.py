@@ -19,7 +19,7 @@ ROW: dict[str, Any] = {
 
 
 def test_a_cell_is_won_if_no_round_overlaps() -> None:
-    found = {"rows": [ROW], "cells": 1, "skipped": {"torchgpipe": "it is not installed"}, "rounds": 2}
+    found = {"rows": [ROW], "cells": 1, "skipped": {"torchgpipe": "it is not installed"}, "rounds": 2, "wrong": {}}
     assert matrix.won(ROW, "gapless")
     assert not matrix.won(ROW, "gapless, ranks")
     shown = {figure.name: figure for figure in matrix.figures(found)}

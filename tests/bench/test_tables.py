@@ -52,3 +52,7 @@ def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:
     assert "**Sizes**\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nSo it is." in written
     assert written.startswith("before\n")
     assert written.endswith("after\n")
+
+
+def test_the_docs_are_made_from_the_stored_results() -> None:
+    assert docs_tables.main([str(DOCS / "benchmarks.md"), str(DOCS / "results"), "--check"]) == 0, "make bench-tables"

@@ -8,7 +8,8 @@ A cell is a number of devices, a number of microbatches, and the time of each F,
     torchgpipe        where it is installed; in one process
 
 All run twice; the best of ours and the best two of the peers then take turns for longer. A cell is won if the slowest
-of our rounds is quicker than the quickest round of the best peer.
+of our rounds is quicker than the quickest round of the best peer. A cell in which anybody was quicker than the bound of
+its schedule was measured wrong, on a machine too busy to sleep on time: it is told and not kept.
 
 With --keep FILE it may be run in parts: the same command goes on with the cells that are missing.
 """
@@ -35,9 +36,11 @@ from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, silent, take_turns
 from gapless.errors import ConfigError
+from gapless.schedule.simulate import simulate
 
 SIDES = ("gapless", "gapless, ranks", "torch", "torchgpipe")
 _NAMES: dict[str, Sequence[str]] = {"torch": ALL, "torchgpipe": ("gpipe",)}
+_LEAST = 0.98  # of its bound: whatever is quicker was measured wrong
 _LONGEST = 2.0  # seconds of a step, beyond which torchgpipe is left out of a cell
 
 
@@ -60,7 +63,7 @@ def run(
     )
     cells.sort(key=lambda cell: (cell[2] * (cell[0] + cell[1]), cell))  # short ones first: more is there sooner
     kept = _Cells(keep, {"schedules": list(schedules), "rounds": rounds})
-    until = time.monotonic() + 60 * minutes
+    until, wrong = time.monotonic() + 60 * minutes, dict[str, str]()
     skipped = {"torchgpipe": why} if (why := torchgpipe_side.missing()) else {}
     sides: list[SideName] = ["gapless", "torch"] if skipped else ["gapless", "torch", "torchgpipe"]
     with contextlib.ExitStack() as stack:
@@ -75,13 +78,18 @@ def run(
             at = f"[{number + 1} of {len(cells)}] {name}"
             contest = Contest(int(count), int(parts), "emulated", seconds=each / 1000)
             told = partial(_told, progress, at)
-            kept.add(name, _cell(contest, schedules, sides, rounds, launcher, told))
+            row = _cell(contest, schedules, sides, rounds, launcher, told)
+            if row["too_quick"]:
+                wrong[name] = row["too_quick"]
+            else:
+                kept.add(name, row)
     progress("")
     names = [f"K = {count:g}, M = {parts:g}, {each:g} ms" for count, parts, each in sorted(cells)]
     return {
         "rows": [{"cell": name, **kept.rows[name]} for name in names if name in kept.rows],
         "cells": len(cells),
         "skipped": skipped,
+        "wrong": wrong,
     }
 
 
@@ -135,9 +143,11 @@ def _cell(
     refused: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
+        bounds: dict[str, float] = {}
         for name in schedules:
             pipe = stack.enter_context(pipeline(contest, name))
             contestants[f"gapless {name}"] = step(contest, pipe)
+            bounds[f"gapless {name}"] = float(simulate(pipe.schedule, contest.costs).makespan)
         for side in sides:
             if side == "torchgpipe" and (why := _too_long(contest)):
                 refused[side] = why
@@ -146,6 +156,8 @@ def _cell(
             peer = stack.enter_context(Peer(contest, _NAMES.get(side, schedules), side, launcher=launcher))
             shown = "gapless, ranks" if side == "gapless" else side
             contestants |= {f"{shown} {name}": partial(peer.step, name) for name in peer.schedules}
+            for name, schedule in peer.schedules.items():
+                bounds[f"{shown} {name}"] = float(simulate(schedule, contest.costs).makespan)
             refused |= {f"{shown} {name}": why for name, why in peer.refused.items()}
         first = take_turns(contestants, 2, progress)
         last = take_turns({name: contestants[name] for name in _finalists(first)}, rounds, progress, warmup=0)
@@ -155,6 +167,7 @@ def _cell(
         "rounds": {name: last[name] for name in best.values()},
         "first": {name: median(values) for name, values in first.items()},
         "refused": refused,
+        "too_quick": next((name for name in last if min(last[name]) < _LEAST * bounds[name]), ""),
     }
 
 
@@ -232,6 +245,9 @@ def report(found: dict[str, Any]) -> str:
     rows = found["rows"]
     verdict = [f"{side}: {sum(won(row, side) for row in rows)} of {len(rows)} cells won" for side in SIDES[:2] if rows]
     verdict += [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
+    verdict += [
+        f"measured wrong, run again: {cell}: {name} was quicker than its bound" for cell, name in found["wrong"].items()
+    ]
     if len(rows) < found["cells"]:
         verdict.append(f"{len(rows)} of {found['cells']} cells are there: the same command goes on")
     title = (
