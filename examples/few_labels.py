@@ -143,8 +143,10 @@ def names_of(labels: str, seed: int) -> list[str]:
 def run(settings: Settings, results: Results) -> None:
     images = digits()
     for seed in range(settings.seeds):
+        if seed in whole(results.found, partial(names_of, settings.labels)):
+            continue
         first = f"pretraining {seed + 1}"
-        weights = results.run(first, partial(pretrain, results, settings, images, seed)).get("weights")
+        weights = results.run(first, partial(pretrain, results, settings, images, seed))["weights"]
         for labels, lr, way in product(map(int, settings.labels.split(",")), RATES, WAYS):
             body = weights if way == "pretrained" else None
             results.run(
