@@ -183,9 +183,9 @@ def test_the_newest_is_never_what_a_link_leads_to(tmp_path: Path, pipe: gapless.
         with pytest.raises(CheckpointError, match="latest is a link out of its folder"):
             pipe.load(tmp_path / "run" / "latest", optimizer)
         (tmp_path / "run" / "step-00000009").symlink_to("../elsewhere")
-        with pytest.raises(CheckpointError, match="step-00000009 is a link out of its folder") as told:
+        words = r"step-00000009 is a link out of its folder.*: remove it, and the run goes on from step-00000000$"
+        with pytest.raises(CheckpointError, match=words):
             run.load(optimizer)
-        assert told.value.__notes__ == [f"gapless: the one before it is {tmp_path / 'run' / 'step-00000000'}"]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ def test_every_checkpoint_of_a_run_is_verified_and_a_changed_byte_is_named(
     code, out, err = gapless("checkpoint verify", str(run))
     assert (code, err) == (0, "")
     assert re.fullmatch(r"(.*/step-0000000\d: correct \(step \d, 23 tensors, 1 file, \d.* KiB\)\n){2}", out)
+    code, out, err = gapless("checkpoint verify", str(run / "latest"))  # it was refused, without a word
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{run / 'latest'}: correct (step 2, ")
     broken = tmp_path / "broken"
     for file in (run / "step-00000002").iterdir():
         broken.mkdir(exist_ok=True)

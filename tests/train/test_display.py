@@ -114,7 +114,7 @@ def test_lines_tell_of_the_first_step_of_updates_left_out_and_of_the_last() -> N
     lines.on_end(as_loop(loop))
     assert said == [
         "step   1 of 100   loss 2          500.0 ms per step   1,024 tokens/s",
-        "step 2 of 100 left the weights as they were: the loss is nan",
+        "step   2 of 100 left the weights as they were: the loss is nan",
         "step   3 of 100   loss 2          500.0 ms per step   1,024 tokens/s",
     ]
 

@@ -44,3 +44,8 @@ def test_it_learns_a_sequence_by_heart() -> None:
         torch.autograd.backward(last)
         optimizer.step()
     assert last < first / 3
+
+
+def test_a_width_that_its_heads_can_t_share_is_refused() -> None:
+    with pytest.raises(ValueError, match="a width of 63 can't be shared by 4 heads"):
+        gpt(width=63, heads=4)

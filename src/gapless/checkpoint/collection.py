@@ -24,7 +24,7 @@ from gapless.checkpoint.copies import Copies
 from gapless.checkpoint.disk import Disk, aside, make_folders
 from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers, set_aside
 from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
-from gapless.checkpoint.manifest import Manifest
+from gapless.checkpoint.manifest import Manifest, faults
 from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, forgiving, met, not_shared
 from gapless.checkpoint.saveable import Saveable
 from gapless.errors import CheckpointError, ConfigError, printable
@@ -194,10 +194,11 @@ class Checkpoints:
         try:
             return self._trained.saveable().load(saved[-1].path, optimizer=optimizer, scheduler=scheduler)
         except CheckpointError as error:
-            earlier = [each for each in saved[:-1] if not each.fault]
-            if earlier:
-                error.add_note(f"gapless: the one before it is {printable(str(earlier[-1].path))}")
-            raise
+            earlier = [each.path.name for each in saved[:-1] if not each.fault]
+            newest = saved[-1]
+            if not earlier or not (newest.fault or any(faults(newest.path))):  # of another model, say
+                raise
+            raise CheckpointError(f"{error}: remove it, and the run goes on from {earlier[-1]}") from None
 
     # -- the folder -------------------------------------------------------------------------------------------------
 

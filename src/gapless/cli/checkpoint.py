@@ -64,7 +64,8 @@ def _verify(folder: Path, arguments: argparse.Namespace) -> int:
     wrong = {}
     for each in _found(folder):
         terminal.show_progress(f"reading {each.path} ({show_bytes(each.size)})")
-        wrong[str(each.path)] = [each.fault] if each.path.is_symlink() else list(faults(each.path))
+        led_out = each.fault and each.path.is_symlink()  # `latest` may be named, but in a folder no link is followed
+        wrong[str(each.path)] = [each.fault] if led_out else list(faults(each.path))
     terminal.show_progress("")
     if arguments.json:
         terminal.print_json({"ok": not any(wrong.values()), "faults": wrong})

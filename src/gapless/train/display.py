@@ -58,32 +58,41 @@ class Lines(Callback):
         self._pace.add(step)
         self._last = step
         if step.skipped:
-            self._say(f"step {step.number} of {trainer.steps} left the weights as they were: {step.skipped}")
+            self._say(f"{_place(trainer, step.number)} left the weights as they were: {step.skipped}")
         first = self._told == 0
         if first or step.number == trainer.steps or time.monotonic() - self._shown >= _EVERY:
             self._tell(trainer, step)
 
     def on_evaluate(self, trainer: Loop, loss: float, seconds: float) -> None:
-        self._say(f"step {trainer.step} of {trainer.steps}   evaluation {loss:.4g}")
+        self._say(f"{_place(trainer, trainer.step)}   evaluation {loss:.4g}")
 
     def on_save(self, trainer: Loop, path: str, seconds: float) -> None:
-        self._say(f"step {trainer.step} of {trainer.steps}   saved {path}")
+        if trainer.ended:
+            self._tell_last(trainer)
+        self._say(f"{_place(trainer, trainer.step)}   saved {path}")
 
     def on_end(self, trainer: Loop) -> None:
-        if self._last is not None and self._told != self._last.number and trainer.ended:
+        if trainer.ended:
+            self._tell_last(trainer)
+
+    def _tell_last(self, trainer: Loop) -> None:
+        if self._last is not None and self._told != self._last.number:
             self._tell(trainer, self._last)
 
     def _tell(self, trainer: Loop, step: Step) -> None:
-        width = len(str(trainer.steps))
         self._say(
-            f"step {step.number:>{width}} of {trainer.steps}   loss {step.loss:<8.4g} "
+            f"{_place(trainer, step.number)}   loss {step.loss:<8.4g} "
             f"{1000 * self._pace.seconds:7.1f} ms per step   {self._pace.speed()}"
         )
         self._shown, self._told = time.monotonic(), step.number
 
 
+def _place(trainer: Loop, step: int) -> str:
+    return f"step {step:>{len(str(trainer.steps))}} of {trainer.steps}"
+
+
 class Live(Callback):
-    """A panel at the end of the terminal, drawn twice a second."""
+    """A panel at the end of the terminal, drawn once a second: each time takes about 3 ms of a processor."""
 
     def __init__(self, title: str, gauge: Gauge, console: Any = None) -> None:
         from rich.console import Console
@@ -102,7 +111,7 @@ class Live(Callback):
         self._step: Step | None = None
         self._steps = 0
         self._live = Shown(
-            console=console or Console(), get_renderable=self._drawn, refresh_per_second=2, transient=False
+            console=console or Console(), get_renderable=self._drawn, refresh_per_second=1, transient=False
         )
 
     def on_start(self, trainer: Loop) -> None:

@@ -18,6 +18,7 @@ from gapless.train.torchrun import Ranks
 
 _COLD = 2  # steps, in which buffers are made and kernels are chosen
 _KEPT = 8  # timelines
+_SELDOM = 500
 _STATUS = Path("/proc/self/statm")
 
 
@@ -55,13 +56,13 @@ class Gauge(Callback):
 
     def _predicted(self, step: Step) -> float:
         """From the costs of the measured actions, were the devices their own. Simulated again only where that takes
-        less than a hundredth of the time since.
+        less than a five-hundredth of the time since.
         """
         now = time.monotonic()
         if self._forecast is None or now > self._forecast[1]:
             assert step.timeline is not None
             bubble = float(simulate(step.timeline.schedule, costs_of(list(self.timelines))).bubble)
-            self._forecast = bubble, time.monotonic() + 100 * (time.monotonic() - now)
+            self._forecast = bubble, time.monotonic() + _SELDOM * (time.monotonic() - now)
         return self._forecast[0]
 
 

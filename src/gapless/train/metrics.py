@@ -22,7 +22,7 @@ from gapless.errors import ConfigError
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
 
-_DRAW = 0.1  # seconds
+_DRAW = 1.0  # seconds
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -115,7 +115,7 @@ class _Scalars(Callback):
         self._drawn = 0.0
 
     def on_step(self, trainer: Loop, step: Step) -> None:
-        """Ten times a second is enough to look at, and takes no time from short steps."""
+        """Once a second is enough to look at, and takes no time from short steps; the JSON lines have all of them."""
         if step.timeline is None and time.monotonic() - self._drawn < _DRAW:
             return
         self._drawn = time.monotonic()

@@ -107,7 +107,8 @@ def fitting(function: Callable[..., Any], part: Part, *given: Any, **offered: An
         for key in part.arguments:
             if key not in names:
                 near = get_close_matches(key, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names[len(given) :]) or 'none'}"
+                takes = ", ".join(name for name in names[len(given) :] if name not in offered)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {takes or 'none'}"
                 raise ConfigError(f"{part.key}.arguments has {key!r}, which {part.name} does not take; {hint}")
     arguments = {**{key: value for key, value in offered.items() if key in names}, **part.arguments}
     try:

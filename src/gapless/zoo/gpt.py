@@ -64,6 +64,8 @@ def gpt(
     *, vocab: int = 256, width: int = 256, depth: int = 8, heads: int = 4, context: int = 256, dropout: float = 0.0
 ) -> nn.Sequential:
     """`depth` blocks between the embedding and (norm, head); token numbers of shape (batch, length) in, logits out."""
+    if heads < 1 or width % heads:
+        raise ValueError(f"a width of {width} can't be shared by {heads} heads: give another width")
     return nn.Sequential(
         Embed(vocab, width, context, dropout),
         *(Block(width, heads, dropout) for _ in range(depth)),
