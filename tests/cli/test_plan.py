@@ -18,6 +18,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
+from gapless.units import show_seconds
 from tests.cli.conftest import Command
 from tests.cli.test_main import environment
 from tests.plan import profiles
@@ -100,10 +101,14 @@ def test_json_has_the_plan_and_every_choice(gapless: Command, profile: str) -> N
 def test_files_are_written(gapless: Command, profile: str, tmp_path: Path) -> None:
     page, plan, picture = (tmp_path / name for name in ("plan.html", "plan.json", "plan.svg"))
     code, out, err = gapless(f"plan {profile} -K 2 {QUICK} --html {page} --write {plan} --svg {picture} --top 1")
-    assert (code, err) == (0, f"wrote {plan}\nwrote {page}\nwrote {picture}\n")
-    text = page.read_text()
-    assert text.count("<main>") == 1
-    assert "<summary>The plan</summary><pre>six blocks: 6 layers" in text
+    assert (code, err) == (0, f"wrote {plan}\nwrote {picture}\nwrote {page}\n")
+    best, text = Plan.read(plan), page.read_text()
+    assert "<pre>" not in text  # it was the terminal's report in a page
+    assert f"<title>six blocks · {best.recipe} · 2 devices · {show_seconds(best.step_seconds)} a step</title>" in text
+    assert text.count('aria-label="device ') == len(best.memory)  # a bar for each
+    assert f"<dt>samples per second</dt><dd>{best.throughput:,.4g}</dd>" in text
+    assert text.count('<tr class="marked">') == 1
+    assert "makespan, ms</button>" in text
     assert Plan.read(plan).title in out.replace("\n", " ")
     assert picture.read_text().startswith("<svg")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless import units
-from gapless.cli import options, terminal, what_if_report
+from gapless.cli import options, plan_page, terminal, what_if_report
 from gapless.cli.device_kinds import Kinds, read_kinds
 from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
@@ -99,8 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         terminal.show_progress("")
     beside = _others(arguments, profile, found)
-    _write(arguments, profile, found, beside)
+    _write(arguments, found)
     answers = _answers(arguments, profile, found)
+    if arguments.html:
+        _write_page(arguments, profile, found, beside, answers or [])
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
         if (kinds := _kinds(arguments, profile)) is not None:
@@ -294,23 +296,24 @@ def _speed(word: str) -> float:
     return speed
 
 
-def _write(arguments: argparse.Namespace, profile: Profile, found: Found, beside: Sequence[Other]) -> None:
+def _write(arguments: argparse.Namespace, found: Found) -> None:
     if arguments.write:
         found.best.write(arguments.write)
         terminal.say(f"wrote {arguments.write}", sys.stderr)
     kinds = best_of_each_kind(found.plans, 3)
     limit = room_for_activations(found.best)
-    if arguments.html:
-        from gapless.view import page, summary
-
-        shown = summary.text(report(profile, found, arguments.top, beside))
-        title = f"Plan for {profile.name or 'the model'}: {units.show_seconds(found.best.step_seconds)} a step"
-        made = page.render([plan.timeline for plan in kinds], title, limit)
-        section = f'<details class="guide" open><summary>The plan</summary><pre>{shown}</pre></details>'
-        Path(arguments.html).write_text(made.replace("<main>", f"<main>\n{section}", 1), encoding="utf-8", newline="\n")
-        terminal.say(f"wrote {arguments.html}", sys.stderr)
-    arguments.html = None
+    page, arguments.html = arguments.html, None  # which is more than its timelines
     options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
+    arguments.html = page
+
+
+def _write_page(
+    arguments: argparse.Namespace, profile: Profile, found: Found, beside: Sequence[Other], answers: Sequence[Answer]
+) -> None:
+    limit = room_for_activations(found.best)
+    made = plan_page.render(profile, found, plan_page.Beside(beside, answers), arguments.top, limit)
+    Path(arguments.html).write_text(made, encoding="utf-8", newline="\n")
+    terminal.say(f"wrote {arguments.html}", sys.stderr)
 
 
 def room_for_activations(plan: Plan) -> int | None:

@@ -19,6 +19,7 @@ _BAR = 40
 _SHOWN_DEVICES = 64
 _MEMORY = dict(zip((part.name for part in fields(Footprint)), "PGOAbwsr", strict=True))
 _IDLE = "·"
+FIGURES = ("schedule", "devices", "stages", "microbatches", "remat", "step", "samples/s", "waits", "memory")
 _ROUNDING = 1e-9  # sums of floats vary with their order
 
 
@@ -33,7 +34,7 @@ def report(profile: Profile, found: Found, top: int, beside: Sequence[Other] = (
             f"minibatch of {best.minibatch}"
         ),
         _ranking(found, top, beside),
-        "\n".join((textwrap.fill(found.explanation, _WIDTH), *_without_a_pipeline(found))),
+        "\n".join((textwrap.fill(found.explanation, _WIDTH), *without_a_pipeline(found))),
         _cuts(best),
         f"where the step of {units.show_seconds(best.step_seconds)} goes:\n{_breakdown(best)}",
         _memory_bars(best),
@@ -41,7 +42,7 @@ def report(profile: Profile, found: Found, top: int, beside: Sequence[Other] = (
     if profile.slack > SLACK and profile.device.startswith("cuda"):
         parts.append(_about_the_allocator(profile))
     if found.rejected:
-        parts.append(f"left out:\n{_rejections(found)}")
+        parts.append("left out:\n" + "\n".join(f"  {choice}: {reason}" for choice, reason in rejections(found)))
     parts.append(textwrap.fill(best.how_good, _WIDTH))
     if best.caution:
         parts.append(textwrap.fill(f"caution: {best.caution}", _WIDTH))
@@ -81,13 +82,18 @@ _NEVER_CHOSEN = {
 
 
 def _ranking(found: Found, top: int, beside: Sequence[Other]) -> str:
-    headings = ("", "schedule", "devices", "stages", "microbatches", "remat", "step", "samples/s", "waits", "memory")
+    rows, told = ranking(found, top, beside)
+    return "\n".join([text.table(("", *FIGURES), rows, left=2), *told])
+
+
+def ranking(found: Found, top: int, beside: Sequence[Other]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows of the table of plans, each with its mark first, and what the marks mean but for `*`, the best."""
     plans = best_of_each_kind(found.plans, top)
     rows = [(plan.step_seconds, ("*" if plan is found.best else "", *_figures(plan))) for plan in plans]
     rows += [(other.seconds, (_MARKS[other.why], *_other_figures(other, found.best.minibatch))) for other in beside]
     rows.sort(key=lambda row: row[0])
     told = [words for why, words in _NEVER_CHOSEN.items() if any(other.why == why for other in beside)]
-    return "\n".join([text.table(headings, [row for _, row in rows], left=2), *told])
+    return [row for _, row in rows], told
 
 
 def _other_figures(other: Other, minibatch: int) -> tuple[str, ...]:
@@ -185,11 +191,14 @@ def _bar(held: Footprint, scale: int) -> str:
     return bar
 
 
-def _rejections(found: Found) -> str:
-    """Per recipe how many were rejected, and the first reason."""
-    reasons: dict[str, list[str]] = {}
+def rejections(found: Found) -> list[tuple[str, str]]:
+    """Per recipe the first choice that was rejected, and why; and how many more there are."""
+    reasons: dict[str, list[tuple[str, str]]] = {}
     for rejection in found.rejected:
-        reasons.setdefault(rejection.choice.recipe, []).append(f"{rejection.choice}: {rejection.reason.split(' (')[0]}")
-    return "\n".join(
-        f"  {said[0]}" + (f" (and {len(said) - 1} more)" if len(said) > 1 else "") for said in reasons.values()
-    )
+        said = (str(rejection.choice), rejection.reason.split(" (")[0])
+        reasons.setdefault(rejection.choice.recipe, []).append(said)
+    return [
+        (choice, reason + (f" (and {len(said) - 1} more)" if len(said) > 1 else ""))
+        for said in reasons.values()
+        for choice, reason in said[:1]
+    ]

@@ -1,7 +1,9 @@
 """Pieces of HTML that stand beside the timelines of a page: figures, bars, tables and lists. All text is escaped."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
+from itertools import accumulate
 
 from gapless.view.summary import text
 
@@ -67,6 +69,35 @@ def parts_of(label: str, shares: Sequence[Share]) -> str:
     return f"{drawn}{''.join(bar)}</svg><table><tbody>{''.join(rows)}</tbody></table>"
 
 
+@dataclass(frozen=True)
+class Stack:
+    """A bar of several parts, each a share of the longest bar or limit; `limit` is a mark in it."""
+
+    name: str
+    shares: Sequence[float]
+    words: str
+    limit: float | None = None
+
+
+def stacks(label: str, parts: Sequence[str], bars: Iterable[Stack]) -> str:
+    """Bars below each other, and what their colours mean."""
+    rows = []
+    for bar in bars:
+        ends = list(accumulate(bar.shares, initial=0.0))
+        drawn = "".join(rectangle(n, at, share) for n, (at, share) in enumerate(zip(ends, bar.shares, strict=False)))
+        mark = "" if bar.limit is None else f'<path class="limit" d="M{min(997.0, 1000 * bar.limit):.2f} 0V18"/>'
+        picture = (
+            f'<svg class="bars" viewBox="0 0 1000 18" preserveAspectRatio="none" role="img" '
+            f'aria-label="{text(bar.name)}: {text(bar.words)}">{drawn}{mark}</svg>'
+        )
+        rows.append(f'<tr><th scope="row">{text(bar.name)}</th><td>{picture}</td><td>{text(bar.words)}</td></tr>')
+    keys = "".join(f"<li>{swatch(number)}{text(part)}</li>" for number, part in enumerate(parts))
+    return (
+        f'<table class="stacks" aria-label="{text(label)}"><tbody>{"".join(rows)}</tbody></table>'
+        f'<ul class="key">{keys}</ul>'
+    )
+
+
 def rectangle(number: int, at: float, share: float, height: int = 18) -> str:
     """A part of a bar that is 1000 wide."""
     place = f'x="{1000 * at:.2f}" y="0" width="{1000 * share:.2f}" height="{height}"'
@@ -86,6 +117,11 @@ def sample(drawing: str) -> str:
 def folded(title: str, *parts: str) -> str:
     """What only some want to see."""
     return f'<details class="card"><summary>{text(title)}</summary>{"".join(parts)}</details>'
+
+
+def beside(*parts: str) -> str:
+    """Pieces beside each other, where there is room."""
+    return f'<div class="panels">{"".join(parts)}</div>'
 
 
 def listing(title: str, rows: Iterable[tuple[str, str]]) -> str:

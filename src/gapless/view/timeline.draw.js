@@ -29,7 +29,7 @@ class Measure {
 
   number(value) {
     if (!this.unit) return shown(value);
-    return (value * this.factor).toLocaleString("en", { maximumSignificantDigits: 5 });
+    return (value * this.factor).toLocaleString("en", { maximumSignificantDigits: 4 });
   }
 
   text(value) {

@@ -1,0 +1,142 @@
+"""The page of `gapless plan`: what the plan promises, where time and memory go, its timelines, and the other plans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from gapless import units
+from gapless.cli.plan_report import FIGURES, best_of_each_kind, ranking, rejections, without_a_pipeline
+from gapless.plan.explain import PARTS
+from gapless.plan.plan import Footprint, Plan
+from gapless.plan.profile.profile import Profile
+from gapless.plan.search.others import Other
+from gapless.plan.search.search import Found
+from gapless.plan.search.what_if import Answer
+from gapless.view import cards, page
+from gapless.view.figures import Units
+
+_SHOWN_DEVICES = 64
+_NUM_TIMELINES = 3
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is told beside the plans: what can't be chosen, and what changes of the machine would bring."""
+
+    others: Sequence[Other] = ()
+    answers: Sequence[Answer] = ()
+
+
+def render(profile: Profile, found: Found, beside: Beside, top: int, limit: int | None) -> str:
+    """The page as text. `top`: how many plans the table has at the most; `limit` is that of the memory curves."""
+    best = found.best
+    step = units.show_seconds(best.step_seconds)
+    devices = best.num_devices * best.mesh.replicas
+    rows, told = ranking(found, top, beside.others)
+    marks = [mark for mark, *_ in rows]
+    front = cards.section(
+        "The plan",
+        cards.tiles(_tiles(profile, best)),
+        cards.beside(
+            cards.card(f"Where the step of {step} goes", cards.parts_of("Where the step goes", _breakdown(best))),
+            cards.card(_memory_title(best), _memory(best)),
+        ),
+        cards.card("Why this one", *map(cards.paragraph, _reasons(found))),
+        cards.card(
+            "Plans",
+            cards.table(FIGURES, [_marked(row) for row in rows], marked=marks.index("*")),
+            *map(cards.paragraph, told),
+        ),
+    )
+    back = cards.section(
+        "More of the plan",
+        cards.card("Stages", cards.table(("stage", "device", "layers", "recompute"), _stages(best))),
+        _what_if(beside.answers),
+        cards.folded("Left out", cards.pairs(rejections(found))) if found.rejected else "",
+    )
+    return page.render(
+        [plan.timeline for plan in best_of_each_kind(found.plans, _NUM_TIMELINES)],
+        f"{profile.name or 'model'} · {best.recipe} · {units.show_count(devices, 'device')} · {step} a step",
+        limit,
+        units=Units("s", "bytes"),
+        front=front,
+        back=back,
+    )
+
+
+def _reasons(found: Found) -> list[str]:
+    best = found.best
+    more = [best.how_good, *([f"caution: {best.caution}"] if best.caution else [])]
+    return [found.explanation, *(f"{words[:1].upper()}{words[1:]}." for words in (*without_a_pipeline(found), *more))]
+
+
+def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
+    """What is never chosen keeps its letter; the best has a colour."""
+    mark, name, *figures = row
+    return f"{name} ({mark})" if mark not in ("", "*") else name, *figures
+
+
+def _tiles(profile: Profile, best: Plan) -> list[tuple[str, str]]:
+    fullest = max(held.total for held in best.memory)
+    parameters = sum(layer.parameters for layer in profile.layers)
+    return [
+        ("step", units.show_seconds(best.step_seconds)),
+        ("samples per second", f"{best.throughput:,.4g}"),
+        ("schedule", best.recipe),
+        ("devices", f"{best.mesh.replicas} x {best.num_devices}" if best.mesh.replicas > 1 else str(best.num_devices)),
+        ("minibatch", f"{best.minibatch:,}"),
+        ("microbatches", f"{best.microbatches} of {best.samples}"),
+        ("fullest device", units.show_bytes(fullest)),
+        ("model", f"{units.show_count(len(profile.layers), 'layer')}, {units.show_bytes(parameters)}"),
+    ]
+
+
+def _breakdown(plan: Plan) -> list[cards.Share]:
+    total = plan.step_seconds or 1.0
+    seconds = [(name, max(0.0, getattr(plan.breakdown, part))) for part, name in PARTS.items()]
+    return [(name, each / total, units.show_seconds(each)) for name, each in seconds]
+
+
+def _memory_title(plan: Plan) -> str:
+    limits = [limit for limit in plan.limits if limit is not None]
+    return f"Memory per device, of {units.show_bytes(max(limits))}" if limits else "Memory per device"
+
+
+def _memory(plan: Plan) -> str:
+    used = [part.name for part in fields(Footprint) if any(getattr(held, part.name) for held in plan.memory)]
+    most = max([held.total for held in plan.memory] + [limit for limit in plan.limits if limit is not None])
+    bars = []
+    for device, (held, limit) in enumerate(zip(plan.memory, plan.limits, strict=True)):
+        words = units.show_bytes(held.total) + ("" if limit is None else f" ({100 * held.total / limit:.0f}%)")
+        shares = [getattr(held, name) / most for name in used]
+        bars.append(cards.Stack(f"device {device}", shares, words, None if limit is None else limit / most))
+    more = len(bars) - _SHOWN_DEVICES
+    rest = cards.paragraph(f"and {units.show_count(more, 'device')} more") if more > 0 else ""
+    drawn = cards.stacks("Memory per device", [name.replace("_", " ") for name in used], bars[:_SHOWN_DEVICES])
+    return drawn + rest
+
+
+def _stages(plan: Plan) -> list[tuple[str, ...]]:
+    """Each with its device, as the plan numbers it, its layers from the first to the last, and what is recomputed."""
+    words = {"none": "-", "stage": "whole", "layer": "layer by layer"}
+    device_of = {stage: device for device, stages in enumerate(plan.schedule.placement.stages) for stage in stages}
+    found: list[tuple[str, ...]] = []
+    first = 0
+    for stage, (count, remat) in enumerate(zip(plan.partition, plan.remat, strict=True)):
+        device = device_of[stage]
+        own = plan.mesh.order[device] if plan.mesh.order else device
+        span = f"{first} to {first + count - 1}" if count > 1 else str(first)
+        found.append((str(stage), str(own), f"{span} ({count})", words.get(remat, remat)))
+        first += count
+    return found
+
+
+def _what_if(answers: Sequence[Answer]) -> str:
+    if not answers:
+        return ""
+    rows = [
+        (answer.change.text, "-", answer.reason)
+        if answer.plan is None
+        else (answer.change.text, f"+{100 * answer.gain:.1f}%", answer.plan.title)
+        for answer in answers
+    ]
+    return cards.card("What if", cards.table(("change", "samples/s", "plan"), rows))
