@@ -99,7 +99,7 @@ BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist work
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.
-SLOW_theory := tests/bench tests/cli tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
+SLOW_theory := tests/bench tests/cli tests/explore tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
 SLOW_models := tests/hf tests/model tests/stage tests/zoo
 SLOW_lives := tests/checkpoint $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
 SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))

@@ -112,6 +112,25 @@ class Shown:
         return found
 
 
+def watched(browser: "Browser", width: int, height: int) -> Shown:
+    """An empty page of that size, all of whose complaints and requests are kept."""
+    context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
+    context.add_init_script(WATCH)
+    shown = Shown(context.new_page())
+    shown.page.on("console", lambda message: shown.complaints.append(message.text))
+    shown.page.on("pageerror", lambda error: shown.complaints.append(str(error)))
+    shown.page.on("dialog", shown.complain)
+    shown.page.on("request", lambda request: shown.requests.append(request.url))
+    return shown
+
+
+def quiet(shown: Shown) -> None:
+    """Closes a page, which must have said nothing and broken none of its own rules."""
+    assert shown.complaints == []
+    assert shown.ask("violations") == []
+    shown.page.context.close()
+
+
 Opener = Callable[..., Shown]
 
 
@@ -129,14 +148,8 @@ def show(browser: "Browser", tmp_path: Path) -> Iterator[Opener]:
         return open_file(path, width, height)
 
     def open_file(path: Path, width: int, height: int) -> Shown:
-        context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
-        context.add_init_script(WATCH)
-        shown = Shown(context.new_page())
+        shown = watched(browser, width, height)
         opened.append((shown, path.as_uri()))
-        shown.page.on("console", lambda message: shown.complaints.append(message.text))
-        shown.page.on("pageerror", lambda error: shown.complaints.append(str(error)))
-        shown.page.on("dialog", shown.complain)
-        shown.page.on("request", lambda request: shown.requests.append(request.url))
         shown.page.goto(path.as_uri())
         shown.ask("gapless.ready")
         shown.settle()
@@ -144,7 +157,5 @@ def show(browser: "Browser", tmp_path: Path) -> Iterator[Opener]:
 
     yield opener
     for shown, url in opened:
-        assert shown.complaints == []
         assert shown.requests == [url]
-        assert shown.ask("violations") == []
-        shown.page.context.close()
+        quiet(shown)

@@ -1,6 +1,6 @@
 """Imports go one way, and this file proves it from the source.
 
-    errors < schedule < view
+    errors < schedule < view < explore
     errors < stage < model
     {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < bench < cli
     pipeline < hf
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "user_file": {"errors", "units"},
     "schedule": _THEORY,
     "view": _THEORY | {"view", "_version"},
+    "explore": _THEORY | {"view", "explore"},
     "stage": {"errors", "stage"},
     "model": {"errors", "stage", "model"},
     "plan": _CORE | {"plan"},
@@ -45,19 +46,21 @@ MAY_IMPORT = {
     "train": _USERS | {"train"},
     "hf": _FACADE | {"hf"},
     "bench": _USERS | {"train", "bench"},
-    "cli": _USERS | {"train", "bench", "cli"},
+    "cli": _USERS | {"explore", "train", "bench", "cli"},
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
-WITHOUT_TORCH = ("errors", "units", "user_file", "schedule", "view")
+WITHOUT_TORCH = ("errors", "units", "user_file", "schedule", "view", "explore")
 COMMANDS_WITHOUT_TORCH = (
     "schedules",
     "show",
     "simulate",
     "compare",
+    "explore",
     "verify",
     "plan",
     "plan_report",
+    "plan_page",
     "checkpoint",
     "options",
     "__init__",

@@ -8,6 +8,7 @@ The packages, from the lowest to the highest; each says in its own `__init__` wh
 errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a file of theirs
 schedule  theory, without torch: actions, schedules, costs, verify and simulate
 view      drawings of schedules and timelines
+explore   a local page with sliders that redraw schedules
 stage     tensors on one device
 model     whole models, as layers or traced
 plan      how to cut a model, and which schedule to run

@@ -80,6 +80,6 @@ def test_the_page_has_every_schedule_of_the_terminal_and_says_what_was_left_out(
     names = re.findall(r'<a href="#timeline-\d+">([^<]*)</a>', html)
     assert names == [each["schedule"] for each in told["schedules"]]
     assert {"naive", "pipedream", "2bw"} <= set(names)
-    assert '"overview":true' in html
+    assert '"rows":"overview"' in html
     for name, reason in told["refused"].items():
         assert f'<th scope="row">{name}</th><td>{escape(reason)}</td>' in html

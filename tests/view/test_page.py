@@ -34,11 +34,15 @@ def data_of(html: str) -> dict[str, Any]:
     return data
 
 
-def columns_of(html: str, number: int = 0) -> dict[str, list[float]]:
-    """What the script reads, read here: the differences summed up again."""
+def packed_of(html: str, number: int = 0) -> str:
     found = re.search(rf'<script type="text/plain" id="columns-{number}">(.*?)</script>', html)
     assert found is not None
-    raw = zlib.decompress(b64decode(found[1]))
+    return found[1]
+
+
+def columns_of(html: str, number: int = 0) -> dict[str, list[float]]:
+    """What the script reads, read here: the differences summed up again."""
+    raw = zlib.decompress(b64decode(packed_of(html, number)))
     columns, offset = {}, 0
     for column in data_of(html)["timelines"][number]["columns"]:
         size = column["length"] * (8 if column["type"] == "float64" else 4)

@@ -7,8 +7,10 @@ schedules     list all schedules
 show          draw a schedule
 simulate      time and memory of a schedule
 compare       all schedules, ranked
+explore       a page with sliders, served on this machine
 verify        check a schedule in a file
-plan          cut a model and choose a schedule for it; beside it plan_report, what_if_report, no_flush, device_kinds
+plan          cut a model and choose a schedule for it; beside it plan_report, plan_page, what_if_report, no_flush and
+              device_kinds
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
 view          the report of a run
@@ -36,6 +38,7 @@ COMMANDS = {
     "show": "draw a schedule, or print it as text, CSV or JSON",
     "simulate": "compute what a schedule costs in time and memory",
     "compare": "rank all schedules for given costs and memory",
+    "explore": "open a local page with sliders that redraw schedules at once",
     "verify": "check a schedule in a file, and prove that it can't hang",
     "plan": "choose how to cut a model and which schedule to run, and predict time and memory",
     "train": "train the model that a config describes",

@@ -61,7 +61,7 @@ def render(
         raise ScheduleError("there is no timeline to draw: give at least one")
     units = units or Units()
     packed = [columns.pack(timeline) for timeline in timelines]
-    data = shared(units, timelines, overview) | {
+    data = shared(units, timelines, "overview" if overview else None) | {
         "timelines": [
             {**describe(timeline, units, timelines), "columns": described}
             for timeline, (described, _) in zip(timelines, packed, strict=True)
@@ -74,7 +74,7 @@ def render(
         title=title or title_of(timelines),
         subtitle=_subtitle(timelines),
         front=front,
-        key=_key(timelines),
+        key=key_of(legend.present([timeline.schedule for timeline in timelines])),
         table=table(timelines, units, ranked),
         legend=_legend(timelines),
         back=back,
@@ -159,14 +159,14 @@ def _json(data: Any) -> str:
     return encoded.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def shared(units: Units, timelines: Sequence[Timeline], overview: bool = False) -> dict[str, Any]:
-    """What all timelines of a page have in common."""
+def shared(units: Units, timelines: Sequence[Timeline], rows: str | None = None) -> dict[str, Any]:
+    """What all timelines of a page have in common; `rows` is how tall they are, if not what suits their devices."""
     return {
         "kinds": [_kind(kind) for kind in legend.KINDS],
         "ink": legend.INK,
         "time": _measure(units.of_time(timelines)),
         "memory": _measure(units.of_memory(timelines)),
-        "overview": overview,
+        "rows": rows,
     }
 
 
@@ -229,12 +229,9 @@ def _subtitle(timelines: Sequence[Timeline]) -> str:
     )
 
 
-def _key(timelines: Sequence[Timeline]) -> str:
-    """The colours that occur, in one line above the picture."""
-    items = [
-        f"<li>{_swatch(kind)}{text(legend.ENTRIES[kind].name)}</li>"
-        for kind in legend.present([timeline.schedule for timeline in timelines])
-    ]
+def key_of(kinds: Sequence[Kind]) -> str:
+    """Their colours, in one line above the picture."""
+    items = [f"<li>{_swatch(kind)}{text(legend.ENTRIES[kind].name)}</li>" for kind in kinds]
     return "".join([*items, '<li><span class="swatch idle inner"></span>idle</li>'])
 
 

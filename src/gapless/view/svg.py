@@ -24,7 +24,7 @@ MAX_ACTIONS = 50_000
 _MAX_TITLED = 5_000  # beyond, the words on hover would be most of the file
 _GUTTER, _MARGIN = 76, 16
 _BAR, _PITCH = 22, 28
-_HEAD, _GAP, _AXIS, _LEGEND = 30, 18, 30, 30
+_HEAD, _GAP, _AXIS, _LEGEND, _TITLE = 30, 18, 30, 30, 40
 _DIGIT = 7.0
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -32,15 +32,19 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;font-variant-numeric:tabular-nums;fill:#171a21}
 .page{fill:#fff}.muted{fill:#5d6473}.name{font-size:14px;font-weight:650}.label{font-size:11px;font-weight:600;text-anchor:middle;fill:INK}
-.tick{text-anchor:middle;fill:#5d6473}.grid{stroke:#eceef2}.inner{fill:#e3e6ec}.outer{fill:#f4f5f8}
+.tick{text-anchor:middle;fill:#5d6473}.grid{stroke:#eceef2}.title{font-size:20px;font-weight:650}
+.inner{fill:url(#inner)}.outer{fill:url(#outer)}.inner-0{fill:#edeef2}.inner-1{stroke:#b9bfcc}.outer-0{fill:#f3f4f7}.outer-1{stroke:#d7dae2}
 """
 _DARK_STYLE = """
-text{fill:#e8eaef}.label{fill:INK}.page{fill:#14171c}.muted,.tick{fill:#9aa2b1}.grid{stroke:#262a33}.inner{fill:#2b303a}.outer{fill:#1b1f26}
+text{fill:#e8eaef}.label{fill:INK}.page{fill:#14171c}.muted,.tick{fill:#9aa2b1}.grid{stroke:#262a33}
+.inner-0{fill:#20242c}.inner-1{stroke:#4a5261}.outer-0{fill:#191d23}.outer-1{stroke:#323843}
 """
 
 
-def render(timelines: Sequence[Timeline], width: int = 1200) -> str:
-    """One picture of all timelines on one time axis, `width` pixels wide."""
+def render(timelines: Sequence[Timeline], width: int = 1200, title: str = "", hover: bool = True) -> str:
+    """One picture of all timelines on one time axis, `width` pixels wide, below a title if there is one. `hover`: every
+    action says what it is under the pointer, which most of the file is for.
+    """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
     total = sum(timeline.schedule.num_actions for timeline in timelines)
@@ -49,65 +53,68 @@ def render(timelines: Sequence[Timeline], width: int = 1200) -> str:
             f"{total:,} actions are too many for an SVG, which takes at most {MAX_ACTIONS:,}: "
             "use --html, which draws millions"
         )
-    drawing = _Drawing(timelines, max(width, 320), titled=total <= _MAX_TITLED)
+    drawing = _Drawing(timelines, max(width, 320), title, titled=hover and total <= _MAX_TITLED)
     body = list(drawing.parts())
     summary = escape("; ".join(f"{_clean(named(t))}: makespan {figure(t.makespan)}" for t in timelines))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
         f'viewBox="0 0 {drawing.width} {drawing.height}" role="img">\n<title>Timelines: {summary}</title>\n'
-        f"<style>{_style(drawing.shades)}</style>\n"
+        f"<style>{_style(drawing.shades)}</style>\n<defs>{_hatch('inner')}{_hatch('outer')}</defs>\n"
         f'<rect class="page" width="100%" height="100%"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
-def write(path: str | Path, timelines: Sequence[Timeline], width: int = 1200) -> None:
+def write(path: str | Path, timelines: Sequence[Timeline], width: int = 1200, title: str = "") -> None:
     """The picture as a file."""
-    Path(path).write_text(render(timelines, width), encoding="utf-8", newline="\n")
+    Path(path).write_text(render(timelines, width, title), encoding="utf-8", newline="\n")
 
 
 class _Drawing:
     """Where things are, and which fills were used."""
 
-    def __init__(self, timelines: Sequence[Timeline], width: int, titled: bool) -> None:
-        self.timelines, self.width, self.titled = timelines, width, titled
+    def __init__(self, timelines: Sequence[Timeline], width: int, title: str, titled: bool) -> None:
+        self.timelines, self.width, self.title, self.titled = timelines, width, title, titled
+        self.top = _TITLE if title else 0
         self.longest = max(float(timeline.makespan) for timeline in timelines) or 1.0
         self.plot = width - _GUTTER - 2 * _MARGIN
         self.shades: set[tuple[Kind, int, int]] = set()
         devices = sum(timeline.schedule.num_devices for timeline in timelines)
-        self.height = _LEGEND + len(timelines) * (_HEAD + _GAP) + devices * _PITCH + _AXIS
+        self.height = self.top + _LEGEND + len(timelines) * (_HEAD + _GAP) + devices * _PITCH + _AXIS
         self.bottom = self.height - _AXIS
 
     def x(self, time: float) -> float:
         return _MARGIN + _GUTTER + time / self.longest * self.plot
 
     def parts(self) -> Iterator[str]:
+        if self.title:
+            yield f'<text class="title" x="{_MARGIN}" y="34">{escape(_clean(self.title))}</text>'
         yield from self._legend()
         yield from self._axis()
-        top = _LEGEND
+        top = self.top + _LEGEND
         for timeline in self.timelines:
             yield from self._timeline(timeline, top)
             top += _HEAD + _GAP + timeline.schedule.num_devices * _PITCH
 
     def _legend(self) -> Iterator[str]:
-        x = float(_MARGIN)
+        x, y = float(_MARGIN), self.top + 10
         entries = [(kind, legend.ENTRIES[kind].name) for kind in legend.present([t.schedule for t in self.timelines])]
         # Where the names do not fit, the letters stand alone.
         fits = sum(44 + 7 * len(name) for _, name in entries) + 60 < self.width
         for kind, name in entries:
             self.shades.add((kind, 0, 2))
-            yield f'<rect class="{_class(kind, 0, 2)}" x="{x:g}" y="10" width="20" height="16" rx="3"/>'
+            yield f'<rect class="{_class(kind, 0, 2)}" x="{x:g}" y="{y}" width="20" height="16" rx="3"/>'
             if kind not in TRANSFERS:
-                yield f'<text class="label" x="{x + 10:g}" y="22">{kind.value}</text>'
+                yield f'<text class="label" x="{x + 10:g}" y="{y + 12}">{kind.value}</text>'
             if fits:
-                yield f'<text class="muted" x="{x + 26:g}" y="22">{name}</text>'
+                yield f'<text class="muted" x="{x + 26:g}" y="{y + 12}">{name}</text>'
             x += 44 + 7 * len(name) if fits else 26
-        yield f'<rect class="inner" x="{x:g}" y="10" width="20" height="16" rx="3"/>'
-        yield f'<text class="muted" x="{x + 26:g}" y="22">idle</text>'
+        yield f'<rect class="inner" x="{x:g}" y="{y}" width="20" height="16" rx="3"/>'
+        yield f'<text class="muted" x="{x + 26:g}" y="{y + 12}">idle</text>'
 
     def _axis(self) -> Iterator[str]:
         for tick in _ticks(self.longest, max(2, self.plot // 90)):
             x = self.x(tick)
-            yield f'<path class="grid" d="M{x:.2f} {_LEGEND + _HEAD}V{self.bottom}"/>'
+            yield f'<path class="grid" d="M{x:.2f} {self.top + _LEGEND + _HEAD}V{self.bottom}"/>'
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 14}">{figure(tick)}</text>'
         yield f'<text class="muted" x="{_MARGIN}" y="{self.bottom + 14}">time</text>'
 
@@ -151,6 +158,14 @@ class _Drawing:
         shape = f'<rect class="{name}" x="{x:.2f}" y="{y:g}" width="{max(0.5, width - gap):.2f}" height="{_BAR}"'
         rounded = ' rx="2"' if width > 6 else ""
         return f"{shape}{rounded}><title>{words}</title></rect>" if words else f"{shape}{rounded}/>"
+
+
+def _hatch(name: str) -> str:
+    """Idle time is shaded: pale outside the span of a device."""
+    return (
+        f'<pattern id="{name}" width="5" height="5" patternUnits="userSpaceOnUse"><rect class="{name}-0" width="5" '
+        f'height="5"/><path class="{name}-1" d="M-1 6L6 -1M-1 1L1 -1M4 6L6 4"/></pattern>'
+    )
 
 
 def _class(kind: Kind, tint: int, step: int) -> str:

@@ -24,7 +24,9 @@ const listeners = []; // of what a link keeps: called after every change of the 
 
 /** Puts these timelines where others were. What is in them may come later, with `fill`. */
 function place(timelines, limit, homeEnd) {
+  const taller = new Map(sections.map((section) => [section.description.name, section.rowsChoice]));
   sections = timelines.map(sectionOf);
+  for (const section of sections) section.rowsChoice = taller.get(section.description.name) ?? null;
   memoryLimit = limit;
   memoryTop = Math.max(limit ?? 0, ...timelines.map((timeline) => Math.max(0, ...timeline.peaks)));
   const [oldTotal, oldHome] = [total, home];

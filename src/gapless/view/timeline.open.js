@@ -23,7 +23,7 @@ async function open() {
 
 function rowsFor(timelines) {
   const most = Math.max(0, ...timelines.map((timeline) => timeline.rows.length - 1));
-  return header.overview || most > 64 ? "overview" : most <= 16 ? "comfortable" : "compact";
+  return header.rows ?? (most > 64 ? "overview" : most <= 16 ? "comfortable" : "compact");
 }
 
 const ready = open().catch((error) => {

@@ -1,0 +1,10 @@
+"""The explorer: a local page on which sliders redraw schedules. No torch. In reading order:
+
+question      what the page asks: a schedule, its sizes and its costs, within limits
+answer        the timeline for it, the command and the Python line that give the same
+explore_page  the page itself: the page of timelines, with a panel of sliders
+server        serves the page and its answers to this machine, and to nobody else
+
+explore.js    sends what the sliders say, and shows the answers
+explore.css   the style sheet of the panel
+"""
