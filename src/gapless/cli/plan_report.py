@@ -58,7 +58,7 @@ def _about_the_allocator(profile: Profile) -> str:
     )
 
 
-def _without_a_pipeline(found: Found) -> Iterator[str]:
+def without_a_pipeline(found: Found) -> Iterator[str]:
     """What one device alone takes, and a replica on each device, whether or not that is among the plans."""
     for name, several in (("plain training on one device", False), ("data parallelism alone", True)):
 
