@@ -14,7 +14,6 @@ from gapless.cli.device_kinds import Kinds, read_kinds
 from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
-from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
@@ -102,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments, found)
     answers = _answers(arguments, profile, found)
     if arguments.html:
-        _write_page(arguments, profile, found, beside, answers or [])
+        told_beside = plan_page.Beside(beside, answers or [])
+        Path(arguments.html).write_text(plan_page.render(profile, found, told_beside, arguments.top), encoding="utf-8")
+        terminal.say(f"wrote {arguments.html}", sys.stderr)
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
         if (kinds := _kinds(arguments, profile)) is not None:
@@ -301,25 +302,10 @@ def _write(arguments: argparse.Namespace, found: Found) -> None:
         found.best.write(arguments.write)
         terminal.say(f"wrote {arguments.write}", sys.stderr)
     kinds = best_of_each_kind(found.plans, 3)
-    limit = room_for_activations(found.best)
+    limit = plan_page.room_for_activations(found.best)
     page, arguments.html = arguments.html, None  # which is more than its timelines
     options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
     arguments.html = page
-
-
-def _write_page(
-    arguments: argparse.Namespace, profile: Profile, found: Found, beside: Sequence[Other], answers: Sequence[Answer]
-) -> None:
-    limit = room_for_activations(found.best)
-    made = plan_page.render(profile, found, plan_page.Beside(beside, answers), arguments.top, limit)
-    Path(arguments.html).write_text(made, encoding="utf-8", newline="\n")
-    terminal.say(f"wrote {arguments.html}", sys.stderr)
-
-
-def room_for_activations(plan: Plan) -> int | None:
-    """The limit as a curve of activations meets it: what all else leaves on the device with the least room."""
-    pairs = zip(plan.memory, plan.limits, strict=True)
-    return min((limit - (held.total - held.activations) for held, limit in pairs if limit is not None), default=None)
 
 
 def as_json(profile: Profile, found: Found, beside: Sequence[Other]) -> dict[str, Any]:

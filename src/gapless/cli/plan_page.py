@@ -26,8 +26,8 @@ class Beside:
     answers: Sequence[Answer] = ()
 
 
-def render(profile: Profile, found: Found, beside: Beside, top: int, limit: int | None) -> str:
-    """The page as text. `top`: how many plans the table has at the most; `limit` is that of the memory curves."""
+def render(profile: Profile, found: Found, beside: Beside, top: int) -> str:
+    """The page as text. `top`: how many plans the table has at the most."""
     best = found.best
     step = units.show_seconds(best.step_seconds)
     devices = best.num_devices * best.mesh.replicas
@@ -56,11 +56,17 @@ def render(profile: Profile, found: Found, beside: Beside, top: int, limit: int 
     return page.render(
         [plan.timeline for plan in best_of_each_kind(found.plans, _NUM_TIMELINES)],
         f"{profile.name or 'model'} · {best.recipe} · {units.show_count(devices, 'device')} · {step} a step",
-        limit,
+        room_for_activations(best),
         units=Units("s", "bytes"),
         front=front,
         back=back,
     )
+
+
+def room_for_activations(plan: Plan) -> int | None:
+    """The limit as a curve of activations meets it: what all else leaves on the device with the least room."""
+    pairs = zip(plan.memory, plan.limits, strict=True)
+    return min((limit - (held.total - held.activations) for held, limit in pairs if limit is not None), default=None)
 
 
 def _reasons(found: Found) -> list[str]:
