@@ -105,6 +105,11 @@ def test_every_benchmark_is_in_the_suite_and_tells_its_command() -> None:
     assert told == "gapless bench emulated --schedules a,b --milliseconds 20 --torchrun --no-peer"
 
 
+def test_where_files_were_written_is_not_stored(tmp_path: Path) -> None:
+    found = suite.plain("matrix", {"keep": tmp_path, "rounds": 2}, {"keep": str(tmp_path), "rows": []})
+    assert found == {"benchmark": "matrix", "keep": None, "rounds": 2, "rows": []}
+
+
 def test_names_from_files_are_escaped_on_the_page() -> None:
     made = outcome(of_rounds("<script>alert(1)</script>", [1.0]))
     assert "<script" not in render({"<b>": made}, None, quick=False)

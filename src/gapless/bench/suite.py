@@ -99,8 +99,8 @@ def measured(benchmark: str, options: Mapping[str, Any], progress: Progress) -> 
 
 def plain(benchmark: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Options and findings together, as JSON has them; where files were written is not a part of it."""
-    shown = {option: None if isinstance(value, Path) else value for option, value in given.items()}
-    made: dict[str, Any] = json.loads(json.dumps({"benchmark": benchmark, **shown, **found}))
+    files = {option: None for option, value in given.items() if isinstance(value, Path)}
+    made: dict[str, Any] = json.loads(json.dumps({"benchmark": benchmark, **given, **found, **files}, default=str))
     return made
 
 
