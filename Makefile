@@ -54,9 +54,9 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open site/index.html"
 
-# The tables of docs/benchmarks.md, from the results that are stored in docs/results.
+# The tables of docs/benchmarks.md, from the results that are stored in docs/results/bench.
 bench-tables: $(STAMP)
-	$(BIN)/python -m gapless.bench.docs_tables docs/benchmarks.md docs/results
+	$(BIN)/python -m gapless.bench.docs_tables docs/benchmarks.md docs/results/bench
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) --constraint constraints.txt 'mkdocs-material>=9.6'

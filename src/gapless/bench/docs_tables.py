@@ -1,9 +1,9 @@
 """Tables of the docs, made from stored results: no number there is typed by hand.
 
-    python -m gapless.bench.docs_tables docs/benchmarks.md docs/results
+    python -m gapless.bench.docs_tables docs/benchmarks.md docs/results/bench
 
 writes what stands between the two marks of the file; with --check it only says whether that is what it would write.
-Results are stored by `gapless bench NAME --json docs/results/NAME.json`.
+Results are stored by `gapless bench NAME --json docs/results/bench/NAME.json`.
 """
 
 import sys
