@@ -60,13 +60,15 @@ class Kept:
     def end(self, work: Work, outputs: Any, loss: Tensor, aux: Tensor | None) -> tuple[Any, Tensor]:
         """The last layer has run: the backward starts at the weighted loss. Returns what is handed to the caller."""
         loss = loss if aux is None else loss + aux
-        weight = work.weight
-        if type(weight) is float and not weight:
+        weight, start = work.weight, 1.0
+        if type(weight) is not float:
+            weighted = [loss * weight]
+        elif weight:  # the gradient of loss * weight is the weight, to the bit
+            weighted, start = [loss], weight
+        else:
             weighted = without_loss(outputs, aux)
-        else:  # what is multiplied by one is the same to the bit
-            weighted = [loss if type(weight) is float and weight == 1.0 else loss * weight]
         self.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
-        self.starts = [torch.ones_like(tensor) for tensor in weighted if tensor.requires_grad]
+        self.starts = [torch.full_like(tensor, start) for tensor in weighted if tensor.requires_grad]
         return detach(outputs) if work.want_outputs else None, loss.detach()
 
     def watch_layouts(self) -> None:
