@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gapless.plan.cut.stage_costs import make_stages
+from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
 from gapless.plan.search.bound import Bounds, CutBounds, Limits
@@ -41,7 +42,9 @@ def attack(seed: int) -> float:
     links = (Link("link", None, chance.choice((0.0, 0.4)), chance.choice((None, 5.0))),)
     layers = tuple(some_layer(chance) for _ in range(K * each + chance.randint(0, 4)))
     entry = EntryTime(*(chance.choice((0.0, 0.2)) for _ in range(2)))
-    profile, mesh = Profile("", layers, links, entry=entry), Mesh(R, K)
+    forward, whole, halves = (chance.choice((1.0, 1.0, 1.5, 2.5)) for _ in range(3))
+    slower = Contention(forward, whole, halves, at_once=chance.choice((None, None, 1.5)))
+    profile, mesh = Profile("", layers, links, entry=entry, contention=slower), Mesh(R, K)
     speeds = [chance.choice((1.0, 1.0, 0.5, 2.0)) for _ in range(K)]
     cuts = sorted(chance.sample(range(1, len(layers)), K * each - 1))
     counts = [end - start for start, end in zip((0, *cuts), (*cuts, len(layers)), strict=True)]
@@ -53,10 +56,13 @@ def attack(seed: int) -> float:
         if recipe == "auto":  # in little memory, where devices wait for what was begun
             held = stages.costs.per_stage("activation", plain.placement)
             room = max(sum(held[stage] for stage in own) for own in plain.placement.stages) * chance.choice((1, 1.5, 3))
+            room = room or None  # layers that hold nothing need none
         plain = make_schedule(recipe, **sizes, costs=stages.costs, memory_limit=room)  # type: ignore[arg-type]
     remat = [chance.choice(("none", "none", "none", "stage", "layer")) for _ in range(K * each)]
     stages = make_stages(profile, counts, plain.placement, mesh, speeds, remat)
     again = [stage for stage, mode in enumerate(remat) if mode == "stage"]
+    drafted = lowered(plain, stages.costs, Passes(recompute=again, early=False))
+    stages = replace(stages, costs=slower.costs(stages.costs, drafted, R))
     schedule = lowered(plain, stages.costs, Passes(split=True, fuse=True, recompute=again, early=True))
     timeline = simulate(schedule, stages.costs)
     cut = CutBounds(profile, plain.placement, speeds, M, recipe).seconds(counts)
