@@ -29,6 +29,7 @@ from gapless.bench.peer.contest import Contest
 from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, median, silent
+from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind
 from gapless.schedule.calibration import costs_of
@@ -53,6 +54,8 @@ def run(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """A row for each setting: its parts in every round."""
+    if width % 4:
+        raise ConfigError(f"width is {width}, but it must be a multiple of 4, the number of heads")
     rows = []
     for schedule, remat in (("gpipe", "stage"), ("1f1b", "none"), ("zb-h1", "none")):
         progress(f"gpt, {schedule}")

@@ -59,7 +59,7 @@ def run(
     models: Annotated[tuple[str, ...], "which models"] = ("AmoebaNet-D", "Transformer"),
     measured: Annotated[bool, "leave out what is measured, and only predict"] = True,
     predicted: Annotated[bool, "leave out the sizes of the paper, and only measure"] = True,
-    width: Annotated[int, "width of the measured Transformer, and 4 times the filters of the AmoebaNet"] = 64,
+    width: Annotated[int, "of the measured Transformer, and 4 times the filters of the AmoebaNet: 16, 32, ..."] = 64,
     layers: Annotated[int, "layers of the measured models, a multiple of 3"] = 6,
     devices: Annotated[int, "measure up to so many devices"] = 8,
     gpu: Annotated[bool, "measure on an NVIDIA GPU, one device"] = False,
@@ -68,6 +68,11 @@ def run(
     """Rows by model and way."""
     if wrong := [name for name in models if name not in ("AmoebaNet-D", "Transformer")]:
         raise ConfigError(f"there is no model {wrong[0][:40]!r} here: it is AmoebaNet-D or Transformer")
+    if measured and (layers % 3 or width % 16):
+        raise ConfigError(
+            f"models of {layers} layers and width {width} can't be measured: give a multiple of 3 layers, and a width "
+            "that is a multiple of 16"
+        )
     if gpu and not torch.cuda.is_available():
         raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
     place = torch.device("cuda" if gpu else "cpu")

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 from gapless.bench.emulated import pipeline, step
 from gapless.bench.outcome import Figure, Grid, of_rounds, quotients
-from gapless.bench.parameters import Between, Rounds, Schedules
+from gapless.bench.parameters import Between, Rounds, Schedules, numbers
 from gapless.bench.peer import torchgpipe_side
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.launcher import Launcher
@@ -58,7 +58,7 @@ def run(
     """A row for each cell: the best of each side with its rounds."""
     cells = list(
         itertools.product(
-            _numbers("devices", devices), _numbers("microbatches", microbatches), _numbers("times", times)
+            numbers("devices", devices), numbers("microbatches", microbatches), numbers("times", times, whole=False)
         )
     )
     cells.sort(key=lambda cell: (cell[2] * (cell[0] + cell[1]), cell))  # short ones first: more is there sooner
@@ -95,18 +95,6 @@ def run(
 
 def _told(progress: Progress, at: str, line: str) -> None:
     progress(f"{at}: {line}" if line else at)
-
-
-def _numbers(name: str, values: Sequence[str]) -> list[float]:
-    try:
-        found = [float(value) for value in values]
-    except ValueError:
-        found = []
-    if not found or min(found) <= 0 or (name != "times" and any(value != int(value) for value in found)):
-        raise ConfigError(
-            f"--{name} {','.join(values)[:40]} is not a list of numbers above 0, with commas between them"
-        )
-    return found
 
 
 class _Cells:

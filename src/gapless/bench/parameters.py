@@ -8,9 +8,11 @@ says how an option is read, the default is the option's default, and the text be
     Path | None       a file to write
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from gapless.errors import ConfigError
 from gapless.schedule.recipes import find_recipe
 
 
@@ -29,3 +31,16 @@ Rounds = Annotated[int, "number of rounds; the median counts"]
 Steps = Annotated[int, "steps in a round"]
 Schedule = Annotated[str, "schedule to measure", find_recipe]
 Schedules = Annotated[tuple[str, ...], "schedules to measure", find_recipe]
+
+
+def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[float]:
+    """Of an option that is a list of them."""
+    try:
+        found = [float(value) for value in values]
+    except ValueError:
+        found = []
+    if not found or not all(0 < value < float("inf") for value in found) or (whole and any(v % 1 for v in found)):
+        raise ConfigError(
+            f"--{name} {','.join(values)[:40]} is not a list of numbers above 0, with commas between them"
+        )
+    return found

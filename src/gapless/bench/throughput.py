@@ -26,10 +26,11 @@ from gapless.bench.gpipe.counted import OPERATIONS_PER_SECOND
 from gapless.bench.gpipe.giants import amoebanet_profile, transformer_profile
 from gapless.bench.one_core import on_one_core
 from gapless.bench.outcome import Figure, Grid, of_rounds
-from gapless.bench.parameters import Between, Rounds
+from gapless.bench.parameters import Between, Rounds, numbers
 from gapless.bench.planner.late_link import late
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, silent, take_turns, timed
+from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.profile.profile import Profile
@@ -55,7 +56,10 @@ def run(
 ) -> dict[str, Any]:
     """A row for each model, table, schedule, K and M, with its rounds."""
     rows = []
-    parts, counts = [int(each) for each in microbatches], [int(each) for each in devices]
+    parts = [int(each) for each in numbers("microbatches", microbatches)]
+    counts = [int(each) for each in numbers("devices", devices)]
+    if min(counts) < 2:
+        raise ConfigError("--devices has 1, but a pipeline has a link between two of them: give 2 or more")
     for name, make in _MODELS.items():
         progress(f"counting {name}")
         profile = make()
