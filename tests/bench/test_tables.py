@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gapless.bench import breakdown, docs_tables, throughput
-from gapless.bench.outcome import Grid, Outcome, of_rounds
+from gapless.bench.outcome import Grid, Outcome, of_rounds, read
 from gapless.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -75,3 +75,10 @@ def test_the_docs_are_made_from_the_stored_results() -> None:
     assert docs_tables.main([str(DOCS / "benchmarks.md"), str(DOCS / "results" / "bench"), "--check"]) == 0, (
         "make bench-tables"
     )
+
+
+def test_the_figure_of_the_readme_is_a_stored_one() -> None:
+    """It said 1.42, measured on another machine, beside a link to a page that says 1.19."""
+    figures = {figure.name: figure for figure in read(DOCS / "results" / "bench" / "emulated.json").figures}
+    faster = figures["faster than torch's best by"].value
+    assert f"**{faster:.2f} times faster**" in (DOCS.parent / "README.md").read_text("utf-8")

@@ -3,7 +3,7 @@
 Layers are linear ones, real work on this machine's cores, in two sizes: light, with many samples to few weights, and
 heavy, with few samples to many weights.
 
-    copies       K independent parts of the model at once, each with its own microbatches: nothing can be quicker
+    copies       K independent parts of the model at once, each with its own microbatches: meant as the limit
     plain        one process trains the whole model, the others have nothing to do
     gapless      our schedules on ranks, and in one process with a thread for each device
     torch        every schedule of torch.distributed.pipelining; it has no way to run in one process
