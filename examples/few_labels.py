@@ -1,4 +1,4 @@
-"""Pretraining pays where labels are few: handwritten digits, pretrained on some classes, fine-tuned on the others.
+"""Does pretraining pay where labels are few? Digits, pretrained on some classes and fine-tuned on the others.
 
     pip install 'gapless[studies]'
     python examples/few_labels.py --folder runs/studies
@@ -11,7 +11,7 @@ other half gives the figures.
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,6 +28,7 @@ from gapless.view import curves
 OLD, NEW = range(5), range(5, 10)  # digits to pretrain on, and those to fine-tune on
 RATES = (0.003, 0.01)
 WAYS = ("scratch", "pretrained")
+SURE = 3  # standard errors: with runs as few as these, two are often chance
 Images = tuple[Tensor, Tensor]  # and their labels
 
 
@@ -163,14 +164,36 @@ def best(found: Found, way: str, labels: int) -> tuple[float, list[float], list[
     return chosen, [run["test"] for run in runs[chosen]], [run["curve"] for run in runs[chosen]]
 
 
+def more_than_chance(gains: Sequence[float]) -> int:
+    """1 if fine-tuning is better, -1 if it is worse, 0 if the runs differ too much to tell."""
+    mean, error = statistics.fmean(gains), statistics.stdev(gains) / len(gains) ** 0.5
+    return (mean > SURE * error) - (mean < -SURE * error)
+
+
+def answer(verdicts: Sequence[int]) -> str:
+    """From what `more_than_chance` says of each number of labels; of a single run it says nothing."""
+    if not verdicts:
+        return "One run of each way does not tell."
+    better, worse, total = verdicts.count(1), verdicts.count(-1), len(verdicts)
+    told = f"It is worse for {worse}." if worse else ""
+    if better == total:
+        said = f"Yes: fine-tuning is better by more than chance for all {total} numbers of labels."
+    elif better:
+        said = f"Partly: fine-tuning is better by more than chance for {better} of {total} numbers of labels."
+    else:
+        said = f"No: pretraining did not help. For none of {total} numbers of labels it is better by more than chance."
+    return f"{said} {told}".strip()
+
+
 def report(found: Found) -> Report:
     settings = found["settings"]
     counts = [int(each) for each in settings["labels"].split(",")]
-    rows, panels, wins = [], [], 0
+    rows, panels, verdicts = [], [], []
     for labels in counts:
         (slow, scratch, _), (quick, tuned, _) = (best(found, way, labels) for way in WAYS)
         gains = [after - before for before, after in zip(scratch, tuned, strict=True)]
-        wins += statistics.fmean(gains) > 0
+        if len(gains) > 1:
+            verdicts.append(more_than_chance(gains))
         ahead = sum(gain > 0 for gain in gains)
         percent = [[100 * value for value in values] for values in (scratch, tuned, gains)]
         cells = [f"{spread(values, 1)}" for values in percent]
@@ -179,25 +202,19 @@ def report(found: Found) -> Report:
         for way in WAYS:
             lr, _, drawn = best(found, way, labels)
             panels.append(curves.Panel(way, f"{labels} labels of each, rate {lr:g}", drawn))
-    total = len(counts)
-    if wins == total:
-        answer = f"Yes: fine-tuning has the better mean accuracy for all {total} numbers of labels."
-    elif wins:
-        answer = f"Partly: fine-tuning has the better mean accuracy for {wins} of {total} numbers of labels."
-    else:
-        answer = "No: fine-tuning is never better than training from scratch here."
     headings = ("labels of each digit", "scratch, %", "fine-tuned, %", "gain", "ahead in", "its rate", "tuned rate")
     return Report(
-        [answer],
+        [answer(verdicts)],
         [(headings, rows)],
         [
-            "The figures are accuracies on images of the digits 5 to 9 that no run has seen.",
+            "The figures are accuracies on images of the digits 5 to 9 that the run has not seen.",
             f"Runs of each way: {len(scratch)} of {settings['seeds']} that were planned; ± is the standard deviation.",
             "Each run has weights and labels of its own.",
             "Both ways get the same labels.",
+            f"A gain counts as more than chance if its mean over the runs is above {SURE} times its standard error.",
             f"Pretraining: {settings['pretraining']} updates of 64 images of the digits 0 to 4, with flips and cutout.",
             f"Learning the new digits: {settings['steps']} updates of 32 images.",
-            "Each way has the best of two learning rates. Other images than those that count choose it.",
+            "Each way has the best of two learning rates. In each run other images than those that count choose it.",
         ],
         middles(settings["steps"]),
         panels,

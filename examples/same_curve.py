@@ -53,6 +53,11 @@ class Settings:
             found += [(count, name) for name in names if not layers or count * (1 + (name in TWICE)) <= layers]
         return found
 
+    @property
+    def runs(self) -> int:
+        """How many there are of all models, the plain loops aside."""
+        return len(self.places(self.depth + 3)) + len(self.hub.split(",")) * len(self.places(None))
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -255,6 +260,7 @@ def report(found: Found) -> Report:
             "Both set the documented seed before each layer that draws, so dropout draws the same numbers.",
             f"A minibatch has {BATCH} sequences of {CONTEXT} bytes, in {settings['microbatches']} microbatches.",
             "The optimizer is AdamW. The devices are CPU threads of one process, with one intra-op thread each.",
+            f"Runs: {len(made)} of {Settings(**settings).runs} that were planned. What has no row was not run yet.",
             "An empty cell was not run. The GPT has too few layers for two stages on each of 8 devices.",
         ],
         middles(steps),

@@ -85,6 +85,25 @@ def test_chrf_is_that_of_its_definition() -> None:
     assert chrf("ab", "abc") == pytest.approx(100 * 5 * precision * recall / (4 * precision + recall))
 
 
+def test_a_gain_within_chance_is_not_called_help() -> None:
+    few_labels = importlib.import_module("few_labels")  # the rule needs no digits
+    assert few_labels.more_than_chance([0.06, -0.01, -0.01, -0.002]) == 0  # the mean is above 0, by one run of four
+    assert few_labels.more_than_chance([0.05, 0.06, 0.04, 0.05]) == 1
+    assert few_labels.more_than_chance([-0.05, -0.06, -0.04, -0.05]) == -1
+    assert few_labels.answer([]) == "One run of each way does not tell."
+    assert few_labels.answer([0, 0, 0]).startswith("No: pretraining did not help.")
+    assert few_labels.answer([1, 0, -1]).startswith("Partly: fine-tuning is better by more than chance for 1 of 3")
+    assert few_labels.answer([1, 1]).startswith("Yes")
+    assert few_labels.answer([0, -1]).endswith("It is worse for 1.")
+
+
+def test_a_study_that_was_stopped_says_how_many_runs_it_was_meant_to_have() -> None:
+    same_curve = example("same_curve")
+    assert same_curve.Settings(devices="2,4", schedules="1f1b,zb-v", hub="gpt2").runs == 8
+    few = same_curve.Settings(devices="8", schedules="all", hub="gpt2,llama")
+    assert few.runs == len(same_curve.LINE) + 2 * len(same_curve.ALL)  # the GPT has 8 layers
+
+
 class StoppedError(Exception):
     """As if somebody had pressed Ctrl-C."""
 
