@@ -74,6 +74,12 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_section_is_there_twice(page: Path) -> None:
+    found = re.findall(r"^## .+$", _BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
+    assert len(found) == len(set(found)), found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, section in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text("utf-8")):
         if "://" not in target:

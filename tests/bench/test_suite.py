@@ -96,6 +96,21 @@ def test_a_part_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "there is no part 'speed': it is one of emulated" in capsys.readouterr().err
 
 
+def test_what_can_not_be_compared_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "all", "--quick", "--only", "split", "--results", str(tmp_path / "results"), "--compare"]
+    assert main([*words, str(tmp_path / "none")]) == 2
+    told = capsys.readouterr()
+    assert "none to compare with: give the folder of a run" in told.err
+    assert "split" not in told.out
+    (tmp_path / "split.json").write_text(json.dumps({"schema": 99}))
+    assert main([*words, str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "was stored by another version of gapless" in told.err
+    assert "split: done" not in told.out
+
+
 def test_every_benchmark_is_in_the_suite_and_tells_its_command() -> None:
     assert {entry.benchmark for entry in suite.ENTRIES.values()} == set(BENCHMARKS)
     for key, entry in suite.ENTRIES.items():

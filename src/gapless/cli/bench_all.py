@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gapless.cli import options, terminal
 from gapless.cli.parser import Parser, parse
@@ -13,15 +14,29 @@ EXAMPLE = "gapless bench all --html report.html"
 WHAT = "every benchmark that can run here, as one page; says what got slower"
 
 
+class Earlier(NamedTuple):
+    """A run to compare with."""
+
+    folder: Path
+    outcomes: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+
 def run(words: list[str]) -> int:
     """0 if all is done, 130 if it was stopped; what was done is kept either way."""
     arguments = _parsed(words)
     from gapless.bench import suite  # which loads torch
 
     options.refuse_ranks("gapless bench all")
+    if arguments.compare and not Path(arguments.compare).is_dir():
+        raise ConfigError(f"there is no folder {arguments.compare[:200]} to compare with: give the folder of a run")
     keys = _chosen(arguments.only, list(suite.ENTRIES))
     runs = suite.Runs(Path(arguments.results))
     folder, goes_on = runs.open(keys, quick=arguments.quick)
+    before = Path(arguments.compare) if arguments.compare else runs.before(folder)
+    earlier = Earlier(before, suite.stored(before)) if before else None  # looked at before the work, not after
     if goes_on:
         terminal.say(f"going on with the run in {folder}: {len(suite.stored(folder))} of {len(keys)} parts are done")
 
@@ -35,12 +50,12 @@ def run(words: list[str]) -> int:
         runs.close(folder)
     except KeyboardInterrupt:
         terminal.show_progress("")
-        there = _write_page(arguments, runs, folder, len(keys))
+        there = _write_page(arguments, earlier, folder, len(keys))
         terminal.say(f"stopped: {there} of {len(keys)} parts are in {folder}; the same command goes on", sys.stderr)
         return 130
     finally:
         terminal.show_progress("")
-    _write_page(arguments, runs, folder, len(keys))
+    _write_page(arguments, earlier, folder, len(keys))
     return 0
 
 
@@ -69,18 +84,15 @@ def _chosen(only: tuple[str, ...] | None, all_: list[str]) -> list[str]:
     return [name for name in all_ if not only or name in only]
 
 
-def _write_page(arguments: argparse.Namespace, runs: Any, folder: Path, wanted: int) -> int:
+def _write_page(arguments: argparse.Namespace, earlier: Earlier | None, folder: Path, wanted: int) -> int:
     """And tell what got slower; how many parts there are."""
     from gapless.bench import sheet, suite
     from gapless.bench.slower import slower
 
     outcomes = suite.stored(folder)
-    before = Path(arguments.compare) if arguments.compare else runs.before(folder)
-    if arguments.compare and not (before and before.is_dir()):
-        raise ConfigError(f"there is no folder {str(before)[:200]} to compare with: give the folder of a run")
-    worse = slower(suite.stored(before), outcomes) if before else None
+    worse = slower(earlier.outcomes, outcomes) if earlier else None
     if worse is not None:
-        terminal.say(f"slower than in {before}:" if worse else f"nothing got slower than in {before}")
+        terminal.say(f"slower than in {earlier}:" if worse else f"nothing got slower than in {earlier}")
         for each in worse:
             terminal.say(f"  {each}")
     if arguments.html:

@@ -9,8 +9,10 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 import gapless
 from gapless.errors import ConfigError, TransportError
@@ -117,6 +120,7 @@ def shared() -> None:
     check_shared("no sequence", sgd, (3, 3, 3), bound=0)
     check_shared("frozen", adam, (2, 6, 4), bound=1)
     several_runs()
+    begun_late()
     cut_short()
     assert not alive()
 
@@ -139,6 +143,40 @@ def several_runs() -> None:
                 with torch.no_grad():
                     one[0].weight.zero_()  # type: ignore[index]
         assert asp.minibatches == other.minibatches == 9
+
+
+class FirstCopy(TorchFunctionMode):
+    """In the thread that enters it, the first copy into a tensor comes after something else."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait, self.came = wait, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and not self.came:
+            self.came = True
+            self._wait()
+        return func(*args, **(kwargs or {}))
+
+
+def begun_late() -> None:
+    """The rank with the weights is the last to begin: what others have applied by then stays."""
+    rank, data = dist.get_rank(), data_of((2, 3, 3))
+    store = dist.distributed_c10d._get_default_store()
+    model = made("mlp")
+    start = copy.deepcopy(model)
+    late = FirstCopy(lambda: store.wait(["rank 1 has applied"]))
+    with replicas(model) as asp:
+        with late if rank == 0 else contextlib.nullcontext():
+            results = asp.run(data[rank])
+            next(results)
+        if rank == 1:
+            store.set("rank 1 has applied", "")
+        list(results)
+        order = asp.order
+    assert late.came == (rank == 0)
+    test_asp.sequential(start, str(order), list(order.merged(data)), sgd)
+    assert_same_state(model, start)
 
 
 def cut_short() -> None:
@@ -273,25 +311,28 @@ def stops(do: Callable[[], object], error: type[BaseException], words: str, **op
 
 def interrupted_at_the_end() -> None:
     """A rank that has nothing more to do waits for the others, and Ctrl-C there stops them."""
-    rank, data = dist.get_rank(), data_of((1, 40, 40))
-    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    rank, data = dist.get_rank(), data_of((1, 1, 1))[dist.get_rank()]
     pause = threading.Event()
 
-    def patient() -> Iterator[Any]:
-        for batch in data[rank]:
-            pause.wait(0.05)
-            yield batch
+    def interrupt() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not any(frame.f_code.co_name == "_final" for frame, _ in walk_stack(sys._current_frames()[main])):
+            pause.wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    def train(results: Iterator[Any]) -> None:
-        for _ in results:
-            if rank == 0:
-                interrupt.start()
+    def endless() -> Iterator[Any]:
+        while True:
+            pause.wait(0.01)
+            yield from data
 
     with replicas(mlp()) as asp:
+        if rank == 0:
+            threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt if rank == 0 else TransportError) as caught:
-            train(asp.run(data[0] if rank == 0 else patient()))
+            list(asp.run(data if rank == 0 else endless()))
         assert rank == 0 or "since rank 0 was interrupted: the model has had" in str(caught.value)
-        assert len(list(asp.run(data[rank][:1]))) == 1
+        assert len(list(asp.run(data))) == 1
 
 
 def a_loader_fails() -> None:
@@ -360,6 +401,12 @@ def refused() -> None:
             asp.replay(Order(), [])
         assert len(list(asp.run(data[rank]))) == 2
         assert asp.minibatches == 6
+    model = mlp()
+    if rank == 1:
+        model.register_buffer("more", torch.ones(1))
+    words = "rank 0 and rank 1 differ: one has 8 parameters and buffers, the other 9; make the same model"
+    with replicas(model) as asp, pytest.raises(ConfigError, match=words):
+        list(asp.run(data[rank]))
     with pytest.raises(ConfigError, match="the ranks disagree: bound is 1 on rank 0 and 2 on rank 2"):
         replicas(mlp(), bound=2 if rank == 2 else 1)
     with pytest.raises(ConfigError, match="replicas is 2, but the mesh has 3 ranks, with one each: leave replicas out"):

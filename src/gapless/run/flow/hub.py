@@ -61,12 +61,17 @@ class Hub:
         with self._lock, intra_op_threads(self._threads):
             try:
                 self._take(replica, letter)
+                self._answer()
             except Exception as error:  # of the optimizer, say; and of the rank that has it
-                note_place(error, f"in the update with a gradient of rank {self._ranks[replica]}")
+                applies = letter.kind == "apply"
+                where = "in the update with a gradient of" if applies else f"in its answer to {letter.kind} from"
+                note_place(error, f"{where} rank {self._ranks[replica]}")
                 self.failure = error
-                self._stop(0, f"rank {self._ranks[0]} failed in an update: {in_short(error)}")
-                self._asking[replica] = letter
-            self._answer()
+                word = "in an update" if applies else "in an answer"
+                self._stop(0, f"rank {self._ranks[0]} failed {word}: {in_short(error)}")
+                if replica not in self._ended:
+                    self._asking[replica] = letter
+                self._answer()
 
     def _take(self, replica: int, letter: Letter) -> None:
         if letter.kind == "stop":
@@ -165,6 +170,9 @@ def _faults(model: nn.Module, one: Letter, other: Letter) -> Iterator[str]:
         yield f"the next minibatch is {one.numbers[0]} on one and {other.numbers[0]} on the other; "
     if one.words != other.words:
         yield "other parameters are frozen, or other modules are in eval mode; make the same calls on all ranks"
+        return
+    if len(one.tensors) != len(other.tensors):
+        yield f"one has {len(one.tensors)} parameters and buffers, the other {len(other.tensors)}; make the same model"
         return
     unequal = differ(one.tensors, other.tensors)
     names = [name for name, is_other in zip(named_state(model), unequal.tolist(), strict=True) if is_other]

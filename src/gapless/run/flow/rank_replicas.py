@@ -153,8 +153,9 @@ class RankReplicas:
         prints = fingerprints(list(named_state(module).values()))
         answer = self._ask(Letter("begin", (first,), same, prints), "waiting for all ranks to begin a run")
         if answer.kind == "go":
-            put_state(module, answer.tensors, trained_only=False)
-            copy_state(module, self._replica.module)
+            if self.number:  # the first rank has them, and updates of others may be in them by now
+                put_state(module, answer.tensors, trained_only=False)
+            put_state(self._replica.module, answer.tensors, trained_only=False)
         self._stopped = answer.kind == "stop"
 
     def _trained(self, batches: Iterator[Any], first: int) -> Iterator[ReplicaResult]:
