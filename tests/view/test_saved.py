@@ -70,6 +70,17 @@ def test_on_paper_everything_is_painted_and_light(show: Opener, eight: list[Time
     assert pages >= 2
 
 
+def test_rows_that_are_thin_on_paper_are_tall_again_after_it(show: Opener) -> None:
+    shown = show([timeline_of("gpipe", devices=140, microbatches=1)])
+    shown.page.select_option("#density", "comfortable")
+    height = "document.querySelector('.plot').clientHeight"
+    tall = shown.ask(height)
+    shown.ask("dispatchEvent(new Event('beforeprint'))")
+    assert shown.ask(height) < tall / 2
+    shown.ask("dispatchEvent(new Event('afterprint'))")
+    assert shown.ask(height) == tall > 8192
+
+
 def test_a_link_keeps_the_zoom_the_rows_and_the_pinned_action(show: Opener, eight: list[Timeline]) -> None:
     shown = show(eight)
     shown.scroll_to(1)

@@ -364,9 +364,15 @@ function printing(begins) {
   if (begins) {
     themeBefore = dataset.theme;
     dataset.theme = "light";
-    for (const section of sections) if (!section.whole) section.rowsChoice = "overview";
-  } else if (themeBefore) dataset.theme = themeBefore;
-  else delete dataset.theme;
+    for (const section of sections) {
+      section.rowsBefore = section.rowsChoice;
+      if (!section.whole) section.rowsChoice = "overview";
+    }
+  } else {
+    if (themeBefore) dataset.theme = themeBefore;
+    else delete dataset.theme;
+    for (const section of sections) section.rowsChoice = section.rowsBefore ?? null;
+  }
   applyTheme();
   layout();
   for (const section of sections) if (section.data && section.whole) paint(section, wholeGeometry(section));
