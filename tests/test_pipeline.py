@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from gapless.errors import ConfigError
 from gapless.schedule import lower
 from gapless.schedule.dependencies import completes, dependencies
 from tests.pipelines import (
@@ -513,6 +515,14 @@ def test_interleaved_takes_any_number_of_stages_per_device(stages_per_device: in
 def test_the_length_of_the_partition_says_how_many_stages_a_device_has() -> None:
     with pipeline(mlp(12), schedule="interleaved", partition=[2] * 6) as pipe:
         assert pipe.schedule.num_stages == 6
+
+
+@pytest.mark.parametrize("batches", [[], X, [X, X], [(X, Y), (X,)]])
+def test_shares_of_what_is_no_list_of_minibatches_are_refused(batches: Any) -> None:
+    with pipeline() as pipe:
+        assert pipe.shares([(X, Y), (X[:3], Y[:3])]) == [Fraction(3, 4), Fraction(1, 4)]
+        with pytest.raises(ConfigError, match=r"the minibatches of an update as a list of \(inputs, target\)"):
+            pipe.shares(batches)
 
 
 def test_a_pipeline_prints_its_stages_devices_schedule_and_predicted_bubble() -> None:

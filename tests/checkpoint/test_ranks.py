@@ -119,6 +119,9 @@ def _refuses(folder: Path) -> None:
         words = r"the hash of extra.a.0 is '\w+' on rank 0 and '\w+' on rank 3; all ranks make"
         with pytest.raises(CheckpointError, match=words):
             each.pipe.save(folder / "a", each.optimizer, extra={"a": [torch.tensor([1.0, float(rank == 3)])]})
+        words = r"the list of keys in extra is 'a' on rank 0 and 'a, b' on rank 2; all ranks make"
+        with pytest.raises(CheckpointError, match=words):  # what only one rank has was saved as if all had it
+            each.pipe.save(folder / "a", each.optimizer, extra={"a": 1, **({"b": 2} if rank == 2 else {})})
         thing = object() if rank == 1 else None
         with pytest.raises(
             CheckpointError, match=r"extra.thing is a object" if rank == 1 else r"rank 1 can't save: ext"

@@ -14,9 +14,9 @@ from gapless.plan.search.wanted import Wanted
 from gapless.train.config import Config, read_config
 from gapless.train.data import make_feeds
 from gapless.train.job import build
-from gapless.train.trainer import NotFiniteError
+from gapless.train.trainer import NotFiniteError, Trainer
 from gapless.train.training import make_trainer
-from tests.train.configs import GPT, trained, write
+from tests.train.configs import GPT, Kept, trained, write
 
 
 def plain_losses(config: Config, microbatches: int) -> list[float]:
@@ -69,6 +69,18 @@ def test_a_step_says_what_it_took(config: Config) -> None:
     assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(step.samples == 6 and step.seconds > step.updated > 0 and step.waited > 0 for step in steps)
     assert all(step.tokens is None and step.norm and step.rate == 0.01 for step in steps)
+
+
+def test_samples_of_a_loader_that_mean_something_else_are_not_taken_for_its_size() -> None:
+    class Loader(list[tuple[torch.Tensor, torch.Tensor]]):
+        samples = ("cat.png", "dog.png")
+
+    kept = Kept()
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    with gapless.Pipeline([torch.nn.Linear(3, 3), torch.nn.Tanh()], devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        Trainer(pipe, optimizer, Loader([(x, y)] * 2), steps=1, accumulate=2, callbacks=[kept]).run()
+    assert [step.samples for step in kept.steps] == [8]
 
 
 def test_the_seed_decides_the_weights(config: Config) -> None:

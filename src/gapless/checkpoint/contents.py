@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.checkpoint.pieces import TensorPart, piece_of
-from gapless.checkpoint.tree import Json, encode, tensors_in
+from gapless.checkpoint.tree import Json, encode, keys_in, tensors_in
 
 
 class Contents:
@@ -25,10 +25,11 @@ class Contents:
         self.trees[name] = encode(value, name, self._put)
 
     def add_same(self, name: str, value: Any) -> None:
-        """As `add`, of what every process has alike: tensors are compared by their bytes. Of several that differ only
-        one could be saved.
+        """As `add`, of what every process has alike: tensors are compared by their bytes, since of several that differ
+        only one could be saved, and dicts by their keys, which would be put together.
         """
         self.add(name, value)
+        self.same[f"the list of keys in {name}"] = ", ".join(sorted(keys_in(self.trees[name])))
         for tensor in tensors_in(self.trees[name]):
             part = self.parts[tensor]
             if part.data.shape == part.shape:  # of a DTensor each has its block

@@ -98,6 +98,17 @@ def _at(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
 
 
+def keys_in(value: Json, place: str = "") -> Iterator[str]:
+    """The places of all keys of an encoded tree."""
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from keys_in(each, _at(place, str(number)))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield _at(place, key)
+            yield from keys_in(each, _at(place, key))
+
+
 def tensors_in(value: Json) -> Iterator[str]:
     """The names of all tensors of an encoded tree."""
     if isinstance(value, list):

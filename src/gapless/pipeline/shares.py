@@ -17,8 +17,12 @@ from gapless.stage.minibatch import apart
 
 def shares_of(world: World, staged: StagedModel, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
     """Exact, so that a microbatch has the weight that the plain loop over all of them gives it."""
-    if not batches:
-        raise ConfigError("there is no minibatch to share: give a list of (inputs, target)")
+    pairs = isinstance(batches, Sequence) and all(isinstance(each, tuple | list) and len(each) == 2 for each in batches)
+    if not pairs or not batches:
+        raise ConfigError(
+            "shares takes the minibatches of an update as a list of (inputs, target), of one at least; the target is "
+            "None where the model has a loss of its own"
+        )
     with world.call("sharing out an update"):
         staged.follow()
         found = [_weighed(staged, inputs, target) for inputs, target in batches]

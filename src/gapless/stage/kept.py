@@ -43,7 +43,7 @@ class Kept:
     leaves: list[Tensor]
     shape: mb.Shape | None
     edges: list[GradientEdge | None] | None = None
-    starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`, ones
+    starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`
     autocast: AutocastState | None = None
     buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
     # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum

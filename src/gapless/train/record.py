@@ -14,7 +14,7 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.train.metrics import read_metrics
 from gapless.train.run_folder import RunFolder
-from gapless.units import show_bytes, show_seconds
+from gapless.units import show_bytes, show_count, show_seconds
 from gapless.view import run_page
 from gapless.view.figures import Units
 from gapless.view.run_page import Curve, Points, RunReport
@@ -41,7 +41,7 @@ def report_of(folder: RunFolder) -> RunReport:
     first = timelines[0]
     return RunReport(
         f"{said['config']['model']['name']}, run {folder.path.name} · {first.schedule.name or 'own schedule'} · "
-        f"{first.schedule.num_devices} devices · {first.bubble:.1%} bubble",
+        f"{show_count(first.schedule.num_devices, 'device')} · {first.bubble:.1%} bubble",
         _tiles(steps, lines),
         _curves(steps, lines, measured),
         _spent(steps, lines),

@@ -88,7 +88,7 @@ class Trainer:
                 batches, sizes = list[Batch](), list[int]()
                 for _, batch in zip(range(self.accumulate), source, strict=False):
                     batches.append(batch)
-                    sizes.append(getattr(self.batches, "samples", 0) or mb.batch_size(batch[0]))
+                    sizes.append(_size(self.batches, batch))
                 if len(batches) < self.accumulate:
                     self.stop("the data has ended")
                     break
@@ -186,6 +186,12 @@ def _end(trainer: Trainer) -> None:
             wrong.append(error)
     if wrong:
         raise wrong[0]
+
+
+def _size(batches: Any, batch: Batch) -> int:
+    """Of all replicas, if the data tells. A loader of the user's may have something else under that name."""
+    told = getattr(batches, "samples", 0)
+    return told if type(told) is int and told > 0 else mb.batch_size(batch[0])
 
 
 def _counts(batches: Sequence[Batch], sizes: Sequence[int]) -> tuple[int, int | None]:
