@@ -117,6 +117,7 @@ def test_a_link_keeps_sliders_boxes_zoom_and_the_pinned_action(shown: Shown) -> 
     shown.press("Escape")
 
 
+@pytest.mark.slow
 def test_the_time_from_a_slider_to_the_picture(shown: Shown) -> None:
     """16 devices and 64 microbatches: what it takes is told, and not judged here, where all cores are busy."""
     again(shown)

@@ -59,4 +59,5 @@ def test_nothing_is_listed_of_what_is_not_known() -> None:
     profile = profiles.even(8, seconds=3 * MS)
     assert not beside(replace(profile, contention=Contention(forward=1.5)), [Device()] * 4, 16, 16)
     assert not beside(profile, [Device(), Device(speed=0.5)], 16, 16)
+    assert not beside(profile, [Device(speed=0.5)] * 2, 16, 16)  # links have the speed they have
     assert not beside(profile, [Device()], 16, 16)

@@ -47,7 +47,8 @@ def others(profile: Profile, devices: Sequence[Device], best: Plan) -> list[Othe
     comes first.
     """
     K = len(devices)
-    if len(set(devices)) > 1 or profile.contention != ALONE or not 1 < K <= _most_devices(profile):
+    alike = len(set(devices)) == 1 and devices[0].speed == 1  # a link is no quicker on a quick device
+    if not alike or profile.contention != ALONE or not 1 < K <= _most_devices(profile):
         return []
     found = _Others(profile.scaled(best.samples), devices[0], K, math.ceil(best.minibatch / best.samples), best.samples)
     listed = (*found.pipedream(), *found.two_versions(), *found.dapple())
@@ -71,8 +72,8 @@ class _Others:
         layers = tuple(_with_update(layer) for layer in self.profile.layers)
         found = self._replicated(replace(self.profile, layers=layers), self.device.memory)
         if found is not None:
-            each = (found.seconds + self._entry) / self.device.speed
-            yield self._other("pipedream", "asynchronous", found, self.microbatches * each, max(found.memory))
+            seconds = self.microbatches * (found.seconds + self._entry)
+            yield self._other("pipedream", "asynchronous", found, seconds, max(found.memory))
 
     def two_versions(self) -> Iterator[Other]:
         """One update for all microbatches, which must be as many as there are stages."""
@@ -85,8 +86,7 @@ class _Others:
             held.append(self._held(versions, layers, len(found.partition) - number))
             updates.append(sum(layer.update.median for layer in layers))
         if self._fits(max(held)):
-            each = found.seconds + self._entry
-            seconds = (self.microbatches * each + max(updates)) / self.device.speed
+            seconds = self.microbatches * (found.seconds + self._entry) + max(updates)
             yield self._other("2bw", "asynchronous", found, seconds, max(held))
 
     def dapple(self) -> Iterator[Other]:
@@ -94,7 +94,7 @@ class _Others:
         found = self._replicated(self.profile, None)
         if found is None or len(set(found.replicas)) == 1 or max(found.replicas) > self.samples:
             return
-        S, speed = len(found.replicas), self.device.speed
+        S = len(found.replicas)
         shares = [math.ceil(self.samples / replicas) / self.samples for replicas in found.replicas]
         stages = [
             [layer.scaled(share) for layer in layers] for share, layers in zip(shares, self._stages(found), strict=True)
@@ -104,8 +104,8 @@ class _Others:
         slowest = max(links, key=lambda link: link.latency + link.seconds(max(e.boundary for e in self.profile.layers)))
         entry = self.profile.entry
         costs = Costs(
-            forward=[(entry.forward + sum(e.forward.median for e in own)) / speed for own in stages],
-            input_grad=[(entry.backward + sum(e.whole_backward for e in own)) / speed for own in stages],
+            forward=[entry.forward + sum(e.forward.median for e in own) for own in stages],
+            input_grad=[entry.backward + sum(e.whole_backward for e in own) for own in stages],
             weight_grad=[0.0] * S,
             boundary=[self.profile.input, *(own[-1].boundary for own in self._stages(found)[:-1])],
             latency=slowest.latency,
@@ -116,7 +116,7 @@ class _Others:
         for number, (own, replicas, end) in enumerate(zip(stages, found.replicas, ends, strict=True)):
             link = self.profile.link(end - replicas, end - 1)
             done = float(timeline.ends[number][-1]) + link.all_reduce(sum(e.gradients for e in own), replicas)
-            last = max(last, done + sum(e.update.median for e in own) / speed)
+            last = max(last, done + sum(e.update.median for e in own))
             held.append(self._held(sum(e.kept() for e in own), own, S - number))
         if self._fits(max(held)):
             yield self._other("dapple", "not runnable yet", found, last, max(held))
