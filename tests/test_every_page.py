@@ -1,6 +1,7 @@
 """Every page that we make, on a wide and a narrow screen, light and dark: quiet, and nothing wider than the window."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ import pytest
 
 from gapless.bench import sheet
 from gapless.bench.outcome import Grid, Outcome, of_rounds
+from gapless.bench.slower import slower
 from gapless.cli import main
 from gapless.explore.server import ExploreServer
 from gapless.view import curves, page, run_page
@@ -59,7 +61,9 @@ def _rendered() -> dict[str, str]:
         "run": run_page.render(REPORT),
         "timeline": page.render(pair, units=Units("s", "activations"), ranked=False),
         "benchmarks": sheet.render(
-            {"split": found, "gpu": Outcome("gpu", "x", "", {}, [], skipped=LONG)}, [], quick=True
+            {"split": found, "gpu": Outcome("gpu", "x", "", {}, [], skipped=LONG)},
+            slower({"split": replace(found, figures=figures[:1])}, {"split": found}),
+            quick=True,
         ),
         "study": curves.render(LONG, [LONG], [0.0, 5.0, 10.0], panels, ("minibatch", "loss"), table),
     }

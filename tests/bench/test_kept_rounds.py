@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gapless.bench.kept_rounds import KeptRounds
+from gapless.bench.rounds import GaveUpError
 from gapless.errors import ConfigError
 
 
@@ -25,6 +26,17 @@ def test_a_contest_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert len(ran) == 2 * (1 + 1) + 2 * (1 + 2)  # each part warms up
     assert again.take_turns(contestants, 3) == again.seconds
     assert len(ran) == 10
+
+
+def test_who_gave_up_is_not_asked_again(tmp_path: Path) -> None:
+    file = tmp_path / "rounds.json"
+
+    def gives_up() -> float:
+        raise GaveUpError("it failed")
+
+    for rounds in (1, 3):
+        kept = KeptRounds(file, {}, minutes=1.0)
+        assert kept.take_turns({"a": lambda: 1.0, "b": gives_up}, rounds) == {"a": [1.0] * rounds}
 
 
 def test_without_a_file_all_rounds_run(tmp_path: Path) -> None:

@@ -72,13 +72,30 @@ def test_slower_is_what_lies_wholly_on_the_worse_side() -> None:
     )
     near = outcome(of_rounds("step", [1.1, 1.9]), of_rounds("gain", [1.0, 2.0], "x", "more"), Figure("once", 9.0, "s"))
     worse = outcome(of_rounds("step", [1.3, 1.9]), of_rounds("gain", [1.8, 1.9], "x", "more"))
-    assert slower({"split": before}, {"split": near}) == []
-    lines = [str(each) for each in slower({"split": before}, {"split": worse})]
+    fine = slower({"split": before}, {"split": near})
+    assert fine.worse == []
+    assert fine.verdict("0001") == "nothing got slower than in 0001, of 2 figures compared"
+    found = slower({"split": before}, {"split": worse})
+    assert found.verdict("0001") == "2 of 2 figures got slower than in 0001"
+    lines = [str(each) for each in found.worse]
     assert lines[0] == "split, step: 1600 ms (1300 ms to 1900 ms), it was 1100 ms (1000 ms to 1200 ms)"
     assert len(lines) == 2
-    elsewhere = outcome(of_rounds("step", [9.0, 9.9]), cpu="other")
-    assert slower({"split": before}, {"split": elsewhere}) == []
-    assert lines[0] in render({"split": worse}, slower({"split": before}, {"split": worse}), quick=False)
+    assert lines[0] in render({"split": worse}, found, quick=False)
+
+
+def test_what_could_not_be_compared_is_said() -> None:
+    """It said that nothing got slower, also where nothing was compared."""
+    before = {"split": outcome(of_rounds("step", [1.0, 1.2]))}
+    elsewhere = slower(before, {"split": outcome(of_rounds("step", [9.0, 9.9]), cpu="other")})
+    said = "nothing could be compared with the run before: it ran on another machine"
+    assert (elsewhere.worse, elsewhere.verdict("the run before")) == ([], said)
+    assert f'<p class="warn">{said.capitalize()}.</p>' in render(before, elsewhere, quick=False)
+    more = outcome(of_rounds("step", [1.0]), of_rounds("gain", [1.0], "x", "more"))
+    assert slower(before, {"split": more, "tiny": more}).verdict("0001") == (
+        "nothing got slower than in 0001, of 1 figure compared; 3 of 4 could not be compared: "
+        "1 (the figure is new), 2 (the part was not run before)"
+    )
+    assert slower(before, {}).verdict("0001") == "nothing could be compared with 0001: there are no figures"
 
 
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
         (["throughput", "--devices", "1,2"], "give 2 or more"),
         (["largest", "--layers", "4"], "a multiple of 3 layers"),
         (["breakdown", "--width", "6"], "width is 6, but it must be a multiple of 4"),
+        (["overhead", "--width", "130"], "width is 130, but it must be a multiple of 4, the number of heads"),
+        (["split", "--width", "6"], "width is 6, but it must be a multiple of 4"),
+        (["saving", "--width", "200"], "width is 200, but it must be a multiple of 3"),
+        (["compile", "--width", "642"], "width is 642, but it must be a multiple of 5"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from gapless.bench.emulated import batch, pipeline
 from gapless.bench.outcome import Figure, Grid, of_rounds
-from gapless.bench.parameters import Milliseconds, Rounds
+from gapless.bench.parameters import Milliseconds, Rounds, check_width
 from gapless.bench.peer.contest import Contest
 from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, median, silent
-from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind
 from gapless.schedule.calibration import costs_of
@@ -54,8 +53,7 @@ def run(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """A row for each setting: its parts in every round."""
-    if width % 4:
-        raise ConfigError(f"width is {width}, but it must be a multiple of 4, the number of heads")
+    check_width(width)
     rows = []
     for schedule, remat in (("gpipe", "stage"), ("1f1b", "none"), ("zb-h1", "none")):
         progress(f"gpt, {schedule}")

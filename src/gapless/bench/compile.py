@@ -7,7 +7,7 @@ import torch
 
 from gapless.bench.duel import fight, told
 from gapless.bench.outcome import Figure, of_rounds, quotients
-from gapless.bench.parameters import Between, Devices, Microbatches, Rounds, Steps
+from gapless.bench.parameters import Between, Devices, Microbatches, Rounds, Steps, check_width
 from gapless.bench.rounds import Progress, silent, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.zoo.gpt import gpt, next_token_loss
@@ -33,7 +33,9 @@ def run(
 ) -> dict[str, Any]:
     """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = gpt(vocab=vocab, width=width, depth=depth, heads=max(4, width // 128), context=length, dropout=dropout)
+    heads = max(4, width // 128)
+    check_width(width, heads)
+    model = gpt(vocab=vocab, width=width, depth=depth, heads=heads, context=length, dropout=dropout)
     ids = torch.randint(vocab, (microbatches * samples, length + 1), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
     inputs, target = ids[:, :-1], ids[:, 1:]

@@ -60,7 +60,7 @@ def run(
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         ran: dict[str, Schedule] = {}
-        refused: dict[str, str] = {}
+        peers: list[Peer] = []
 
         def on_ranks(by: Literal["gapless", "torch"], names: Sequence[str]) -> None:
             progress(f"starting {by} on ranks")
@@ -68,7 +68,7 @@ def run(
             for name, schedule in ranks.schedules.items():
                 ran[f"{by} {name}"] = schedule
                 contestants[f"{by} {name}"] = partial(ranks.step, name)
-            refused.update(ranks.refused)
+            peers.append(ranks)
 
         if torchrun:
             on_ranks("gapless", schedules)
@@ -81,8 +81,8 @@ def run(
             on_ranks("torch", PEERS)
         seconds = take_turns(contestants, rounds, progress)
     return {
-        "rows": [_row(name, contest, ran[name], seconds[name]) for name in contestants],
-        "refused": refused,
+        "rows": [_row(name, contest, ran[name], values) for name, values in seconds.items()],
+        "refused": {name: why for each in peers for name, why in each.refused.items()},
         **_best(seconds),
     }
 
@@ -189,7 +189,7 @@ def report(found: dict[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
-    verdict = [f"torch refuses {name}: {why}" for name, why in found["refused"].items()]
+    verdict = [f"torch's {name} is left out: {why}" for name, why in found["refused"].items()]
     if found["faster"] is not None:
         best, theirs = found["best"], found["best_of_torch"]
         verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]

@@ -33,7 +33,7 @@ import torch
 
 from gapless.bench.kept_rounds import KeptRounds
 from gapless.bench.outcome import Figure, of_rounds
-from gapless.bench.parameters import Between, Rounds, Schedules
+from gapless.bench.parameters import Between, Rounds, Schedules, check_width
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
 from gapless.bench.report import milliseconds as in_ms
@@ -69,6 +69,7 @@ def run(
         raise ConfigError(
             f"{layers} layers can't be cut into {2 * ranks} equal stages: choose a multiple of {2 * ranks}"
         )
+    check_width(width, heads=width // 64 or 64)
     contest = Contest(ranks, microbatches, "gpt", size=width, layers=layers // ranks, tokens=tokens)
     skipped: dict[str, str] = {}
     if reason := _without_nccl(ranks):
@@ -98,11 +99,11 @@ def run(
             progress(f"starting {side}")
             sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
         contestants: dict[str, Contestant] = {name: partial(sides["parts"].step, name) for name in asked["parts"]}
-        refused: dict[str, str] = {}
-        for side in [each for each in ("gapless", "torch") if each in sides]:
+        schedulers = [each for each in ("gapless", "torch") if each in sides]
+        for side in schedulers:
             contestants |= {f"{side} {name}": partial(sides[side].step, name) for name in sides[side].schedules}
-            refused |= {f"{side} {name}": why for name, why in sides[side].refused.items()}
         seconds = kept.take_turns(contestants, rounds, progress)
+    refused = {f"{side} {name}": why for side in schedulers for name, why in sides[side].refused.items()}
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
     bounds = {
         (schedule, mode): limits[mode] / (1 - kept.facts["bubbles"][name])

@@ -41,13 +41,17 @@ class KeptRounds:
         """The seconds of each contestant in all rounds so far. Ends early where the minutes are over, if what there is
         is kept.
         """
+        contestants = {name: step for name, step in contestants.items() if name not in self.facts.get("gave up", ())}
         if self.seconds and self.seconds.keys() != contestants.keys():
             raise ConfigError(f"{self._file} keeps rounds of other contestants: give another file, or delete it")
         self.seconds = self.seconds or {name: [] for name in contestants}
         warmup = 1
         while (done := min(map(len, self.seconds.values()))) < rounds:
-            for name, taken in take_turns(contestants, 1, _at(progress, done + 1, rounds), warmup).items():
-                self.seconds[name] += taken
+            taken = take_turns(contestants, 1, _at(progress, done + 1, rounds), warmup)
+            if gone := [name for name in contestants if name not in taken]:
+                self.facts["gave up"] = [*self.facts.get("gave up", ()), *gone]
+            contestants = {name: contestants[name] for name in taken}
+            self.seconds = {name: [*self.seconds[name], *taken[name]] for name in taken}
             warmup = 0
             self.write()
             if self._file is not None and time.monotonic() > self._until:

@@ -19,7 +19,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,8 +79,8 @@ def run(
             contest = Contest(int(count), int(parts), "emulated", seconds=each / 1000)
             told = partial(_told, progress, at)
             row = _cell(contest, schedules, sides, rounds, launcher, told)
-            if row["too_quick"]:
-                wrong[name] = row["too_quick"]
+            if row["wrong"]:
+                wrong[name] = row["wrong"]
             else:
                 kept.add(name, row)
     progress("")
@@ -129,6 +129,7 @@ def _cell(
     progress: Progress,
 ) -> dict[str, Any]:
     refused: dict[str, str] = {}
+    peers: dict[str, Peer] = {}
     with contextlib.ExitStack() as stack:
         contestants: dict[str, Contestant] = {}
         bounds: dict[str, float] = {}
@@ -143,20 +144,31 @@ def _cell(
             progress(f"starting {side}")
             peer = stack.enter_context(Peer(contest, _NAMES.get(side, schedules), side, launcher=launcher))
             shown = "gapless, ranks" if side == "gapless" else side
+            peers[shown] = peer
             contestants |= {f"{shown} {name}": partial(peer.step, name) for name in peer.schedules}
             for name, schedule in peer.schedules.items():
                 bounds[f"{shown} {name}"] = float(simulate(schedule, contest.costs).makespan)
-            refused |= {f"{shown} {name}": why for name, why in peer.refused.items()}
         first = take_turns(contestants, 2, progress)
         last = take_turns({name: contestants[name] for name in _finalists(first)}, rounds, progress, warmup=0)
+    refused |= {f"{side} {name}": why for side, peer in peers.items() for name, why in peer.refused.items()}
     best = {side: min(own, key=lambda name: median(own[name])) for side, own in _by_side(last).items()}
     return {
         "best": best,
         "rounds": {name: last[name] for name in best.values()},
         "first": {name: median(values) for name, values in first.items()},
         "refused": refused,
-        "too_quick": next((name for name in last if min(last[name]) < _LEAST * bounds[name]), ""),
+        "wrong": _wrong(last, best, refused, bounds),
     }
+
+
+def _wrong(
+    seconds: Mapping[str, list[float]], sides: Iterable[str], refused: Mapping[str, str], bounds: Mapping[str, float]
+) -> str:
+    """Why the cell does not count, if it does not."""
+    if all(side.startswith("gapless") for side in sides):
+        return "; ".join(["no peer ran", *(f"{name}: {why}" for name, why in refused.items())])
+    quick = [name for name, values in seconds.items() if min(values) < _LEAST * bounds[name]]
+    return f"{quick[0]} was quicker than its bound" if quick else ""
 
 
 def _too_long(contest: Contest) -> str:
@@ -233,9 +245,7 @@ def report(found: dict[str, Any]) -> str:
     rows = found["rows"]
     verdict = [f"{side}: {sum(won(row, side) for row in rows)} of {len(rows)} cells won" for side in SIDES[:2] if rows]
     verdict += [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    verdict += [
-        f"measured wrong, run again: {cell}: {name} was quicker than its bound" for cell, name in found["wrong"].items()
-    ]
+    verdict += [f"measured wrong, run again: {cell}: {why}" for cell, why in found["wrong"].items()]
     if len(rows) < found["cells"]:
         verdict.append(f"{len(rows)} of {found['cells']} cells are there: the same command goes on")
     title = (

@@ -7,7 +7,7 @@ import torch
 
 from gapless.bench.duel import fight, told
 from gapless.bench.outcome import Figure, of_rounds, quotients
-from gapless.bench.parameters import Microbatches, Rounds
+from gapless.bench.parameters import Microbatches, Rounds, check_width
 from gapless.bench.rounds import Progress, ratio, silent, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
@@ -29,6 +29,7 @@ def run(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
+    check_width(width)
     with intra_op_threads(threads):
         model = gpt(width=width, depth=depth, context=length)
         ids = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(0))

@@ -33,6 +33,12 @@ Schedule = Annotated[str, "schedule to measure", find_recipe]
 Schedules = Annotated[tuple[str, ...], "schedules to measure", find_recipe]
 
 
+def check_width(width: int, heads: int = 4) -> None:
+    """Of a model whose heads share it."""
+    if width % heads:
+        raise ConfigError(f"width is {width}, but it must be a multiple of {heads}, the number of heads")
+
+
 def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[float]:
     """Of an option that is a list of them."""
     try:

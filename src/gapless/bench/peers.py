@@ -72,16 +72,19 @@ def run(
             contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
             with contextlib.ExitStack() as stack:
                 contestants: dict[str, Contestant] = {}
+                peers: dict[SideName, Peer] = {}
                 for name in schedules:
                     pipe = stack.enter_context(pipeline(contest, name))
                     contestants[f"gapless, one process {name}"] = step(contest, pipe, on_all_cores=True)
                 for side, names in sides.items():
                     progress(f"{size}: starting {side}")
                     peer = stack.enter_context(Peer(contest, names, side, launcher=launcher))
+                    peers[side] = peer
                     there = [name for name in names if name not in peer.refused]
                     contestants |= {_named(side, name): partial(peer.step, name) for name in there}
-                    skipped |= {f"{_named(side, name)}, {size}": why for name, why in peer.refused.items()}
                 seconds = take_turns(contestants, rounds, partial(_told, progress, size))
+            for side, peer in peers.items():
+                skipped |= {f"{_named(side, name)}, {size}": why for name, why in peer.refused.items()}
             limit = seconds["copies"]
             rows += [
                 {"size": size, "way": way, "rounds": values, "of_limit": ratio(limit, values)}

@@ -5,8 +5,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from gapless.errors import TransportError
+
 Contestant = Callable[[], float]  # runs once and says how many seconds that took
 Progress = Callable[[str], None]
+
+
+class GaveUpError(TransportError):
+    """A contestant can't go on; the others do."""
 
 
 class Span(NamedTuple):
@@ -27,13 +33,19 @@ def silent(_: str) -> None:
 def take_turns(
     contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """The seconds of each contestant, round by round; warm-up rounds come first and do not count."""
+    """The seconds of each contestant, round by round; warm-up rounds come first and do not count. Without those that
+    gave up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(-warmup, rounds):
-        names = list(contestants)
+        names = list(seconds)
         for name in names if number % 2 == 0 else reversed(names):
             progress(f"round {number + 1} of {rounds}: {name}" if number >= 0 else f"warm-up: {name}")
-            taken = contestants[name]()
+            try:
+                taken = contestants[name]()
+            except GaveUpError:
+                del seconds[name]
+                continue
             if number >= 0:
                 seconds[name].append(taken)
     progress("")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 
 from gapless.bench.outcome import Figure, of_rounds
-from gapless.bench.parameters import Devices, Microbatches, Rounds
+from gapless.bench.parameters import Devices, Microbatches, Rounds, check_width
 from gapless.bench.report import mebibytes, milliseconds, signed, tabular
 from gapless.bench.rounds import Progress, median, silent
 from gapless.checkpoint import Checkpoints
@@ -37,7 +37,9 @@ def run(
 ) -> dict[str, Any]:
     """Each round saves once, and takes as many steps without a save, before it or after it."""
     torch.manual_seed(0)
-    model = gpt(vocab=_VOCAB, width=width, depth=depth, heads=max(width // 64, 1), context=length, dropout=0.1)
+    heads = max(width // 64, 1)
+    check_width(width, heads)
+    model = gpt(vocab=_VOCAB, width=width, depth=depth, heads=heads, context=length, dropout=0.1)
     batch = torch.randint(_VOCAB, (samples * microbatches, length + 1))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -12,12 +12,12 @@ from importlib.resources import files
 from gapless.bench import BENCHMARKS
 from gapless.bench.chart import charts
 from gapless.bench.outcome import Figure, Grid, Outcome, between, shown
-from gapless.bench.slower import Slower
+from gapless.bench.slower import Comparison
 from gapless.view.summary import text
 
 
-def render(outcomes: Mapping[str, Outcome], worse: Sequence[Slower] | None, *, quick: bool, missing: int = 0) -> str:
-    """The page as text. `worse` is None where there is nothing to compare with; `missing` parts were not run yet."""
+def render(outcomes: Mapping[str, Outcome], found: Comparison | None, *, quick: bool, missing: int = 0) -> str:
+    """The page as text. `found` is None where there is nothing to compare with; `missing` parts were not run yet."""
     style = "".join(files(f"gapless.{place}").joinpath(name).read_text("utf-8") for place, name in _STYLES)
     policy = f"default-src 'none'; style-src 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
     ran = {key: each for key, each in outcomes.items() if not each.skipped}
@@ -29,7 +29,7 @@ def render(outcomes: Mapping[str, Outcome], worse: Sequence[Slower] | None, *, q
         if quick
         else "",
         f'<p class="warn">The run was stopped: {missing} parts are missing.</p>' if missing else "",
-        _slower(worse),
+        _slower(found),
         *(_section(key, each) for key, each in ran.items()),
         _skipped(skipped),
     ]
@@ -58,13 +58,15 @@ def _machine(outcomes: Sequence[Outcome]) -> str:
     return f'<dl class="tiles">{drawn}</dl>'
 
 
-def _slower(worse: Sequence[Slower] | None) -> str:
-    if worse is None:
+def _slower(found: Comparison | None) -> str:
+    if found is None:
         return ""
-    if not worse:
-        return '<p class="good">Nothing got slower since the last run by more than its rounds spread.</p>'
-    lines = "".join(f"<li>{text(str(each))}</li>" for each in worse)
-    return f'<section class="card"><h2>Slower than in the last run</h2><ul>{lines}</ul></section>'
+    verdict = found.verdict("the run before")
+    said = text(f"{verdict[:1].upper()}{verdict[1:]}.")
+    if not found.worse:
+        return f'<p class="{"good" if found.compared else "warn"}">{said}</p>'
+    lines = "".join(f"<li>{text(str(each))}</li>" for each in found.worse)
+    return f'<section class="card"><h2>Slower than before</h2><p>{said}</p><ul>{lines}</ul></section>'
 
 
 def _section(key: str, outcome: Outcome) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from gapless.bench.outcome import Figure, of_rounds, quotients
-from gapless.bench.parameters import Rounds
+from gapless.bench.parameters import Rounds, check_width
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, median, ratio, silent, take_turns
 from gapless.stage.intra_op import intra_op_threads
@@ -37,6 +37,7 @@ def run(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """An MLP and a GPT block, each three ways, with one intra-op thread."""
+    check_width(width)
     with intra_op_threads(1):
         blocks = {
             "mlp": (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from gapless.bench.outcome import Figure, of_rounds
-from gapless.bench.parameters import Between, Devices
+from gapless.bench.parameters import Between, Devices, check_width
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Progress, silent
 from gapless.errors import ConfigError, GaplessError
@@ -65,8 +65,7 @@ def run(
     """Losses while training, and those of held-out text afterwards."""
     if batch < devices:
         raise ConfigError(f"batch is {batch}, but 2bw cuts it into a microbatch for each of {devices} devices")
-    if width % 4:
-        raise ConfigError(f"width is {width}, but it must be a multiple of 4, the number of heads")
+    check_width(width)
     lr = lr or RATES[optimizer]
     text = standard_library()
     cut = len(text) * 9 // 10

@@ -90,14 +90,14 @@ def _write_page(arguments: argparse.Namespace, earlier: Earlier | None, folder: 
     from gapless.bench.slower import slower
 
     outcomes = suite.stored(folder)
-    worse = slower(earlier.outcomes, outcomes) if earlier else None
-    if worse is not None:
-        terminal.say(f"slower than in {earlier}:" if worse else f"nothing got slower than in {earlier}")
-        for each in worse:
+    found = slower(earlier.outcomes, outcomes) if earlier else None
+    if found is not None:
+        terminal.say(found.verdict(str(earlier)))
+        for each in found.worse:
             terminal.say(f"  {each}")
     if arguments.html:
         missing = wanted - len(outcomes)
-        Path(arguments.html).write_text(sheet.render(outcomes, worse, quick=arguments.quick, missing=missing), "utf-8")
+        Path(arguments.html).write_text(sheet.render(outcomes, found, quick=arguments.quick, missing=missing), "utf-8")
         terminal.say(f"the page is {arguments.html}")
     terminal.say(f"the results are in {folder}")
     return len(outcomes)

@@ -1,16 +1,20 @@
 """The peer runs the same layers in processes of its own, and none of them outlives the benchmark."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from os import kill
 
 import pytest
 
 from gapless.bench.peer.contest import Contest
-from gapless.bench.peer.launcher import die_with_parent
-from gapless.bench.peer.peer import Peer
+from gapless.bench.peer.launcher import Launcher, die_with_parent
+from gapless.bench.peer.peer import Peer, modules
+from gapless.bench.rounds import take_turns
 from gapless.errors import TransportError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.verify import verify
@@ -20,11 +24,18 @@ pytestmark = needs_proc
 EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
 
 
-def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process() -> None:
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher(*modules("torch", "gapless"))
+    yield launcher
+    launcher.close()
+
+
+def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process(launcher: Launcher) -> None:
     before = below()
-    with Peer(EMULATED, ["1f1b", "interleaved", "zb-v"]) as peer:
+    with Peer(EMULATED, ["1f1b", "interleaved", "zb-v"], launcher=launcher) as peer:
         started = below() - before
-        assert len(started) == 3  # the program and two ranks
+        assert len(started) == 2  # its ranks
         assert peer.refused.keys() == {"interleaved"}
         assert "multiple of the number of rounds" in peer.refused["interleaved"]
         assert peer.schedules["zb-v"].rows == make_schedule("zb-v", devices=2, microbatches=5).rows
@@ -47,14 +58,31 @@ def _ticks(processes: set[int]) -> int:
     return total
 
 
-def test_a_rank_that_dies_is_an_error_that_names_the_way_out() -> None:
+def test_a_schedule_that_fails_is_left_out_with_the_first_cause_and_the_others_go_on(launcher: Launcher) -> None:
+    """A benchmark of minutes ended because one schedule of torch's failed, with what the last rank noticed of it."""
     before = below()
-    with Peer(EMULATED, ["1f1b"]) as peer:
-        started = below() - before
-        kill(max(started), signal.SIGKILL)
-        with pytest.raises(TransportError, match=r"torch.distributed.pipelining failed: .*; try --no-peer"):
-            peer.step("1f1b")
-    assert until(lambda: not alive(started))
+    with Peer(EMULATED, ["gpipe", "2f2b", "1f1b"], launcher=launcher) as peer:
+        assert peer.refused.keys() == {"2f2b"}
+        assert re.fullmatch("it failed: rank [01]: KeyError: '2f2b'", peer.refused["2f2b"])
+        first = below() - before
+        kill(max(first), signal.SIGKILL)
+        contestants = {name: partial(peer.step, name) for name in ("gpipe", "1f1b")}
+        assert take_turns(contestants, 1).keys() == {"gpipe"}
+        assert peer.refused["1f1b"] == "it failed: rank 1 ended without a word"  # rank 0 only lost its connection
+        assert peer.schedules.keys() == {"gpipe"}
+        second = below() - before
+        assert not first & second
+        kill(max(second), signal.SIGKILL)
+        assert take_turns({"gpipe": partial(peer.step, "gpipe")}, 1) == {}  # there is nobody left, and no error
+    assert until(lambda: not alive(first | second))
+
+
+def test_a_schedule_of_ours_that_fails_is_an_error(launcher: Launcher) -> None:
+    with (
+        pytest.raises(TransportError, match=r"gapless on ranks failed with 2f2b: rank [01]: .*'2f2b'"),
+        Peer(EMULATED, ["2f2b"], "gapless", launcher=launcher),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -1,20 +1,23 @@
 """What each rank of a contestant does: it prepares its schedules, and then runs the steps that `Peer` asks for.
 
-    gapless bench --- [name, times] ---> rank 0, rank 1, ... (Gloo on loopback)
-                  <--- start, end ------
+    gapless bench <--- Prepared -------- rank 0, rank 1, ... (Gloo on loopback), one for each schedule
+                  --- (name, times) --->
+                  <--- Stepped ---------
+                  <--- Failed ---------- instead, and the rank ends
 
-A rank that has nothing to do blocks in its connection, so it takes no time from the other contestants. All spans come
+A rank that has nothing to do blocks in its connection, so it takes no time from the other contestants. All times come
 from one monotonic clock. What the ranks run is a matter of `torch_side` and `gapless_side`.
 """
 
+import contextlib
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client, Connection
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,30 @@ from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.stage.intra_op import set_intra_op_threads
+
+
+class Prepared(NamedTuple):
+    """A schedule is ready on this rank, with the order of its actions; or it is refused."""
+
+    name: str
+    order: str | None = None
+    refused: str = ""
+
+
+class Stepped(NamedTuple):
+    """From when to when the steps ran; the bubble of a timeline, where there is one."""
+
+    start: float
+    end: float
+    bubble: float | None
+
+
+class Failed(NamedTuple):
+    """The rank ends. `time` is when it failed: the first of several ranks has the cause, the others its symptoms."""
+
+    time: float
+    name: str
+    reason: str
 
 
 class Side(Protocol):
@@ -52,46 +79,61 @@ def compete(rank: int, ranks: int, folder: str, name: str, text: str) -> None:
     """Until `Peer` hangs up; `name` is the side's, `text` the contest."""
     lead = Client(f"{folder}/door", "AF_UNIX")
     lead.send(rank)
+    at = ""
     try:
         contest, names = from_json(text)
         if contest.kind == "gpt":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.kind == "gpt" else "gloo")
-        side: Any = import_module(f"gapless.bench.peer.{name}_side")
-        _answer(rank, side, contest, names, lead)
-    except (EOFError, ConnectionError):
-        pass
+        side: Side = import_module(f"gapless.bench.peer.{name}_side")
+        steps: dict[str, Callable[[], object]] = {}
+        for at in names:
+            _send(lead, _prepare(rank, side, contest, at, steps))
+        while (asked := _asked(lead)) is not None:
+            at, times = asked
+            _send(lead, _step(contest, steps[at], times))
     except BaseException as error:
+        when = time.perf_counter()
         traceback.print_exc()
         while error.__cause__ is not None:  # torch wraps what went wrong into pages of its own state
             error = error.__cause__
-        lead.send(f"rank {rank}: {type(error).__name__}: {error}")
+        _send(lead, Failed(when, at, f"rank {rank}: {type(error).__name__}: {error}"))
     os._exit(0)  # no farewell between ranks: the others may have gone
 
 
-def _answer(rank: int, side: Side, contest: Contest, names: Sequence[str], lead: Connection) -> None:
-    steps: dict[str, Callable[[], object]] = {}
-    orders, refused = {}, {}
-    for name in names:
-        try:
-            orders[name], steps[name] = side.prepare(contest, name, rank)
-        except (ValueError, AssertionError) as error:
-            refused[name] = str(error)
-            continue
-        contest.tidy()
-        for _ in range(contest.first_steps(name)):  # the first asks the stages for their shapes
-            steps[name]()
-        contest.settle()
-        contest.tidy()
-    lead.send((orders, refused))
-    while True:
+def _send(lead: Connection, answer: Prepared | Stepped | Failed) -> None:
+    with contextlib.suppress(ConnectionError):  # `Peer` has hung up
+        lead.send(answer)
+
+
+def _asked(lead: Connection) -> tuple[str, int] | None:
+    try:
         name, times = lead.recv()
-        start = time.perf_counter()
-        for _ in range(times):
-            result = steps[name]()
-            contest.settle()
-        span = result if isinstance(result, Span) else (start, time.perf_counter())  # only a part of it may count
-        lead.send((*span, _bubble(getattr(result, "timeline", None))))
+    except (EOFError, ConnectionError):
+        return None
+    return name, times
+
+
+def _prepare(rank: int, side: Side, contest: Contest, name: str, steps: dict[str, Callable[[], object]]) -> Prepared:
+    try:
+        order, steps[name] = side.prepare(contest, name, rank)
+    except (ValueError, AssertionError) as error:
+        return Prepared(name, refused=str(error))
+    contest.tidy()
+    for _ in range(contest.first_steps(name)):  # the first asks the stages for their shapes
+        steps[name]()
+    contest.settle()
+    contest.tidy()
+    return Prepared(name, order)
+
+
+def _step(contest: Contest, step: Callable[[], object], times: int) -> Stepped:
+    start = time.perf_counter()
+    for _ in range(times):
+        result = step()
+        contest.settle()
+    span = result if isinstance(result, Span) else Span(start, time.perf_counter())  # only a part of it may count
+    return Stepped(*span, _bubble(getattr(result, "timeline", None)))
 
 
 def _bubble(timeline: Timeline | None) -> float | None:
