@@ -32,6 +32,7 @@ $(EMPTY):
 
 # Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
 $(RUNS): pyproject.toml constraints.txt | $(EMPTY)
+	@echo "installing torch and gapless in $(VENV): the first time takes as long as the download of torch"
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[train]' numpy
 	touch $@
 
@@ -48,6 +49,9 @@ demo: $(RUNS)
 	@rm -rf demo/run
 	$(BIN)/python -m gapless train examples/demo.toml --steps 60 --folder demo/run
 	$(BIN)/python -m gapless train examples/demo.toml --steps 100 --folder demo/run --devices 2
+	@echo
+	@echo "Open in a browser: demo/compare.html (every schedule, drawn) and demo/run/report.html (the run)."
+	@echo "Then: source .venv/bin/activate, gapless explore, and your own model as in docs/guide.md"
 
 # The pages of docs/ as a site, in site/. Links and anchors that lead nowhere end it.
 docs: $(VENV)/.docs

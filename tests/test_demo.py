@@ -52,7 +52,10 @@ def test_the_demo_runs_and_its_report_opens(tmp_path: Path, show: Opener) -> Non
         "1 ···F0 F1 F2 F3 ··················B0--- B1--- B2--- B3---\n"
     )
     assert "\nrun: demo/run, which goes on after step 3 of 4\n" in ended.stdout
-    assert ended.stdout.endswith("\nreport: demo/run/report.html\n")
+    report, _, *last = ended.stdout.splitlines()[-4:]
+    assert report == "report: demo/run/report.html"
+    named = re.findall(r"demo/\S+\.html", last[0])  # what to do next
+    assert [(tmp_path / each).is_file() for each in named] == [True, True]
     assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["compare.html", "run"]
     shown = show((tmp_path / "demo" / "run" / "report.html").read_text("utf-8"))
     assert re.fullmatch(r"gpt, run run · zb-h1 · 2 devices · \d+\.\d% bubble", shown.text("h1"))

@@ -73,6 +73,51 @@ def test_a_set_of_words_goes_to_every_microbatch_and_can_not_be_traced() -> None
         pipe.step({"x": rows(), "more": {"a", "b"}}, rows())
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Pair, r"the model is the class Pair, but it must be one of its objects: pass Pair\(...\)"),
+        (len, "the model is a builtin_function_or_method, but it must be an nn.Module or a list of layers"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss)
+
+
+def test_a_target_with_too_few_rows_is_told_beside_what_the_loss_says() -> None:
+    with (
+        gapless.Pipeline(sequence(), devices=2, microbatches=2, loss=F.cross_entropy) as pipe,
+        pytest.raises(ValueError, match="to match target batch_size") as error,
+    ):
+        pipe.step(rows(), torch.zeros(3, dtype=torch.long))
+    assert "microbatch have 2 rows and the target has 3, which is not cut" in error.value.__notes__[0]
+
+
+class WithLoss(Pair):
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        made = super().forward(x)
+        return {"loss": F.mse_loss(made, x), "made": made, "largest": made.max()}
+
+
+def test_outputs_have_the_loss_of_the_minibatch_and_not_of_a_microbatch() -> None:
+    """It was the first microbatch's, without a word."""
+    model, x = WithLoss(), torch.randn(5, WIDTH)
+    with gapless.Pipeline(model, devices=2, microbatches=2) as pipe:
+        result = pipe.evaluate({"x": x})
+        trained = pipe.step({"x": x}, outputs=True)
+    assert result.loss is not None
+    assert trained.loss is not None
+    assert result.outputs["loss"].equal(result.loss)
+    assert trained.outputs["loss"].equal(trained.loss)
+    assert result.loss.item() == pytest.approx(model(x)["loss"].item())
+    assert len(result.outputs["largest"]) == 2
+    plain = gapless.plain_step(model, {"x": x}, microbatches=2)
+    assert trained.loss.equal(plain.loss)
+    assert trained.outputs["loss"].equal(plain.outputs["loss"])
+    assert repr(result) == f"Result(loss={result.loss.item():.6g}, microbatches=2, counted=5, outputs=...)"
+
+
 class Lazy(Pair):
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,45 @@ def test_the_newest_is_never_what_a_link_leads_to(tmp_path: Path, pipe: gapless.
         words = r"step-00000009 is a link out of its folder.*: remove it, and the run goes on from step-00000000$"
         with pytest.raises(CheckpointError, match=words):
             run.load(optimizer)
+
+
+def test_nobody_is_told_to_remove_what_only_can_not_be_read(tmp_path: Path, pipe: gapless.Pipeline) -> None:
+    optimizer = sgd(pipe.parameters())
+    with Checkpoints(tmp_path / "run", pipe) as run:
+        for _ in range(2):
+            step(pipe, optimizer)
+            run.save(optimizer)
+        run.wait()
+        newest = tmp_path / "run" / "step-00000002"
+        for file in (newest / "manifest.json", next(newest.glob("*.safetensors"))):
+            with (
+                unreadable(file, tmp_path),
+                pytest.raises(CheckpointError, match=rf"{file.name} can't be read: Permission denied; it may be sound"),
+            ):
+                run.load(optimizer)
+        next(newest.glob("*.safetensors")).write_bytes(b"")
+        with pytest.raises(CheckpointError, match="remove it, and the run goes on from step-00000001"):
+            run.load(optimizer)
+
+
+@contextmanager
+def unreadable(file: Path, below: Path) -> Iterator[None]:
+    """For this user; the administrator reads everything, and so becomes somebody else meanwhile."""
+    user = os.geteuid()
+    folders = [each for each in (below, *below.parents) if each.stat().st_uid == user and each != Path("/")]
+    modes = {path: path.stat().st_mode for path in (file, *folders)}
+    for path in folders:
+        path.chmod(modes[path] | 0o755)
+    file.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(user)
+        for path, mode in modes.items():
+            path.chmod(mode)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ from tests.cli.conftest import Command
         ("bench timeline --html none/a", "argument --html: there is no folder none: make it first; `gapless bench"),
         ("show 1f1b --format pdf", "argument --format: invalid choice: 'pdf' (choose from "),
         ("show", "the following arguments are required: SCHEDULE; `gapless show --help` shows how"),
-        ("verify nowhere.txt", "nowhere.txt is not a file that can be read"),
-        ("show nowhere.txt", "nowhere.txt is not a file that can be read"),
+        ("verify nowhere.txt", "there is no file nowhere.txt"),
+        ("show nowhere.txt", "there is no file nowhere.txt"),
     ],
 )
 def test_bad_words_are_one_sentence(gapless: Command, line: str, message: str) -> None:
@@ -91,7 +91,7 @@ def test_a_huge_file_is_refused_before_it_is_read(gapless: Command, tmp_path: Pa
 
 
 def test_a_directory_is_no_schedule(gapless: Command, tmp_path: Path) -> None:
-    assert gapless("verify", str(tmp_path)) == (2, "", f"gapless: {tmp_path} is not a file that can be read\n")
+    assert gapless("verify", str(tmp_path)) == (2, "", f"gapless: {tmp_path} is a folder, not a file\n")
 
 
 def test_a_picture_that_can_t_be_written_is_one_sentence(gapless: Command, tmp_path: Path) -> None:

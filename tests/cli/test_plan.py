@@ -225,7 +225,7 @@ def test_a_bad_profile_is_one_sentence_with_its_file(
     assert (code, out) == (2, "")
     assert err.startswith(f"gapless: {file}: {message}")
     assert len(err.splitlines()) == 1
-    assert gapless("plan nowhere.json").err == "gapless: nowhere.json is not a file that can be read\n"
+    assert gapless("plan nowhere.json").err == "gapless: there is no file nowhere.json\n"
 
 
 def test_the_help_shows_an_example(gapless: Command) -> None:

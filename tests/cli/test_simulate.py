@@ -87,4 +87,11 @@ def test_many_devices_get_no_table(gapless: Command) -> None:
 def test_a_schedule_above_the_memory_limit_is_refused_with_both_numbers(gapless: Command) -> None:
     code, out, err = gapless("simulate gpipe --devices 4 --microbatches 8 --memory-limit 4")
     assert (code, out) == (2, "")
-    assert err == "gapless: gpipe does not fit: its peak of 8 is above the limit of 4\n"
+    told = (
+        "gapless: gpipe does not fit: its peak of 8 is above the limit of 4; `gapless compare` with the same limit "
+        "shows what does\n"
+    )
+    assert err == told
+    code, out, err = gapless("show gpipe --devices 4 --microbatches 8 --memory-limit 4 --format text")
+    assert (code, out.splitlines()[0][:7], err) == (0, "0: 0F0 ", told)  # it was drawn without a word
+    assert gapless("show gpipe --devices 4 --microbatches 8 --memory-limit 8").err == ""

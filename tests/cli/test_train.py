@@ -145,7 +145,7 @@ def test_what_is_wrong_is_one_sentence(
 
 
 def test_a_file_that_is_none_is_one_sentence(gapless: Command) -> None:
-    assert gapless("train nowhere.toml") == (2, "", "gapless: nowhere.toml is not a file that can be read\n")
+    assert gapless("train nowhere.toml") == (2, "", "gapless: there is no file nowhere.toml\n")
 
 
 def test_the_help_shows_an_example(gapless: Command) -> None:
@@ -202,5 +202,7 @@ def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless
     assert gapless("view runs/mine --html mine.html").out == "wrote mine.html\n"
     assert (tmp_path / "mine.html").read_text() == (tmp_path / "runs" / "mine" / "report.html").read_text()
     assert gapless("view nowhere").err == "gapless: nowhere holds no run: it has no run.json that can be read\n"
+    done = "run: runs/mine, whose 6 steps are done: more with --steps N, or --fresh begins anew"
+    assert done in gapless(f"train {config}").out.splitlines()
     started = gapless(f"train {config} --fresh --resume runs/mine/checkpoints/step-00000004 --json")
     assert json.loads(started.out)["losses"] == whole[4:]

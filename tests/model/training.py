@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gapless
-from gapless.model.capture import own_loss
+from gapless.model.capture import find_loss, own_loss
 from gapless.stage import microbatch as mb
 
 Loss = Callable[[Any, Any], Tensor]
@@ -78,11 +78,17 @@ def assert_exact(
 def assert_same_evaluation(
     pipe: gapless.Pipeline, reference: nn.Module, inputs: Any, target: Any, microbatches: int
 ) -> None:
-    outputs = pipe.evaluate(copy.deepcopy(inputs), target).outputs
+    result = pipe.evaluate(copy.deepcopy(inputs), target)
     reference.eval()
     with torch.no_grad():
         parts = [called(reference, part) for part in mb.split(copy.deepcopy(inputs), microbatches)]
-    assert_same(outputs, mb.merge(parts, mb.sizes(mb.batch_size(inputs), len(parts))), "outputs of evaluate")
+    own = [find_loss(part) for part in parts] if target is None else [None]
+    whole = {}
+    if own[0] is not None:  # the model's own loss is that of the minibatch
+        assert_same(result.losses, own, "losses of evaluate")
+        whole = {id(own[0]): result.loss}
+    merged = mb.merge(parts, mb.sizes(mb.batch_size(inputs), len(parts)), whole)
+    assert_same(result.outputs, merged, "outputs of evaluate")
 
 
 def assert_same(ours: Any, plain: Any, where: str) -> None:

@@ -124,7 +124,7 @@ def test_cuda_stands_for_all_gpus(name: Any) -> None:
         assert torch_devices(name) == all_gpus()
         assert torch_devices("cuda:0") == all_gpus()[:1]
         return
-    with pytest.raises(ConfigError, match="'cuda', all GPUs, but this machine has none: devices=4 are 4 threads"):
+    with pytest.raises(ConfigError, match="'cuda', all GPUs, but this machine has none: use devices=4"):
         torch_devices(name)
 
 

@@ -160,6 +160,16 @@ def test_a_scaler_leaves_a_microbatch_without_targets_out() -> None:
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.parametrize("count", [float("nan"), -1, None, torch.ones(2)])
+def test_a_count_that_is_none_is_refused(count: Any) -> None:
+    """It was a ValueError of a fraction."""
+    with (
+        pipe_of(layers(), by_hand, loss_weight=lambda target: count) as pipe,
+        pytest.raises(gapless.GaplessError, match=r"loss_weight gave .* for microbatch 0, but it must count what"),
+    ):
+        pipe.step(X, Y)
+
+
 def test_an_evaluation_without_a_target_asks_nobody_what_it_counts() -> None:
     with pipe_of(layers(), by_hand, loss_weight=lambda target: target["missing"]) as pipe:
         assert pipe.evaluate(X).loss is None

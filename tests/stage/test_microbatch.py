@@ -59,6 +59,23 @@ def test_trees_are_cut_and_merged_and_the_rest_goes_to_every_microbatch() -> Non
     assert merged["pair"].b is None
 
 
+def test_outputs_without_samples_that_differ_are_all_there() -> None:
+    """The first microbatch's stood for all: a loss that a model returned was a quarter of the minibatch's data."""
+    parts = [{"mean": torch.tensor(float(m)), "rows": torch.zeros(m + 3, 2), "x": torch.zeros(2)} for m in range(2)]
+    merged = mb.merge(parts, [2, 2])
+    assert merged["mean"] == [torch.tensor(0.0), torch.tensor(1.0)]
+    assert [rows.shape for rows in merged["rows"]] == [(3, 2), (4, 2)]
+    assert merged["x"].shape == (4,)
+    whole = mb.merge(parts, [2, 2], {id(parts[0]["mean"]): torch.tensor(0.5)})
+    assert torch.equal(whole["mean"], torch.tensor(0.5))
+    assert torch.equal(mb.merge(parts[:1], [2])["mean"], torch.tensor(0.0))
+
+
+def test_a_numpy_array_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"numpy array of shape \(4, 2\).*pass torch.from_numpy of it"):
+        mb.batch_size({"x": torch.zeros(4, 2).numpy()})
+
+
 def test_batch_dims_say_where_to_cut() -> None:
     tree = {"x": torch.zeros(5, 6), "table": torch.zeros(6, 6)}
     parts = mb.split(tree, 2, {"x": 1, "table": None})

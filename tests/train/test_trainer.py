@@ -209,7 +209,7 @@ def test_a_plan_from_a_file_must_be_for_this(tmp_path: Path, config: Config) -> 
         (asked.changed(schedule="zb-h1"), "schedule is zb-h1, but the plan plan.json has 1f1b: leave it out"),
         (asked.changed(microbatches=2), "microbatches is 2, but the plan has 3: leave out what the plan says"),
         (asked.changed(devices=1), "the plan is for 1 pipeline of 2 devices, but there is 1 pipeline of 1 device"),
-        (asked.changed(plan="no.json"), f"{tmp_path / 'no.json'} is not a file that can be read"),
+        (asked.changed(plan="no.json"), f"there is no file {tmp_path / 'no.json'}"),
     ):
         job = build(other)
         with pytest.raises(ConfigError) as error:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import gapless
 from gapless.cli import main
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, PartitionError
 from gapless.train.config import Config, read_config
 from gapless.train.data import make_feeds
 from gapless.train.evaluation import mean_loss
@@ -174,10 +174,20 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run(config_of(tmp_path, "optimizer.arguments.lr=0.5"), tmp_path / "run")
     assert str(error.value) == (
-        f"{tmp_path / 'run'} holds a run with another config: optimizer.arguments was {{'lr': 0.01}}, and is "
-        "{'lr': 0.5} now: go on with that one, or choose another folder with --folder, or --fresh"
+        f"{tmp_path / 'run'} holds a run with another config: optimizer.arguments.lr was 0.01, and is "
+        "0.5 now: go on with that one, or choose another folder with --folder, or --fresh"
     )
     assert folder_of(config_of(tmp_path), str(tmp_path / "run"), fresh=True).path == tmp_path / "run-2"
+
+
+def test_what_is_refused_leaves_no_folder_and_what_was_killed_no_half_files(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError):
+        run(config_of(tmp_path, "pipeline.devices=40"), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.0123456789abcdef.aside").write_text('{"conf')
+    run(config_of(tmp_path), tmp_path / "run")
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".")]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work(
@@ -320,7 +330,7 @@ def test_sigterm_and_ctrl_c_save_first_and_the_same_command_goes_on(tmp_path: Pa
     if number == signal.SIGINT:
         assert err == f"gapless: stopped after {saved} of 1000000 steps; the run is saved: the same command goes on\n"
     else:
-        assert f"ended after step {saved} of 1000000: SIGTERM" in out
+        assert f"ended after step {saved} of 1000000: SIGTERM; the same command goes on" in out
     config = read_config(file, QUIET).changed(steps=saved + 1)
     _, _, kept = run(config, tmp_path / "runs" / "mine")
     assert [step.number for step in kept.steps] == [saved + 1]

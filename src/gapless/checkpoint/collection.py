@@ -24,7 +24,7 @@ from gapless.checkpoint.copies import Copies
 from gapless.checkpoint.disk import Disk, aside, make_folders
 from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers, set_aside
 from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
-from gapless.checkpoint.manifest import Manifest, faults
+from gapless.checkpoint.manifest import Manifest, UnreadableError, faults
 from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, forgiving, met, not_shared
 from gapless.checkpoint.saveable import Saveable
 from gapless.errors import CheckpointError, ConfigError, printable
@@ -196,7 +196,10 @@ class Checkpoints:
         except CheckpointError as error:
             earlier = [each.path.name for each in saved[:-1] if not each.fault]
             newest = saved[-1]
-            if not earlier or not (newest.fault or any(faults(newest.path))):  # of another model, say
+            wrong = list(faults(newest.path))
+            if not earlier or not (newest.fault or wrong):  # of another model, say
+                raise
+            if any(isinstance(each, UnreadableError) for each in (error, *wrong)):
                 raise
             raise CheckpointError(f"{error}: remove it, and the run goes on from {earlier[-1]}") from None
 

@@ -104,6 +104,17 @@ def write_synced(disk: Disk, path: Path, data: bytes) -> None:
         disk.close(file)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Whole or not at all, whatever happens to the machine."""
+    disk, beside = Disk(), path.with_name(aside(path.name))
+    try:
+        write_synced(disk, beside, data)
+        disk.rename(beside, path)
+        disk.sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def make_folders(disk: Disk, path: Path) -> None:
     """With those above it, each of which is to survive a crash."""
     if not path.is_dir():
@@ -117,7 +128,7 @@ def make_folders(disk: Disk, path: Path) -> None:
 
 
 def aside(name: str) -> str:
-    """What a checkpoint of that name is called while it is written or removed."""
+    """What a checkpoint or file of that name is called while it is written or removed."""
     return f".{name}.{secrets.token_hex(8)}.aside"
 
 

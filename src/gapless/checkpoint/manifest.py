@@ -10,6 +10,7 @@ The manifest begins with the hash of the rest of it. Pieces and headers leave no
 checkpoint is in some hash.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -26,6 +27,7 @@ VERSION = 1
 NAME = "manifest.json"
 _FORMAT = "gapless checkpoint"
 _FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"manifest": (.*)\}\n', re.DOTALL)
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)  # there is no such file, or a link
 _LARGEST = 1 << 30
 _BLOCK = 4 << 20
 _OF_BYTES = {1: "F8_E4M3 F8_E5M2 BOOL I8 U8", 2: "F16 BF16 I16 U16", 4: "F32 I32 U32", 8: "F64 C64 I64 U64"}
@@ -115,9 +117,11 @@ def read_manifest(folder: Path) -> Manifest:
         with open_inside(path) as file:
             data = file.read(_LARGEST + 1)
     except FileNotFoundError:
+        if not folder.exists():
+            raise CheckpointError(f"there is no checkpoint {printable(str(folder))}") from None
         raise CheckpointError(f"{printable(str(folder))} is no checkpoint: it has no {NAME}") from None
     except OSError as error:
-        raise CheckpointError(f"{shown} can't be read: {error.strerror}") from None
+        raise unread(path, error) from None
     frame = _FRAME.fullmatch(data)
     if frame is None or hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
         raise CheckpointError(f"{shown} is damaged: its hash does not match; load an earlier checkpoint")
@@ -208,12 +212,24 @@ def open_inside(path: Path) -> Any:
     return os.fdopen(opened, "rb", buffering=0)
 
 
-def faults(folder: Path) -> Iterator[str]:
+class UnreadableError(CheckpointError):
+    """Nothing is known of the bytes: they may be sound, so nobody is told to remove them."""
+
+
+def unread(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a file of a checkpoint can't be read."""
+    said = f"{printable(str(path))} can't be read: {error.strerror}"
+    if error.errno in _NO_FILE:
+        return CheckpointError(f"{said}; load an earlier checkpoint")
+    return UnreadableError(f"{said}; it may be sound, so see to its permissions and its disk first")
+
+
+def faults(folder: Path) -> Iterator[CheckpointError]:
     """All that is wrong with a checkpoint, each in a sentence: every byte is read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        yield str(error)
+        yield error
         return
     pieces: dict[str, list[tuple[int, int, str, str]]] = {
         name: [(0, each.header, each.sha256, "its header")] for name, each in manifest.files.items()
@@ -227,15 +243,16 @@ def faults(folder: Path) -> Iterator[str]:
         try:
             with open_inside(path) as opened:
                 if (size := os.fstat(opened.fileno()).st_size) != manifest.files[file].size:
-                    yield f"{shown} has {size:,} bytes, and should have {manifest.files[file].size:,}"
+                    wanted = manifest.files[file].size
+                    yield CheckpointError(f"{shown} has {size:,} bytes, and should have {wanted:,}")
                     continue
                 for begin, end, expected, what in sorted(parts):
                     if _hash(opened, end - begin) != expected:
-                        yield f"{shown} is damaged: the hash of {printable(what)} does not match"
+                        yield CheckpointError(f"{shown} is damaged: the hash of {printable(what)} does not match")
         except FileNotFoundError:
-            yield f"{shown} is missing"
+            yield CheckpointError(f"{shown} is missing")
         except OSError as error:
-            yield f"{shown} can't be read: {error.strerror}"
+            yield unread(path, error)
 
 
 def _hash(file: Any, size: int) -> str:
@@ -255,7 +272,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             with open_inside(path) as file:
                 size, header = os.fstat(file.fileno()).st_size, _hash(file, entry.header)
         except OSError as error:
-            raise CheckpointError(f"{shown} can't be read: {error.strerror}; load an earlier checkpoint") from None
+            raise unread(path, error) from None
         if size != entry.size:
             raise CheckpointError(
                 f"{shown} has {size:,} bytes, and should have {entry.size:,}; load an earlier checkpoint"

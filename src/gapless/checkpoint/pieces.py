@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gapless.checkpoint.disk import Disk
-from gapless.checkpoint.manifest import ITEM_BYTES, FileEntry, PieceEntry, TensorEntry, open_inside
+from gapless.checkpoint.manifest import ITEM_BYTES, FileEntry, PieceEntry, TensorEntry, open_inside, unread
 from gapless.errors import CheckpointError, printable
 
 DTYPES = {
@@ -199,7 +199,7 @@ def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
                     hashed.update(block[:count])
                     block = block[count:]
     except OSError as error:
-        raise CheckpointError(f"{printable(str(path))} can't be read: {error.strerror}") from None
+        raise unread(path, error) from None
     if hashed.hexdigest() != piece.sha256:
         raise CheckpointError(
             f"{printable(str(path))} is damaged: the hash of {printable(name)} does not match; load an earlier "

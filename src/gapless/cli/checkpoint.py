@@ -65,7 +65,7 @@ def _verify(folder: Path, arguments: argparse.Namespace) -> int:
     for each in _found(folder):
         terminal.show_progress(f"reading {each.path} ({show_bytes(each.size)})")
         led_out = each.fault and each.path.is_symlink()  # `latest` may be named, but in a folder no link is followed
-        wrong[str(each.path)] = [each.fault] if led_out else list(faults(each.path))
+        wrong[str(each.path)] = [each.fault] if led_out else [str(fault) for fault in faults(each.path)]
     terminal.show_progress("")
     if arguments.json:
         terminal.print_json({"ok": not any(wrong.values()), "faults": wrong})

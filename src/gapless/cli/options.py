@@ -205,6 +205,19 @@ def shown_size(schedule: Schedule, shape: str = "") -> str:
     return f"{devices}, {stages}, {microbatches}, {show_count(schedule.num_actions, 'action')}"
 
 
+def misfit(timeline: Timeline, limit: Number | None) -> str:
+    """That a schedule needs more memory than there is, if it does."""
+    peak = max(timeline.peak, default=0)
+    if limit is None or float(peak) <= float(limit) * (1 + 1e-9):
+        return ""
+    from gapless.view.text import number
+
+    return (
+        f"{timeline.schedule.name or 'the schedule'} does not fit: its peak of {number(peak)} is above the limit of "
+        f"{number(limit)}; `gapless compare` with the same limit shows what does"
+    )
+
+
 def passed(
     schedule: Schedule, costs: Costs, arguments: argparse.Namespace, limit: Number | None
 ) -> tuple[Schedule, Costs]:

@@ -24,8 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
     schedule, costs, limit = options.schedule_of(arguments)
     form = arguments.format or ("json" if arguments.json else "grid")
     wanted = arguments.html or arguments.svg or arguments.perfetto
-    timeline = simulate(schedule, costs) if form == "grid" or wanted else None
+    timeline = simulate(schedule, costs) if form == "grid" or wanted or limit is not None else None
     if timeline is not None:
+        if misfit := options.misfit(timeline, limit):
+            terminal.complain(misfit)
         options.write_pictures(arguments, [timeline], limit)
     if form == "text":
         terminal.say(schedule.text())

@@ -23,11 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     """The figures; a schedule above the memory limit is an error."""
     schedule, costs, limit = options.schedule_of(arguments)
     timeline = simulate(schedule, costs)
-    peak = max(timeline.peak, default=0)
-    if limit is not None and float(peak) > float(limit) * (1 + 1e-9):
-        raise ScheduleError(
-            f"{schedule.name} does not fit: its peak of {text.number(peak)} is above the limit of {text.number(limit)}"
-        )
+    if misfit := options.misfit(timeline, limit):
+        raise ScheduleError(misfit)
     options.write_pictures(arguments, [timeline], limit)
     if arguments.json:
         terminal.print_json({**timeline.summary(), **_proof(arguments)})

@@ -134,6 +134,8 @@ def _introduce(training: "Training", out: TextIO) -> None:
             terminal.say(f"caution: {plan.caution}", out)
     done, steps = training.trainer.step, training.trainer.steps
     goes_on = f", which goes on after step {done} of {steps}" if done else ""
+    if done >= steps:
+        goes_on = f", whose {show_count(steps, 'step')} are done: more with --steps N, or --fresh begins anew"
     terminal.say(f"run: {training.folder.path}{goes_on}", out)
     terminal.say(file=out)
     out.flush()
@@ -187,6 +189,7 @@ def _stopped(training: "Training", why: str, code: int) -> int:
 
 
 def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
+    from gapless.train.interrupts import SIGTERM
     from gapless.train.metrics import summary_of
 
     found = summary_of(training.folder.metrics, training.begun)
@@ -201,7 +204,9 @@ def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
         off = 100 * (usual / plan.step_seconds - 1)
         lines.append(f"predicted {1000 * plan.step_seconds:.1f} ms, measured {1000 * usual:.1f} ms: {off:+.1f}%")
     if training.trainer.step < training.trainer.steps:
-        lines.append(f"ended after step {training.trainer.step} of {training.trainer.steps}: {training.trainer.ended}")
+        goes_on = "; the same command goes on" if training.trainer.ended == SIGTERM else ""
+        at = f"step {training.trainer.step} of {training.trainer.steps}"
+        lines.append(f"ended after {at}: {training.trainer.ended}{goes_on}")
     if training.config.run.report:
         lines.append(f"report: {training.folder.report}")
     terminal.say("\n" + "\n".join(lines))

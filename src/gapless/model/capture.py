@@ -211,7 +211,9 @@ def _names_of(trace: Trace, cuts: Sequence[int], model: nn.Module) -> list[str]:
             for path in paths[before + 1 : end + 1]
         )
         inside = [names[0] for names in within if names]
-        ends = dict.fromkeys((inside[0], inside[-1])) if inside else [f"{end - before} operations between modules"]
+        number = end - before
+        between = f"{number} operation{'s' if number > 1 else ''} between modules"
+        ends = dict.fromkeys((inside[0], inside[-1])) if inside else [between]
         found.append(" to ".join(ends))
     return found
 

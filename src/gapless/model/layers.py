@@ -12,6 +12,12 @@ from gapless.errors import ConfigError, PartitionError
 Layer = Callable[..., Any]
 
 
+def _no_model(model: Any) -> str:
+    if isinstance(model, type):
+        return f"the model is the class {model.__name__}, but it must be one of its objects: pass {model.__name__}(...)"
+    return f"the model is a {type(model).__name__}, but it must be an nn.Module or a list of layers"
+
+
 class Layers:
     """The layers in order, and the module that owns their parameters under their original names."""
 
@@ -29,9 +35,7 @@ class Layers:
             self.layers = list(model)
             self.module = _owner(self.layers)
         else:
-            raise PartitionError(
-                f"a {type(model).__name__} is not a sequence of layers; pass an nn.Sequential or a list of layers"
-            )
+            raise PartitionError(_no_model(model))
         check_initialised(self.module)
         for number, layer in enumerate(self.layers):
             if not callable(layer) or (isinstance(layer, nn.Module) and _has_no_forward(layer)):

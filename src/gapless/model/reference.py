@@ -20,7 +20,7 @@ from gapless.stage.minibatch import Minibatch
 from gapless.stage.plain import PlainResult
 from gapless.stage.seeds import seed_of
 
-from .capture import Captured, own_loss
+from .capture import Captured, find_loss, own_loss
 from .layers import Layers, check_no_hooks_for_all, is_sequence
 from .piece import as_it_is
 
@@ -53,7 +53,8 @@ class Reference:
         def weigh(batch: Minibatch) -> Weighed:
             return self._captured.weighed(self._captured.prepare(batch.parts), batch, options["loss_weight"])
 
-        options["weigh"] = weigh if options["loss"] is own_loss else None
+        if options["loss"] is own_loss:
+            options |= {"weigh": weigh, "own": find_loss}
         return plain.plain_step([layer], inputs, target, seed=seed, step=step, **options)
 
 
@@ -93,6 +94,7 @@ def plain_step(
     whole, compiler = uncompiled(model)
     check_no_hooks_for_all(whole)
     if is_sequence(whole):
+        options["own"] = find_loss if loss is None else None
         return plain.plain_step(compiled(Layers(whole).layers, compiler), inputs, target, **options)
     assert isinstance(model, nn.Module)
     return Reference(model).step(inputs, target, **options)

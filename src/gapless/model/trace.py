@@ -183,7 +183,9 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     """The fact, the user's line and the way out."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     wanted = switches(model)
-    change = f"Set {' and '.join(wanted)} in its config" if wanted else "Change that line"
+    change = (
+        f"Set {' and '.join(wanted)} in its config" if wanted else "Check the shapes of the batch, change that line"
+    )
     return (
         f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). {change}, or "
         "cut the model by hand: Pipeline(model, layers=[...]) with callables that together are the model"

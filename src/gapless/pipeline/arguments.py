@@ -226,7 +226,7 @@ def check_system() -> None:
 def check_where(devices: Any, mesh: Any) -> None:
     """One of the two is given, and not both."""
     if (devices is None) == (mesh is None):
-        given = "neither is given" if mesh is None else "both are given"
+        given = "give one of them, as devices=2" if mesh is None else "both are given, leave one out"
         raise ConfigError(f"devices= is for one process and mesh= for one process per device: {given}")
     if mesh is not None:
         check_system()

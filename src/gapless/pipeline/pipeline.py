@@ -285,7 +285,7 @@ class Pipeline(HeldModel):
         """`wanted`: the batch whose outputs are."""
         try:
             ran = self._world.run(program, weights)
-            merged = wanted.merged(program.batch.outputs) if wanted and self._staged.has_last else None
+            merged = self._staged.merged(wanted, program.batch.outputs, ran)
         finally:
             program.clear()
         number = None if counted.summed else float(sum(counted.numbers))

@@ -20,7 +20,8 @@ class Result:
     weights   of the microbatches: their shares of the minibatch
     counted   what the loss is a mean over: samples, or the targets that count; with replicas, this one's. None for a
               loss that is a sum
-    outputs   of the minibatch, put together again; None unless asked for
+    outputs   of the minibatch, put together again; None unless asked for. What has no row for each sample and differs
+              between microbatches is a list, with that of each; the loss of a model that returns its own is `loss`
     timeline  as measured; None unless asked for
     """
 
@@ -29,6 +30,14 @@ class Result:
     outputs: Any = None
     timeline: Timeline | None = None
     counted: float | None = None
+
+    def __repr__(self) -> str:
+        """What people look for first; the outputs may be large."""
+        shown = [f"loss={'None' if self.loss is None else f'{self.loss.item():.6g}'}"]
+        shown += [f"microbatches={len(self.losses)}"] if self.losses else []
+        shown += [] if self.counted is None else [f"counted={self.counted:g}"]
+        shown += [f"{name}=..." for name in ("outputs", "timeline") if getattr(self, name) is not None]
+        return f"Result({', '.join(shown)})"
 
     @cached_property
     def loss(self) -> Tensor | None:

@@ -23,7 +23,7 @@ from gapless.pipeline.arguments import check_compiled, check_data, check_uncount
 from gapless.pipeline.edits import check_stay, followed
 from gapless.pipeline.options import Options
 from gapless.run.program import Program
-from gapless.run.world import World
+from gapless.run.world import Ran, World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.lower import forward_only
 from gapless.schedule.simulate import simulate
@@ -31,6 +31,7 @@ from gapless.stage.compiled import compiled
 from gapless.stage.counted import Weighed, weighed
 from gapless.stage.graphed import GraphedStage
 from gapless.stage.minibatch import Minibatch
+from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Stage
 from gapless.stage.stored import Stored
 from gapless.units import show_count
@@ -177,6 +178,15 @@ class StagedModel:
         if isinstance(self.model, Captured) and options.loss is own_loss:
             return self.model.weighed(prepared, batch, options.loss_weight)
         return weighed(options.loss, options.loss_weight, batch)
+
+    def merged(self, batch: Minibatch | None, outputs: Sequence[Any], ran: Ran) -> Any:
+        """The outputs of the minibatch, where they are and are wanted. The loss that the model has put among them is
+        that of the minibatch, and not of a microbatch.
+        """
+        if batch is None or not self.has_last:
+            return None
+        own = find_loss(outputs[0]) if self._options.loss is own_loss and ran.losses else None
+        return batch.merged(outputs, {} if own is None else {id(own): sum_in_order(ran.losses, ran.weights)})
 
     def program(self, microbatches: int, *, inference: bool, recorded: bool = False) -> Program:
         """For so many microbatches; made once."""

@@ -23,7 +23,7 @@ from .deferred import Records, recording
 from .draws import Draws, alone, default_generators
 from .linear import linear
 from .mode import Mode, Restart
-from .plain import apply_first, check_scalar
+from .plain import apply_first, check_scalar, note_rows
 from .stored import Stored
 from .table import TABLE
 from .unseen import watched
@@ -239,12 +239,13 @@ class Calls:
                 result = self._called(_LOSS, self._loss, self._loss_way, self._loss, outputs, target)
             else:
                 result = self._loss(outputs, target)
-        except (AttributeError, TypeError) as error:
-            if target is None:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if target is None and isinstance(error, AttributeError | TypeError):
                 raise ConfigError(
                     f"no target was given, and the loss failed without one ({type(error).__name__}: {error}): pass it "
                     "after the inputs, as step(inputs, target)"
                 ) from error
+            note_rows(error, outputs, target)
             raise
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
             raise ConfigError("a compiled loss draws random numbers, which can't be seeded: leave it uncompiled.")

@@ -71,7 +71,20 @@ def told(loss_weight: Callable[[Any], Any] | Literal["sum"], targets: Sequence[A
     """As the user says: losses are sums, or a function counts."""
     if loss_weight == "sum":
         return Weighed([1.0] * len(targets), summed=True)
-    return Weighed([float(loss_weight(target)) for target in targets])
+    return Weighed([_number(loss_weight(target), microbatch) for microbatch, target in enumerate(targets)])
+
+
+def _number(count: Any, microbatch: int) -> float:
+    try:
+        number = float(count)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(
+            f"loss_weight gave {count!r:.60} for microbatch {microbatch}, but it must count what the loss is a mean "
+            "over: a number of at least 0"
+        )
+    return number
 
 
 def unknown(counts: Sequence[int], targets: Sequence[Any], came: Sequence[Any]) -> Weighed:

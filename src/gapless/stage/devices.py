@@ -38,7 +38,7 @@ def _named(name: str | torch.device) -> list[torch.device]:
         return [device]
     if not torch.cuda.device_count():
         raise ConfigError(
-            "devices is 'cuda', all GPUs, but this machine has none: devices=4 are 4 threads of the CPU there"
+            "devices is 'cuda', all GPUs, but this machine has none: use devices=4, which are 4 CPU threads here"
         )
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 

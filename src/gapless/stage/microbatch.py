@@ -113,6 +113,8 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
     for tensor, dim in zip(tensors, _dims(tensors, shape, tree, batch_dims), strict=True):
         if dim is not None and tensor.dim() > dim:
             return tensor.size(dim)
+    if shape is not None:
+        _refuse_arrays(shape.leaves)
     raise ConfigError(
         f"no tensor with a batch dimension among {len(tensors)} tensor(s) of the batch: "
         "pass at least one tensor whose first dimension counts the samples, or name it with batch_dims."
@@ -183,20 +185,26 @@ def sizes(size: int, num_microbatches: int) -> list[int]:
     return [each + 1] * more + [each] * (count - more)
 
 
-def merge(trees: Sequence[Any], counts: Sequence[int] | None = None) -> Any:
-    """The outputs of all microbatches as one tree: what was cut is concatenated, the rest is taken from the first
-    microbatch.
+def merge(trees: Sequence[Any], counts: Sequence[int] | None = None, whole: Mapping[int, Any] | None = None) -> Any:
+    """The outputs of all microbatches as one tree: what was cut is concatenated. Of the rest, what is equal in all of
+    them is taken as it is, and anything else is a list with that of each: the first alone would pass for the whole.
 
     A tensor counts as cut if its first dimension is the number of samples of its microbatch (`counts`) in every
-    microbatch.
+    microbatch. `whole` has what is known better, by the id of the first microbatch's tensor.
     """
     rows = [flatten(tree, once=False) for tree in trees]
-    merged = []
+    merged: list[Any] = []
     for column in zip(*(tensors for tensors, _ in rows), strict=True):
         cut = all(tensor.dim() > 0 for tensor in column)
         if cut and counts is not None:
             cut = all(tensor.size(0) == count for tensor, count in zip(column, counts, strict=True))
-        merged.append(torch.cat(column) if cut else column[0])
+        if whole and id(column[0]) in whole:
+            merged.append(whole[id(column[0])])
+        elif cut:
+            merged.append(torch.cat(column))
+        else:
+            same = all(torch.equal(column[0], other) for other in column[1:])
+            merged.append(column[0] if same else list(column))
     return unflatten(merged, rows[0][1])
 
 

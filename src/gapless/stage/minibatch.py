@@ -1,6 +1,6 @@
 """What a caller gives to a step or an evaluation, cut into microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,9 @@ class Minibatch:
         whole = self.inputs if self.target is None else self.target
         return [whole] if self.is_cut else whole
 
-    def merged(self, outputs: Sequence[Any]) -> Any:
-        """Of all microbatches as one tree; or a list, where microbatches came as one."""
-        return mb.merge(outputs, self.sizes) if self.is_cut else list(outputs)
+    def merged(self, outputs: Sequence[Any], whole: Mapping[int, Any] | None = None) -> Any:
+        """Of all microbatches as one tree, as `merge` says; or a list, where microbatches came as one."""
+        return mb.merge(outputs, self.sizes, whole) if self.is_cut else list(outputs)
 
 
 def apart(part: Any) -> Any:

@@ -47,9 +47,10 @@ def plain_step(
     weight: float | Fraction = 1.0,
     cut: bool = True,
     weigh: Weigh | None = None,
+    own: Callable[[Any], Tensor | None] | None = None,
 ) -> PlainResult:
     """Forward and backward of a minibatch by plain torch; gradients are added to `.grad`. `weigh` tells what the
-    microbatches count, where nothing else does.
+    microbatches count, where nothing else does; `own` finds the loss among the outputs of a model that computes it.
 
     Each layer draws after `torch.manual_seed(seed_of(seed, step, microbatch, layer))`, so torch's default generators
     are left reseeded. The backward runs outside of autocast, as torch advises.
@@ -82,7 +83,8 @@ def plain_step(
             _backward(without_loss(value, aux))
     statistics.finish()
     total = sum_in_order(losses, weights)
-    return PlainResult(total, losses, batch.merged(outputs))
+    there = own(outputs[0]) if own is not None else None
+    return PlainResult(total, losses, batch.merged(outputs, {} if there is None else {id(there): total}))
 
 
 def apply_first(layer: Callable[..., Any], inputs: Any) -> Any:
@@ -126,6 +128,16 @@ def check_scalar(loss: Any) -> None:
     if loss.dim() != 0:
         raise GaplessError(
             f"the loss must be a scalar, but it has the shape {tuple(loss.shape)}: reduce it, with mean() for example."
+        )
+
+
+def note_rows(error: BaseException, outputs: Any, target: Any) -> None:
+    """A target that has no row for each sample goes whole to every microbatch: if a loss fails, that may be why."""
+    rows, there = ([tensor.size(0) for tensor in mb.flatten(tree)[0] if tensor.dim()] for tree in (outputs, target))
+    if rows and there and rows[0] not in there:
+        error.add_note(
+            f"gapless: the outputs of this microbatch have {rows[0]} rows and the target has {there[0]}, which is not "
+            "cut: give it one row per sample, or say with target_dims where to cut it"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from gapless.train.callbacks import Callback, Loop
 
 CTRL_C = "Ctrl-C"
+SIGTERM = "SIGTERM"
 
 
 class Interrupts(Callback):
@@ -40,7 +41,7 @@ class Interrupts(Callback):
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            self._trainer.stop(CTRL_C if number == signal.SIGINT else "SIGTERM")
+            self._trainer.stop(CTRL_C if number == signal.SIGINT else SIGTERM)
 
     def _restore(self) -> None:
         for each, handler in self._before.items():

@@ -9,7 +9,6 @@ A run that goes on from a checkpoint drops the lines of the steps that it does a
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from gapless.checkpoint.disk import naming
+from gapless.checkpoint.disk import naming, replace_file
 from gapless.errors import ConfigError
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
@@ -50,10 +49,7 @@ class Metrics(Callback):
     def on_start(self, trainer: Loop) -> None:
         before = read_metrics(self._path)
         kept = [line for line in before if line["step"] <= trainer.step and "ended" not in line]
-        aside = self._path.with_suffix(".part")
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-        os.replace(aside, self._path)
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         # Line by line: one that a killed process still held would be missing before the checkpoint that came after it.
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
 

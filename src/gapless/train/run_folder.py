@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gapless._version import __version__
-from gapless.checkpoint.disk import Disk, aside, write_synced
+from gapless.checkpoint.disk import is_aside, replace_file
 from gapless.checkpoint.held_folder import HeldFolder
 from gapless.checkpoint.listing import saved_in
 from gapless.errors import ConfigError
@@ -87,11 +87,19 @@ class RunFolder:
         held = self._held()
         try:
             self._check(config)
+            if held is not None:
+                self._tidy()
         except BaseException:
             if held is not None:
                 held.give_back()
             raise
         return held
+
+    def _tidy(self) -> None:
+        """Of a run that was killed while it wrote a file the half of it may be left, which nobody reads."""
+        for entry in os.scandir(self.path):
+            if is_aside(entry.name) and entry.is_file(follow_symlinks=False):
+                os.unlink(entry.path)
 
     def _held(self) -> HeldFolder | None:
         """A second run in the folder would write over the first. One that was killed may hold it a little longer."""
@@ -137,11 +145,11 @@ class RunFolder:
                 "command": " ".join(sys.argv),
             },
         }
-        _write(self.path / "run.json", json.dumps(facts, indent=1, default=str))
+        replace_file(self.path / "run.json", json.dumps(facts, indent=1, default=str).encode())
 
     def keep_plan(self, plan: Plan) -> None:
         """A run that goes on takes it again."""
-        _write(self.plan, plan.text())
+        replace_file(self.plan, plan.text().encode())
 
     def said(self) -> dict[str, Any] | None:
         """What `say` wrote, if it did."""
@@ -157,7 +165,7 @@ class RunFolder:
             {"schedule": each.schedule.text(), "name": each.schedule.name, "starts": each.starts, "ends": each.ends}
             for each in timelines
         ]
-        _write(self.path / "timelines.json", json.dumps(found))
+        replace_file(self.path / "timelines.json", json.dumps(found).encode())
 
     def timelines(self) -> list[Timeline]:
         """As they were kept."""
@@ -191,15 +199,15 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted(set(old) | set(new)):
             if old.get(key) != new.get(key) and f"{table}.{key}" not in _MAY_CHANGE_TOO:
-                yield f"{table}.{key} was {old.get(key)!r:.40}, and is {new.get(key)!r:.40} now"
+                yield from _told(f"{table}.{key}", old.get(key), new.get(key))
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, whatever happens to the machine."""
-    disk, beside = Disk(), path.with_name(aside(path.name))
-    try:
-        write_synced(disk, beside, text.encode())
-        disk.rename(beside, path)
-        disk.sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+def _told(name: str, old: Any, new: Any) -> Iterator[str]:
+    """Of a table only what is not the same in it."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key):
+                yield from _told(f"{name}.{key}", old.get(key), new.get(key))
+    else:
+        was, now = ("not given" if value is None else f"{value!r:.40}" for value in (old, new))
+        yield f"{name} was {was}, and is {now} now"

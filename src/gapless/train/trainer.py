@@ -21,6 +21,7 @@ from gapless.stage import microbatch as mb
 from gapless.train import user_code as own
 from gapless.train.callbacks import Callback, Step
 from gapless.train.data import Batch, with_shape
+from gapless.train.interrupts import SIGTERM
 
 _SCALES = 32  # steps in which a scaler may look for its scale: it halves it each time
 
@@ -106,7 +107,7 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         if self.pipe.stopping:  # the same on all ranks, none of which may begin another step
-            self.stop("SIGTERM")
+            self.stop(SIGTERM)
         return not self._why and self.step < self.steps
 
     def _evaluate(self, evaluate: Callable[[], float | None]) -> None:

@@ -197,7 +197,7 @@ def test_what_is_no_json_is_said(text: str) -> None:
 
 
 def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is not a file that can be read"):
+    with pytest.raises(ConfigError, match="there is no file nowhere"):
         read_profile("nowhere")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="bytes is not text; a profile is a JSON file"):

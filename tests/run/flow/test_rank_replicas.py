@@ -412,7 +412,7 @@ def refused() -> None:
     with pytest.raises(ConfigError, match="replicas is 2, but the mesh has 3 ranks, with one each: leave replicas out"):
         replicas(mlp(), replicas=2)
     for given, words in (
-        (3, "mesh is a int, but it must be a torch DeviceMesh with the dimension 'dp'"),
+        (3, "mesh is 3, but it must be a torch DeviceMesh with the dimension 'dp'"),
         (mesh(names=("pp",)), "the mesh has the dimensions 'pp', but every rank has a whole model here"),
     ):
         with pytest.raises(ConfigError, match=words):

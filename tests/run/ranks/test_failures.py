@@ -173,9 +173,9 @@ def refused() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     asked: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss}
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({}, "neither is given"),
+        ({}, "give one of them, as devices=2"),
         ({"devices": 2, "mesh": mesh}, "both are given"),
-        ({"mesh": 2}, "mesh is a int"),
+        ({"mesh": 2}, "mesh is 2, but it must be"),
         ({"mesh": unnamed}, "without names"),
         ({"mesh": other}, "'pp', 'ep'"),
     ]

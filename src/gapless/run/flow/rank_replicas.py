@@ -47,7 +47,7 @@ _END = object()
 def check_mesh(mesh: Any) -> tuple[int, int]:
     """The number of this rank's replica, and how many there are."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh is a {type(mesh).__name__}, but it must be a torch DeviceMesh with the dimension 'dp'")
+        raise ConfigError(f"mesh is {mesh!r:.40}, but it must be a torch DeviceMesh with the dimension 'dp'")
     if mesh.mesh_dim_names != ("dp",):
         names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "without names"
         raise ConfigError(

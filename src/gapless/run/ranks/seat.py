@@ -57,7 +57,7 @@ class Seat:
 def take_seat(mesh: Any) -> Seat:
     """Where this rank is in the mesh."""
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh is a {type(mesh).__name__}, but it must be a torch DeviceMesh with a dimension 'pp'")
+        raise ConfigError(f"mesh is {mesh!r:.40}, but it must be a torch DeviceMesh with a dimension 'pp'")
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in names if name not in DIMENSIONS]
     if "pp" not in names or unknown:
