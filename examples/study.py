@@ -271,6 +271,10 @@ def parameters_of(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _enough(value: Any) -> bool:
+    return isinstance(value, str) or value > 0
+
+
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """The command line of a study; its exit code."""
     parser = argparse.ArgumentParser(
@@ -289,6 +293,9 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     given = {each.name: getattr(options, each.name) for each in fields(study.settings)}
     settings = type(usual)(**{**asdict(usual), **{name: value for name, value in given.items() if value is not None}})
     try:
+        low = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(settings).items() if not _enough(value)]
+        if low:
+            raise ValueError(f"{' and '.join(low)} can't be: numbers must be above 0")
         results = Results(study, settings, options.folder)
         with intra_op_threads(1):  # so that figures do not depend on the number of cores
             study.run(settings, results)

@@ -90,11 +90,38 @@ def test_a_gain_within_chance_is_not_called_help() -> None:
     assert few_labels.more_than_chance([0.06, -0.01, -0.01, -0.002]) == 0  # the mean is above 0, by one run of four
     assert few_labels.more_than_chance([0.05, 0.06, 0.04, 0.05]) == 1
     assert few_labels.more_than_chance([-0.05, -0.06, -0.04, -0.05]) == -1
-    assert few_labels.answer([]) == "One run of each way does not tell."
-    assert few_labels.answer([0, 0, 0]).startswith("No: pretraining did not help.")
-    assert few_labels.answer([1, 0, -1]).startswith("Partly: fine-tuning is better by more than chance for 1 of 3")
-    assert few_labels.answer([1, 1]).startswith("Yes")
+    assert few_labels.answer([]) == "one run of each way does not tell."
+    assert (
+        few_labels.answer([0, 0, 0]) == "no. Fine-tuning is better by more than chance for none of 3 numbers of labels."
+    )
+    assert few_labels.answer([1, 0, -1]).startswith("partly. Fine-tuning is better by more than chance for 1 of 3")
+    assert few_labels.answer([1, 1]).startswith("yes")
     assert few_labels.answer([0, -1]).endswith("It is worse for 1.")
+
+
+def test_what_tests_a_digit_neither_teaches_it_nor_chooses_settings() -> None:
+    few_labels = importlib.import_module("few_labels")
+    targets = torch.arange(3 * 174) % 3
+    learn, choose, test = few_labels.parted(targets)
+    assert sorted(torch.cat([learn, choose, test]).tolist()) == list(range(len(targets)))  # each in one part
+    for part, size in ((learn, 50), (choose, 40), (test, 84)):
+        assert targets[part].bincount().tolist() == [size] * 3
+    runs = [few_labels.new_digits(seed) for seed in range(5)]
+    assert {digit for new in runs for digit in new} == set(range(10))
+
+
+def test_more_labels_than_there_are_and_numbers_of_nothing_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """500 labels left no image for the test, and the page said NaN."""
+    study, main = importlib.import_module("few_labels").STUDY, example("study").main
+    for words, told in (
+        (["--labels", "500"], "labels is '500', but each number must be from 1 to 50: there are no more images"),
+        (["--labels", "few"], "labels is 'few', but it must be numbers with commas between them, such as 2,5"),
+        (["--seeds", "0", "--steps", "-1"], "--seeds 0 and --steps -1 can't be: numbers must be above 0"),
+    ):
+        assert main(study, ["--folder", str(tmp_path), *words]) == 2
+        assert capsys.readouterr().err == f"python examples/few_labels.py: {told}\n"
 
 
 def test_a_study_that_was_stopped_says_how_many_runs_it_was_meant_to_have() -> None:
