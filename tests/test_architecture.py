@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
     "user_file": {"errors", "units"},
-    "schedule": _THEORY,
+    "schedule": _THEORY | {"units"},
     "view": _THEORY | {"view", "_version"},
     "explore": _THEORY | {"view", "explore"},
     "stage": {"errors", "stage"},

@@ -358,7 +358,7 @@ def test_a_plan_without_a_flush_has_replicas_of_stages(gapless: Command) -> None
     code, _, err = gapless(f"plan {VGG16} --devices 2 --no-flush --memory 1GiB")
     assert (code, err) == (
         2,
-        "gapless: no stages of these 40 layers fit on 2 devices in 1 GiB: use more devices, or larger ones\n",
+        "gapless: no way to cut 40 layers fits on 2 devices with 1 GiB: use more devices, or larger ones\n",
     )
 
 

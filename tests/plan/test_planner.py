@@ -164,7 +164,7 @@ def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> N
         ({"seconds": float("nan")}, "seconds is nan, but it must be a number of at least 0"),
         ({"slack": -1.0}, "slack is -1.0, but it must be a number of at least 0"),
         ({"devices": 0}, "devices is 0, but it must be a whole number of at least 1"),
-        ({"memory": ["1GiB"]}, "memory lists 1 devices, but there are 2"),
+        ({"memory": ["1GiB"]}, "memory lists 1 device, but there are 2"),
         ({"memory": "24 GiBi"}, "memory is '24 GiBi', but it must be a number of bytes"),
     ],
 )

@@ -118,7 +118,7 @@ def test_rows_with_another_schedules_placement_are_refused() -> None:
     row = (Action(0, Kind.FORWARD, 0), Action(2, Kind.FORWARD, 0))
     with pytest.raises(ScheduleError, match=r"the schedule has 2F0, but its placement is for stages 0 to 0"):
         verify(Schedule((row,), line(1)))
-    with pytest.raises(ScheduleError, match=r"rows for 1 devices, but its placement is for 2"):
+    with pytest.raises(ScheduleError, match=r"rows for 1 device, but its placement is for 2"):
         verify(Schedule((row,), line(2)))
 
 

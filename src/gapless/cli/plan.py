@@ -276,7 +276,7 @@ def _listed(option: str, given: str | None, count: int, read: Callable[[str], An
     except ConfigError as error:
         raise ConfigError(f"{option} {error}") from None
     if len(values) not in (1, count):
-        raise ConfigError(f"{option} lists {len(values)} devices, but there are {count}")
+        raise ConfigError(f"{option} lists {units.show_count(len(values), 'device')}, but there are {count}")
     return values * count if len(values) == 1 else values
 
 

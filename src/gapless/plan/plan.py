@@ -129,8 +129,9 @@ class Plan:
         counts = {len(self.partition), len(self.remat)}
         if counts != {stages} or {len(self.memory), len(self.limits), self.mesh.num_devices} != {devices}:
             raise ConfigError(
-                f"the schedule has {stages} stages on {devices} devices, but the plan has a partition of "
-                f"{len(self.partition)}, remat for {len(self.remat)} and the memory of {len(self.memory)}"
+                f"the schedule has {show_count(stages, 'stage')} on {show_count(devices, 'device')}, but the plan has "
+                f"a partition of {len(self.partition)}, remat for {len(self.remat)} and the memory of "
+                f"{len(self.memory)}"
             )
         if self.cuts is not None:
             self.cuts.check(stages)
@@ -297,7 +298,9 @@ def _mesh(data: Any) -> Mesh:
     order = tuple(map(int, data.get("order", ())))
     mesh = Mesh(int(data["replicas"]), int(data["devices"]), bool(data["replicas_inside"]), order)
     if order and (len(set(order)) != mesh.replicas * mesh.num_devices or min(order) < 0):
-        raise ConfigError(f"its order lists {list(order)[:8]}, but it has {mesh.replicas * mesh.num_devices} devices")
+        raise ConfigError(
+            f"its order lists {list(order)[:8]}, but it has {show_count(mesh.replicas * mesh.num_devices, 'device')}"
+        )
     return mesh
 
 
@@ -309,7 +312,9 @@ def _searched(data: Any) -> Searched | None:
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise ConfigError(f"what it says under searched is {data['searched']!r:.80}, but these are numbers")
     if max(data.get("order", [0])) >= found.devices:
-        raise ConfigError(f"its order has device {max(data['order'])}, but it was made for {found.devices} devices")
+        raise ConfigError(
+            f"its order has device {max(data['order'])}, but it was made for {show_count(found.devices, 'device')}"
+        )
     return found
 
 

@@ -159,7 +159,7 @@ class _Profiles:
             self._told("tracing")
             graph, inputs = layers.graph(inputs)
             self._graphs[samples], layers, names = graph, graph.layers, graph.names
-        self._told(f"measuring {len(layers)} layers with microbatches of {samples}")
+        self._told(f"measuring {units.show_count(len(layers), 'layer')} with microbatches of {samples}")
         try:
             found = measure(layers, inputs, target, names=names, **self._measured)
         except torch.OutOfMemoryError:
@@ -250,7 +250,7 @@ def _memories(memory: Memory | None, there: Sequence[torch.device]) -> list[int 
         return [torch.cuda.get_device_properties(each).total_memory // there.count(each) for each in there]
     listed = [memory] * len(there) if isinstance(memory, int | str) else list(memory)
     if len(listed) != len(there):
-        raise ConfigError(f"memory lists {len(listed)} devices, but there are {len(there)}")
+        raise ConfigError(f"memory lists {units.show_count(len(listed), 'device')}, but there are {len(there)}")
     try:
         return [units.read_bytes(each) for each in listed]
     except ConfigError as error:

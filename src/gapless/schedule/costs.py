@@ -9,6 +9,7 @@ from typing import Any
 from gapless.errors import ConfigError
 from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.placement import Placement
+from gapless.units import show_count
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
@@ -75,7 +76,7 @@ class Costs:
         stages = placement.num_stages
         if isinstance(value, tuple):
             if len(value) != stages:
-                raise ConfigError(f"{name} lists {len(value)} stages, but the schedule has {stages}")
+                raise ConfigError(f"{name} lists {show_count(len(value), 'stage')}, but the schedule has {stages}")
             return value
         if name == "boundary":
             return (value,) * stages

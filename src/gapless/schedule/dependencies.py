@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Action, Kind, Schedule
+from gapless.units import show_count
 
 _F, _I, _W, _R = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE
 
@@ -79,8 +80,8 @@ def refuse_holes(schedule: Schedule) -> None:
     S, M = schedule.num_stages, max(schedule.num_microbatches, schedule.num_minibatches)
     if schedule.num_actions + _MOST_HOLES < S * M:
         raise ScheduleError(
-            f"the schedule has {schedule.num_actions:,} actions for {S:,} stages and {M:,} microbatches, "
-            f"but every stage runs every microbatch: at least {S * M:,} forwards"
+            f"the schedule has {show_count(schedule.num_actions, 'action')} for {show_count(S, 'stage')} and "
+            f"{show_count(M, 'microbatch')}, but every stage runs every microbatch: at least {S * M:,} forwards"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import microbatches_of
 from gapless.schedule.violation import Violation
+from gapless.units import show_count
 
 WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # the two that add to what an update takes
 
@@ -19,8 +20,8 @@ def missing_updates(schedule: Schedule, places: Mapping[Action, tuple[int, int]]
     if schedule.num_microbatches % schedule.num_minibatches:
         action = next(action for action in places if action.kind is Kind.UPDATE)
         message = (
-            f"{schedule.num_microbatches} microbatches can't be shared by updates 0 to {schedule.num_minibatches - 1}: "
-            "each minibatch has as many as the others"
+            f"{show_count(schedule.num_microbatches, 'microbatch')} can't be shared by updates 0 to "
+            f"{schedule.num_minibatches - 1}: each minibatch has as many as the others"
         )
         yield Violation("complete", *places[action], message)
     for stage, cycle in enumerate(schedule.placement.cycles):

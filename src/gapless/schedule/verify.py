@@ -15,6 +15,7 @@ from gapless.schedule.routes import Channel, messages, transfer
 from gapless.schedule.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.violation import Violation, excerpt
 from gapless.schedule.weights import unmade_versions
+from gapless.units import show_count
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _refuse_strangers(schedule: Schedule) -> None:
     placement = schedule.placement
     if schedule.num_devices != placement.num_devices:
         raise ScheduleError(
-            f"the schedule has rows for {schedule.num_devices} devices, but its placement is for "
+            f"the schedule has rows for {show_count(schedule.num_devices, 'device')}, but its placement is for "
             f"{placement.num_devices}: give the placement of these rows, or none"
         )
     stranger = next((a for a in schedule.actions if not 0 <= a.stage < placement.num_stages), None)

@@ -141,7 +141,7 @@ def test_the_link_between_two_devices_is_the_innermost_that_has_both() -> None:
         ({"layer": 3}, "layer 0 is missing: the first one is 3"),
         ({"repeat": 0}, "layer 0 (block): repeat is 0, but it must be a whole number of at least 1"),
         ({"repeat": 10**8}, "layer 0 (block) ends at layer 100000000, but a profile has at most 1,000,000"),
-        ({"forward": 0}, "no time was measured: the forward of all 1 layers takes 0 seconds"),
+        ({"forward": 0}, "no time was measured: the forwards of all layers take 0 seconds"),
     ],
 )
 def test_a_bad_layer_is_one_clear_sentence(change: dict[str, Any], message: str) -> None:

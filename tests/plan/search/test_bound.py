@@ -9,10 +9,11 @@ from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
-from gapless.plan.search.bound import Bounds, CutBounds, Limits
+from gapless.plan.search.bound import Bounds, CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import RECIPES
 from gapless.plan.search.footprint import footprints
+from gapless.plan.search.least_work import Limits
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 from gapless.schedule.lower import Passes, lowered
@@ -40,12 +41,17 @@ def attack(seed: int) -> float:
     recipe = chance.choice((*RECIPES, *["auto"] * 4)) if K > 1 else "1f1b"
     each = chance.choice(find_recipe(recipe).stages_per_device or (2, 3))
     links = (Link("link", None, chance.choice((0.0, 0.4)), chance.choice((None, 5.0))),)
-    layers = tuple(some_layer(chance) for _ in range(K * each + chance.randint(0, 4)))
+    even = chance.random() < 0.4  # layers and devices that are alike, but for the ends
+    kinds = [some_layer(chance) for _ in range(2)]
+    layers = tuple(
+        chance.choices(kinds, (4, 1))[0] if even else some_layer(chance)
+        for _ in range(K * each + chance.randint(0, 8 if even else 4))
+    )
     entry = EntryTime(*(chance.choice((0.0, 0.2)) for _ in range(2)))
     forward, whole, halves = (chance.choice((1.0, 1.0, 1.5, 2.5)) for _ in range(3))
     slower = Contention(forward, whole, halves, at_once=chance.choice((None, None, 1.5)))
     profile, mesh = Profile("", layers, links, entry=entry, contention=slower), Mesh(R, K)
-    speeds = [chance.choice((1.0, 1.0, 0.5, 2.0)) for _ in range(K)]
+    speeds = [1.0 if even else chance.choice((1.0, 1.0, 0.5, 2.0)) for _ in range(K)]
     cuts = sorted(chance.sample(range(1, len(layers)), K * each - 1))
     counts = [end - start for start, end in zip((0, *cuts), (*cuts, len(layers)), strict=True)]
     sizes = {"devices": K, "microbatches": M, "stages_per_device": each}

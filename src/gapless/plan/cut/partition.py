@@ -12,6 +12,7 @@ from gapless.plan.cut.chain import Chain, solve
 from gapless.plan.cut.sharing import held_by_stage, solve_shared
 from gapless.schedule.costs import Number
 from gapless.schedule.placement import Placement, line
+from gapless.units import show_count
 
 PerLayer = Sequence[Number] | Sequence[Sequence[Number]]
 
@@ -97,8 +98,8 @@ def check_enough_layers(num_layers: int, num_stages: int) -> None:
     """Raises where a stage would have no layer."""
     if num_layers < num_stages:
         raise TooFewLayersError(
-            f"the model has {num_layers} layers, but {num_stages} stages were asked for: use fewer devices or stages "
-            "per device, or cut the model into smaller layers",
+            f"the model has {show_count(num_layers, 'layer')}, but {num_stages} stages were asked for: use fewer "
+            "devices or stages per device, or cut the model into smaller layers",
             num_layers,
         )
 
@@ -144,6 +145,6 @@ def _why_nothing_fits(held: Sequence[Sequence[Number]], placement: Placement, li
     needs = [sum(by_stage[s] for s in stages) for stages in placement.stages]
     device = max(range(len(needs)), key=lambda d: needs[d] - limits[d])
     return (
-        f"no partition of {n} layers into {S} stages fits the limits: spread by memory alone, device {device} still "
-        f"holds {float(needs[device]):g} of its {float(limits[device]):g}"
+        f"no partition of {show_count(n, 'layer')} into {S} stages fits the limits: spread by memory alone, device "
+        f"{device} still holds {float(needs[device]):g} of its {float(limits[device]):g}"
     )

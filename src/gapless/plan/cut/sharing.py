@@ -15,6 +15,7 @@ from gapless.errors import PartitionError
 from gapless.plan.cut.chain import Chain, Room, Solution, solve
 from gapless.schedule.costs import Number
 from gapless.schedule.placement import Placement
+from gapless.units import show_count
 
 _ROUNDING = 1e-12
 
@@ -39,8 +40,8 @@ def solve_shared(
         tries += 1
         if tries > most_tries:
             raise PartitionError(
-                f"no partition into {len(homes)} stages was found that fits the devices' memory, after {most_tries} "
-                "tries: raise the limit, use remat, or place one stage on each device"
+                f"no partition into {show_count(len(homes), 'stage')} was found that fits the devices' memory, after "
+                f"{most_tries} tries: raise the limit, use remat, or place one stage on each device"
             )
         rooms = [Room(sums, *held) for sums, held in zip(memory, ranges, strict=True)]
         cuts = solve(replace(chain, rooms=rooms), least=least)

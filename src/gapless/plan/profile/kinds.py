@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gapless.errors import ConfigError
 from gapless.plan.profile.profile import Profile
+from gapless.units import show_count
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ def kind_of(base: Profile, other: Profile) -> KindSpeed:
     """From two profiles of the same layers."""
     if len(base.layers) != len(other.layers):
         raise ConfigError(
-            f"{other.name or 'the other profile'} has {len(other.layers)} layers and {base.name or 'the first'} has "
-            f"{len(base.layers)}: profiles of two kinds of devices must be of the same model, cut in the same way"
+            f"{other.name or 'the other profile'} has {show_count(len(other.layers), 'layer')} and "
+            f"{base.name or 'the first'} has {len(base.layers)}: profiles of two kinds of devices must be of the same "
+            "model, cut in the same way"
         )
     same = other.scaled(base.samples)
     total, there = (sum(layer.work for layer in profile.layers) for profile in (base, same))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gapless.errors import ConfigError
 from gapless.plan.profile.profile import Link, Profile
+from gapless.units import show_count
 
 _MESSAGE = 2**20  # bytes of the message that tells which of several links is the slowest
 
@@ -40,8 +41,8 @@ def check_reach(profile: Profile, num_devices: int) -> None:
     reach = profile.links[-1].devices if profile.links else None
     if reach is not None and reach < num_devices:
         raise ConfigError(
-            f"the links of the profile reach {reach} devices, but there are {num_devices}: add the link between groups "
-            f"of {reach}"
+            f"the links of the profile reach {show_count(reach, 'device')}, but there are {num_devices}: add the link "
+            f"between groups of {reach}"
         )
 
 

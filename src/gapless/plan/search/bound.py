@@ -18,48 +18,16 @@ Where weight gradients may wait, only the F before a stage count.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
-from gapless.plan.profile.contention import ALONE
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
+from gapless.plan.search.ends import Ends
 from gapless.plan.search.filling import Fill, waited
+from gapless.plan.search.least_work import ROUNDING, WHOLE, LeastWork, Limits, alike, entry_work, layer_works
 from gapless.schedule.placement import Placement
-
-_ROUNDING = 1e-9  # sums of floats vary with their order
-
-
-class Limits(NamedTuple):
-    """What there is of memory for a pipeline.
-
-    each    bytes of every device
-    shards  replicas that share out the optimizer's state
-    slack   what the allocator loses, as a share of what comes and goes
-    """
-
-    each: tuple[float, ...]
-    shards: int
-    slack: float
-
-
-WHOLE = frozenset({"naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"})
-"""Recipes whose weight gradients never wait: each follows its input gradient, or is one with it."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Of a layer for one microbatch at speed 1, at the least: F, until its gradient is handed on, and the backward."""
-
-    forward: float
-    handed: float
-    backward: float
-
-    @property
-    def all(self) -> float:
-        return self.forward + self.backward
+from gapless.schedule.recipes import find_recipe
 
 
 class Bounds:
@@ -67,9 +35,10 @@ class Bounds:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._works = cache(self._work)
+        self._works = cache(lambda together: layer_works(profile, together))
         self._any = cache(self._of_any_recipe)
         self._line = cache(self._best_line)
+        self._vee, self._loop = cache(self._ends.vee), cache(self._ends.loop)
         self._in_room = cache(self._pace_in_room)
         self._packed = cache(lambda devices: packed([work.all for work in self._works(True)], devices))
 
@@ -87,7 +56,17 @@ class Bounds:
         if mesh.num_devices > 1 and stages_per_device == 1:
             line = self._line(tuple(speeds), microbatches, recipe in WHOLE)
             found = max(found, line + self._update(speeds))
-        return found * (1 - _ROUNDING)
+        elif mesh.num_devices > 1 and len(set(speeds)) == 1:
+            ends = self._at_ends(recipe, stages_per_device, mesh, microbatches, speeds[0], room)
+            found = max(found, ends + self._update(speeds))
+        return found * (1 - ROUNDING)
+
+    def _at_ends(
+        self, recipe: str, stages_per_device: int, mesh: Mesh, M: int, speed: float, room: Limits | None
+    ) -> float:
+        if find_recipe(recipe).placement != "loop":
+            return self._vee(mesh, M, speed, room)
+        return self._loop(mesh, stages_per_device, M, speed, room) if recipe in WHOLE else 0.0
 
     def _of_any_recipe(
         self, stages_per_device: int, mesh: Mesh, M: int, speeds: tuple[float, ...], room: Limits | None
@@ -95,7 +74,7 @@ class Bounds:
         K, power, fastest = mesh.num_devices, sum(speeds), max(speeds)
         alone = K * mesh.replicas == 1
         profile, works = self.profile, self._works(not alone)
-        entry = _entry(profile, alone=alone)
+        entry = entry_work(profile, alone=alone)
         total = sum(work.all for work in works) + K * stages_per_device * entry.all
         gradients = sum(layer.gradients for layer in profile.layers)
         if K == 1:
@@ -120,7 +99,7 @@ class Bounds:
 
     def work(self, together: bool) -> float:
         """Of all layers for one microbatch, at the least."""
-        return sum(work.all for work in self._works(together)) * (1 - _ROUNDING)
+        return sum(work.all for work in self._works(together)) * (1 - ROUNDING)
 
     def _with_sums(self, mesh: Mesh, busy: float, gradients: float, speeds: Sequence[float]) -> float:
         """In a line a device sums the gradients of its stage when all its work is done."""
@@ -152,18 +131,8 @@ class Bounds:
                 low, high = (low, middle) if fits else (middle, high)
         return low
 
-    def _work(self, together: bool) -> tuple[_Work, ...]:
-        """`together`: devices run beside each other."""
-        slower = self.profile.contention if together else ALONE
-        found = []
-        for layer in self.profile.layers:
-            whole = slower.backward * layer.whole_backward
-            inputs, weights = slower.halves * layer.input_grad.median, slower.halves * layer.weight_grad.median
-            found.append(_Work(slower.forward * layer.forward.median, min(whole, inputs), min(whole, inputs + weights)))
-        return tuple(found)
-
     def _busiest(
-        self, mesh: Mesh, stages_per_device: int, M: int, entry: _Work, speed: float, room: Limits | None
+        self, mesh: Mesh, stages_per_device: int, M: int, entry: LeastWork, speed: float, room: Limits | None
     ) -> float:
         """The busiest of equal devices, whichever layers each has: with 94 blocks of 9 ms and a head of 20 ms on 16 of
         them, one has the head and 4 blocks, or another has 7. It holds the parameters of so many layers at the least.
@@ -184,6 +153,10 @@ class Bounds:
         """Bytes that the devices of a pipeline have for activations; below 0 where nothing fits at all."""
         fixed = sum(layer.kept(room.shards) for layer in self.profile.layers)
         return (sum(room.each) - len(room.each) * self.profile.reserved - fixed) / (1 + room.slack)
+
+    @cached_property
+    def _ends(self) -> Ends:
+        return Ends(self.profile, self._works(True), self._fills, entry_work(self.profile, alone=False))
 
     @cached_property
     def _fills(self) -> list[Fill]:
@@ -243,16 +216,9 @@ def _least_with(sizes: Sequence[float], works: Sequence[float], load: float) -> 
             break
         found += size * min(1.0, load / work)
         load -= work
-    return found * (1 - _ROUNDING)
+    return found * (1 - ROUNDING)
 
 
-def _entry(profile: Profile, *, alone: bool) -> _Work:
-    slower = ALONE if alone else profile.contention
-    backward = min(slower.backward, slower.halves) * profile.entry.backward
-    return _Work(slower.forward * profile.entry.forward, backward, backward)
-
-
-_ALIKE = 1.005  # times the quickest: layers up to there count as it
 _MOST_ODD = 6  # layers that are unlike most others
 
 
@@ -260,15 +226,9 @@ def packed(works: Sequence[float], num_devices: int) -> float:
     """What the busiest of so many devices has at the least, whichever layers each has; 0 where layers are too unlike to
     tell quickly.
     """
-    groups: list[list[float]] = []
-    for work in sorted(works):
-        if groups and work <= _ALIKE * groups[-1][0]:
-            groups[-1].append(work)
-        else:
-            groups.append([work])
-    most = max(groups, key=len)
-    odd = [group[0] for group in groups if group is not most for _ in group]
-    each, count = most[0], len(most)
+    each, group = alike(works)
+    odd = sorted(work for work, like in zip(works, group, strict=True) if not like)
+    count = sum(group)
     if len(odd) > _MOST_ODD or not each or num_devices == 1:
         return 0.0
     shared = [[sum(part) for part in parts] for parts in _set_partitions(odd) if len(parts) <= num_devices]
@@ -277,14 +237,14 @@ def packed(works: Sequence[float], num_devices: int) -> float:
         for loads in shared:
             if max(loads, default=0.0) > bound:
                 continue
-            room = sum(int((bound - load) / each + _ROUNDING) for load in loads)
-            if room + (num_devices - len(loads)) * int(bound / each + _ROUNDING) >= count:
+            room = sum(int((bound - load) / each + ROUNDING) for load in loads)
+            if room + (num_devices - len(loads)) * int(bound / each + ROUNDING) >= count:
                 return True
         return False
 
     sums = {load for loads in shared for load in loads} | {0.0}
     bounds = sorted({load + number * each for load in sums for number in range(count + 1)})
-    return bounds[bisect_left(bounds, True, key=fits)] * (1 - _ROUNDING)
+    return bounds[bisect_left(bounds, True, key=fits)] * (1 - ROUNDING)
 
 
 def _set_partitions(items: Sequence[float]) -> Iterator[list[list[float]]]:
@@ -304,8 +264,8 @@ class CutBounds:
     def __init__(
         self, profile: Profile, placement: Placement, speeds: Sequence[float], microbatches: int, recipe: str
     ) -> None:
-        works = Bounds(profile)._work(placement.num_devices > 1)
-        entry = _entry(profile, alone=placement.num_devices == 1)
+        works = layer_works(profile, placement.num_devices > 1)
+        entry = entry_work(profile, alone=placement.num_devices == 1)
         self._all = [0.0, *accumulate(work.all for work in works)]
         self._before = [0.0, *accumulate(w.forward + (w.handed if recipe in WHOLE else 0.0) for w in works)]
         self._last = max(work.backward - work.handed for work in works) if recipe in WHOLE else 0.0
@@ -320,4 +280,4 @@ class CutBounds:
             head = self._before[ends[stages[0]]] / fastest
             last = max(counts[s] for s in stages) * self._last / speed if self._last else 0.0
             least = max(least, self._M * work, head + self._M * work - last)
-        return least * (1 - _ROUNDING)
+        return least * (1 - ROUNDING)

@@ -73,12 +73,16 @@ class _Beside(NamedTuple):
     after: Number  # from its end on
 
 
+_Crossing = dict[tuple[int, Kind], tuple[Route, int]]  # messages to other devices, by who makes them
+
+
 def _peaks(timeline: Timeline, stages: Stages) -> Iterator[_Held]:
     schedule = timeline.schedule
     recomputed = schedule.recomputed
-    each = zip(memory.changes(schedule, stages.memory_costs), _waiting(timeline, stages), strict=True)
+    crossing = _crossing(schedule, stages)
+    each = zip(memory.changes(schedule, stages.memory_costs), _waiting(timeline, crossing), strict=True)
     for device, (changes, waits) in enumerate(each):
-        plain, remade = _beside(schedule, stages, device)
+        plain, remade = _beside(schedule, stages, crossing, device)
         held: Number = 0
         most: Number = 0
         peak = _Held(0, 0, 0)
@@ -99,10 +103,10 @@ def _peaks(timeline: Timeline, stages: Stages) -> Iterator[_Held]:
 _Table = dict[tuple[int, Kind], _Beside]
 
 
-def _beside(schedule: Schedule, stages: Stages, device: int) -> tuple[_Table, _Table]:
+def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int) -> tuple[_Table, _Table]:
     """By stage and kind: of microbatches that are not recomputed, and of those that are."""
     activations = stages.memory_costs.per_stage("activation", stages.placement)
-    after_forward, after_backward = _sent(schedule, stages, device)
+    after_forward, after_backward = _sent(crossing, device)
     plain: _Table = {}
     remade: _Table = {}
     halved = {stage for stage, kind, _ in schedule.rows[device] if kind is Kind.WEIGHT_GRAD}
@@ -174,25 +178,25 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
 
 def sent(schedule: Schedule, stages: Stages) -> list[int]:
     """Bytes of the messages that may leave each device while an action runs, at the least."""
-    return [max(_sent(schedule, stages, device)) for device in range(schedule.num_devices)]
+    crossing = _crossing(schedule, stages)
+    return [max(_sent(crossing, device)) for device in range(schedule.num_devices)]
 
 
-def _sent(schedule: Schedule, stages: Stages, device: int) -> tuple[int, int]:
+def _sent(crossing: _Crossing, device: int) -> tuple[int, int]:
     """Bytes of the messages that leave a device: the largest of each channel, after forwards and after backwards."""
     largest: dict[Channel, int] = defaultdict(int)
-    for route, size in _crossing(schedule, stages).values():
-        largest[route.channel] = max(largest[route.channel], size)
+    for route, size in crossing.values():
+        if route.channel[0] == device:
+            largest[route.channel] = max(largest[route.channel], size)
     forward, back = (
-        sum(size for (source, _, name), size in largest.items() if source == device and name == wanted)
-        for wanted in ("activation", "gradient")
+        sum(size for (_, _, name), size in largest.items() if name == wanted) for wanted in ("activation", "gradient")
     )
     return forward, back
 
 
-def _waiting(timeline: Timeline, stages: Stages) -> Iterator[list[int]]:
+def _waiting(timeline: Timeline, crossing: _Crossing) -> Iterator[list[int]]:
     """Per device, for each action of its row: bytes of what it has sent and nobody has taken when the action starts."""
     schedule = timeline.schedule
-    crossing = _crossing(schedule, stages)
     routes = Routes(schedule.placement)
     taken: dict[tuple[Route, int], Number] = {}  # when the next stage takes it
     for action, start, _ in timeline.all_spans:
@@ -213,7 +217,7 @@ def _waiting(timeline: Timeline, stages: Stages) -> Iterator[list[int]]:
         yield levels
 
 
-def _crossing(schedule: Schedule, stages: Stages) -> dict[tuple[int, Kind], tuple[Route, int]]:
+def _crossing(schedule: Schedule, stages: Stages) -> _Crossing:
     """The messages to other devices, by who makes them: their way, and their bytes. Of what a forward sends, only that
     which its stage does not hold anyway.
     """

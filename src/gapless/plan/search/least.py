@@ -8,10 +8,11 @@ from itertools import accumulate, pairwise
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Layer
-from gapless.plan.search.bound import Bounds, Limits
+from gapless.plan.search.bound import Bounds
 from gapless.plan.search.choices import Choice, microbatches
 from gapless.plan.search.drafts import Drafts, Modes
 from gapless.plan.search.estimate import Totals, estimated
+from gapless.plan.search.least_work import Limits
 from gapless.schedule.action import BACKWARDS, Kind, Schedule
 
 

@@ -30,7 +30,7 @@ from itertools import accumulate
 from gapless.errors import PlanError
 from gapless.plan.profile.machine import check_reach
 from gapless.plan.profile.profile import Link, Profile
-from gapless.units import show_bytes
+from gapless.units import show_bytes, show_count
 
 _ROUNDING = 1e-12
 
@@ -116,11 +116,12 @@ def replicate(
     if found is not None and len(levels) > 1 and memory is not None and max(found.memory) > memory:
         found = _planned(profile, [(levels[-1][0], num_devices)], form, memory, straight)
     if found is None and memory is None:
-        raise PlanError(f"{len(profile.layers)} layers make no {num_devices} stages: use fewer devices")
+        layers = show_count(len(profile.layers), "layer")
+        raise PlanError(f"{layers} can't make {num_devices} stages, one for each device: use fewer")
     if found is None:
         raise PlanError(
-            f"no stages of these {len(profile.layers)} layers fit on {num_devices} devices in "
-            f"{show_bytes(memory or 0)}: use more devices, or larger ones"
+            f"no way to cut {show_count(len(profile.layers), 'layer')} fits on {show_count(num_devices, 'device')} "
+            f"with {show_bytes(memory or 0)}: use more devices, or larger ones"
         )
     if form is RING and not straight and len(found.replicas) > 1:
         alone = _replication(profile, (len(profile.layers),), (num_devices,), _in_one(profile, levels, form), form)
@@ -199,8 +200,8 @@ def _levels(links: Sequence[Link], num_devices: int) -> list[tuple[Link, int]]:
         reach = min(num_devices, link.devices or num_devices)
         if reach % within:
             raise PlanError(
-                f"{num_devices} devices are not a whole number of groups of {within}, which {link.name} connects: use "
-                f"{num_devices // within * within} or {(num_devices // within + 1) * within}"
+                f"{show_count(num_devices, 'device')} can't be shared out into groups of {within}, which {link.name} "
+                f"connects: use {num_devices // within * within} or {(num_devices // within + 1) * within}"
             )
         found.append((link, reach // within))
         within = reach

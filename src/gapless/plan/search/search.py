@@ -22,7 +22,7 @@ from gapless.plan.search.drafts import Drafts, TooLargeError
 from gapless.plan.search.judge import Judge
 from gapless.plan.search.refine import refined
 from gapless.plan.search.wanted import ANYTHING, Wanted
-from gapless.units import show_bytes, show_seconds
+from gapless.units import show_bytes, show_count, show_seconds
 
 _HOPELESS = 1.1  # times the best step: other cuts have not been seen to gain more
 _REFINED = 3  # of the best, each of another recipe
@@ -79,7 +79,8 @@ def search(
     _at_least_one("minibatch", minibatch)
     if wanted.microbatches is not None and _at_least_one("microbatches", wanted.microbatches) > minibatch:
         raise ConfigError(
-            f"a minibatch of {minibatch} samples can't be cut into {wanted.microbatches} microbatches: use fewer"
+            f"a minibatch of {show_count(minibatch, 'sample')} can't be cut into "
+            f"{show_count(wanted.microbatches, 'microbatch')}: use fewer"
         )
     check_reach(profile, len(there))
     _check_layers(profile, there)
@@ -298,7 +299,8 @@ def _why_none(tries: _Attempts, devices: Sequence[Device], minibatch: int) -> st
     if tries.rejected:
         return f"no plan can be made: {tries.rejected[0].choice} is rejected because {tries.rejected[0].reason}"
     return (
-        f"a minibatch of {minibatch} samples can't be shared out evenly among {len(devices)} devices as asked: use "
+        f"a minibatch of {show_count(minibatch, 'sample')} can't be shared out evenly among "
+        f"{show_count(len(devices), 'device')} as asked: use "
         f"{minibatch // len(devices) * len(devices) or len(devices)}, or another number of microbatches"
     )
 

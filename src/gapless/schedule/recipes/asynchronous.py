@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.endless import flow
+from gapless.units import show_count
 
 
 def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -21,8 +22,8 @@ def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] |
     replicas = [1] * num_devices if replicas is None else list(replicas)
     if min(replicas, default=0) < 1 or sum(replicas) != num_devices:
         raise ScheduleError(
-            f"replicas {','.join(map(str, replicas))} use {sum(replicas)} devices, but there are {num_devices}: "
-            "give one number of at least 1 per stage, in all as many as there are devices"
+            f"replicas {','.join(map(str, replicas))} use {show_count(sum(replicas), 'device')}, but there are "
+            f"{num_devices}: give one number of at least 1 per stage, in all as many as there are devices"
         )
     return flow("pipedream", replicas).unrolled(num_microbatches)
 

@@ -17,11 +17,13 @@ from gapless.schedule.placement import Placement
 from gapless.schedule.placement import line as line_placement
 from gapless.schedule.placement import vee as vee_placement
 from gapless.schedule.recipes import line, vee, zero_bubble
+from gapless.schedule.recipes.building_block import v_two_thirds
 from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective, Timeline
+from gapless.units import show_count
 
 # The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the fourth.
 _FIRST = {
@@ -55,6 +57,7 @@ _REST = tuple(
     for head_start, backlog in ((None, None), (2.0, None), (1.5, None), (1.0, None), (None, 1), (2.0, 1), (1.0, 1))
 )
 _EFFORT = 40_000
+_LARGE = 4_000  # actions: from here on the recipes come first, and what is far behind them is not justified
 _HOPELESS = 1.1  # justification rarely gains more than a tenth, and what starts that far behind has never won
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
@@ -68,8 +71,9 @@ def auto(request: Request) -> Schedule:
     if search.best is None:
         assert limit is not None
         raise ScheduleError(
-            f"no schedule of {request.devices} devices and {request.microbatches} microbatches fits a memory limit of "
-            f"{float(limit):g}: the smallest peak, one microbatch at a time, is {float(min(least)):g}"
+            f"no schedule of {show_count(request.devices, 'device')} and "
+            f"{show_count(request.microbatches, 'microbatch')} fits a memory limit of {float(limit):g}: the smallest "
+            f"peak, one microbatch at a time, is {float(min(least)):g}"
         )
     search.polish(search.best)
     return search.best.schedule.renamed("auto")
@@ -92,14 +96,21 @@ class _Tries:
             if not self._is_below(bounds):
                 for recipe in _quick_recipes(placement):
                     self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
-            self._try_policies(placement, bounds)
-            for recipe, most in _slow_recipes(placement, self.costs):
-                if not self._is_below(self._bounds(placement, self._deferrable(placement, most))):
-                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
+            if self._is_large(placement):
+                self._try_slow(placement)
+                self._try_policies(placement, bounds)
+            else:
+                self._try_policies(placement, bounds)
+                self._try_slow(placement)
         return least
 
+    def _try_slow(self, placement: Placement) -> None:
+        for recipe, most in _slow_recipes(placement, self.costs):
+            if not self._is_below(self._bounds(placement, self._deferrable(placement, most))):
+                self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
+
     def _is_large(self, placement: Placement) -> bool:
-        return 3 * placement.num_stages * self.num_microbatches > _EFFORT
+        return 3 * placement.num_stages * self.num_microbatches > _LARGE
 
     def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
         policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
@@ -231,6 +242,7 @@ def _slow_recipes(placement: Placement, costs: Costs) -> list[tuple[Callable[[in
         return []
     K = placement.num_devices
     return [
+        (lambda K, M: v_two_thirds(K, M, costs), 2 * ((2 * K + 2) // 3)),
         (lambda K, M: vee.v_half(K, M, costs), 2 * ((K + 2) // 2)),
         (lambda K, M: vee.v_min(K, M, costs), 2 * ((K + 4) // 3)),
     ]
