@@ -1,10 +1,11 @@
 """What ranks with a GPU do in tests. Not in the file of the tests: to ask for a GPU, as those do, spoils a fork."""
 
+import contextlib
 import copy
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def mesh_over(backend: str, replicas: int = 1) -> DeviceMesh:
     return init_device_mesh("cuda", (count,), mesh_dim_names=("pp",))
 
 
-def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none", graphs: str = "") -> None:
+def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none", how: str = "") -> None:
     """Some steps of an MLP and of a GPT with dropout, equal to the plain loop on the same GPU."""
-    mesh = mesh_over(backend)
+    mesh, graphs = mesh_over(backend), "graphs" in how
     torch.manual_seed(0)
     tokens = torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(2))
     for model, inputs, target, loss in (
@@ -56,9 +57,10 @@ def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none",
             seed=SEED,
             remat=remat,
             transport=backend,
-            graphs=bool(graphs),
+            static_shapes="static" in how,
+            graphs=graphs,
         ) as pipe:
-            for number in range(6 if graphs else 3):
+            for number in range(6 if how else 3):
                 ours = pipe.step(inputs, target)
                 plain = gapless.plain_step(reference, inputs, target, loss=loss, microbatches=4, seed=SEED, step=number)
                 assert_same(ours.loss, plain.loss, f"{schedule}, step {number}, loss")
@@ -226,19 +228,92 @@ def tree_loss(state: dict[str, Any], target: Tensor) -> Tensor:
     return F.mse_loss(state["x"] * state["count"][0] * 0.125, target)
 
 
+def changes_its_shape(backend: TransportName) -> None:
+    """After three steps of one shape, one of another, and what each rank says to it."""
+    pipe = gapless.Pipeline(
+        nn.Sequential(*(Block() for _ in range(4))),
+        mesh=mesh_over(backend),
+        microbatches=4,
+        loss=F.mse_loss,
+        timeout=60,
+        transport=backend,
+        static_shapes=True,
+    )
+    x, y = torch.randn(8, 64, device="cuda"), torch.zeros(8, 64, device="cuda")
+    for _ in range(3):
+        pipe.step(x, y)
+    assert pipe.evaluate(torch.cat([x, x]), torch.cat([y, y])).loss is not None  # evaluations are free
+    with refused():
+        pipe.step(torch.cat([x, x]), torch.cat([y, y]))
+    pipe.step(x, y)
+    pipe.close()
+
+
+class Narrows(nn.Module):
+    """As many columns as its input tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x[0, 0])] * self.scale
+
+
+def makes_another_shape(backend: TransportName) -> None:
+    """After three steps of one shape, one in which the shape depends on numbers, and what each rank says to it."""
+    pipe = gapless.Pipeline(
+        [Narrows(), nn.Identity(), nn.Identity()],
+        mesh=mesh_over(backend),
+        microbatches=4,
+        loss=mean,
+        timeout=60,
+        transport=backend,
+        static_shapes=True,
+    )
+    x, y = torch.full((8, 64), 64.0, device="cuda"), torch.zeros(8, 64, device="cuda")
+    for _ in range(3):
+        pipe.step(x, y)
+    with refused():
+        pipe.step(x / 2, y)
+    pipe.close()
+
+
+def mean(outputs: Tensor, target: Tensor) -> Tensor:
+    return outputs.mean() + 0 * target.mean()
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """What is said is printed."""
+    try:
+        yield
+    except gapless.GaplessError as error:
+        print(f"rank {dist.get_rank()} says: {error}", flush=True)
+    else:
+        raise AssertionError("nobody has refused")
+
+
 def chunks(names: Sequence[str], size: int) -> list[str]:
     """Lists of names, as words of a command."""
     found = iter(names)
     return [",".join(part) for part in iter(lambda: list(itertools.islice(found, size)), [])]
 
 
-def waits_for_a_killed_rank(backend: TransportName, *environment: str) -> None:
+def waits_for_a_killed_rank(backend: TransportName, how: str, *environment: str) -> None:
     """Steps until somebody ends a rank."""
     os.environ.update(dict(each.split("=", 1) for each in environment))
     mesh = mesh_over(backend)
     model = nn.Sequential(*(Block() for _ in range(8)))
     pipe = gapless.Pipeline(
-        model, mesh=mesh, schedule="1f1b", microbatches=8, loss=F.mse_loss, timeout=60, transport=backend
+        model,
+        mesh=mesh,
+        schedule="1f1b",
+        microbatches=8,
+        loss=F.mse_loss,
+        timeout=60,
+        transport=backend,
+        static_shapes=how == "static",
     )
     print("began", flush=True)
     x, y = batch_of(0, 0)

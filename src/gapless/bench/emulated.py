@@ -95,6 +95,7 @@ def pipeline(
     costs: Costs | None = None,
     timeline: bool = False,
     transport: TransportName = "auto",
+    static_shapes: bool = False,
     graphs: bool = False,
 ) -> Pipeline:
     """One layer of the contest per stage."""
@@ -114,6 +115,7 @@ def pipeline(
         costs=costs if contest.kind == "emulated" else None,
         timeline=timeline,
         transport=transport,
+        static_shapes=static_shapes,
         graphs=graphs,
     )
 

@@ -5,6 +5,7 @@ One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is t
     whole       on one part of the GPU, by a plain loop
     parts       a part of the model on each part of the GPU, at once, with nobody to wait for: the limit
     gapless     as a pipeline, by schedule and by what carries its tensors
+    static      the same with static_shapes=True, as torch takes it for granted: hosts do not wait for messages
     graphed     parts and pipeline once more, with CUDA graphs
     torch       as a pipeline of torch.distributed.pipelining, over NCCL
 
@@ -77,6 +78,8 @@ def run(
         peer, skipped = False, {"nccl": reason, "torch": reason}
     names = [f"{schedule} over {transport}" for transport in transports for schedule in schedules]
     modes = ("", " graphed") if graphs else ("",)
+    static = [each for each in transports if each != "gloo"]
+    names += [f"{schedule} over {transport} static" for transport in static for schedule in schedules]
     names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
     timed = [f"{schedule} over {transports[0]}{mode} timed" for mode in modes for schedule in schedules]
     gpu = torch.cuda.get_device_properties(0).name
@@ -123,11 +126,14 @@ def run(
 
 
 def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
-    by, _, what = name.removesuffix(" graphed").partition(" ")
-    mode = " graphed" if name.endswith(" graphed") else ""
+    by, _, what = name.partition(" ")
     schedule, _, transport = what.partition(" over ")
+    transport, _, how = transport.partition(" ")
+    if by == "parts":
+        schedule, how = "", what
+    mode = " graphed" if how == "graphed" else ""
     found: dict[str, Any] = {
-        "by": f"{by}{mode}",
+        "by": f"{by} {how}".strip(),
         "schedule": schedule,
         "transport": transport,
         "seconds": median(seconds),

@@ -17,7 +17,7 @@ from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
 from gapless.plan.search.replicate import Replication
 from gapless.run.one_process import OneProcess
-from gapless.run.world import TransportName, World
+from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
@@ -247,7 +247,7 @@ def world_of(
     mesh: Any,
     timeout: float,
     intra_op_threads: int | None,
-    transport: TransportName,
+    carriage: Carriage,
     schedule: object = None,
 ) -> World:
     """One process with a thread per device, or one of many processes; or one that the caller has made. A plan, given as
@@ -255,16 +255,21 @@ def world_of(
     """
     check_where(devices, mesh)
     devices = _of_plan(schedule, devices)
+    transport, static_shapes = carriage
     one_of("transport", transport, get_args(TransportName))
     if mesh is None and transport != "auto":
         raise ConfigError(f"transport={transport!r} is for mesh=: in one process nothing is carried; leave it out")
+    if static_shapes is not False and static_shapes is not True:
+        raise ConfigError(f"static_shapes is {static_shapes!r}, but it must be True or False")
+    if mesh is None and static_shapes:
+        raise ConfigError("static_shapes=True is for mesh=: in one process no message is waited for; leave it out")
     if intra_op_threads is not None:
         at_least_one("intra_op_threads", intra_op_threads)
     if devices is None:
         from gapless.run.ranks.many_processes import ManyProcesses
         from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
 
-        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads, transport)
+        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads, carriage)
     if isinstance(devices, int | str | torch.device | Sequence):
         return OneProcess(torch_devices(devices), intra_op_threads)
     return devices

@@ -32,7 +32,7 @@ from gapless.plan.search.replicate import Replication
 from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
 from gapless.run.team import close_with
-from gapless.run.world import TransportName, World
+from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.timeline import Objective
@@ -90,6 +90,7 @@ class Pipeline(HeldModel):
     timeline           measure every step. You may change `pipe.timeline` between steps, on all ranks alike
     timeout            under a mesh: seconds without a sign of life or progress from some rank before all give up
     transport          under a mesh: "auto", "memory" (within one host), "nccl" or "gloo"
+    static_shapes      under a mesh of GPUs: all steps have the shapes of the first one, so no host waits for a message
     graphs             on GPUs: run actions as CUDA graphs. True, False, or "auto" for where they are faster
     """
 
@@ -123,14 +124,14 @@ class Pipeline(HeldModel):
         timeline: bool = False,
         timeout: float = 600.0,
         transport: TransportName = "auto",
+        static_shapes: bool = False,
         graphs: Graphs = False,
     ) -> None:
-        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, transport, schedule)
+        carriage = Carriage(transport, static_shapes)
+        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, carriage, schedule)
         self.devices = self._world.devices
         self._close = close_with(self, self._world.close)
-        self.seed = seed
-        self.steps = 0  # done so far; random numbers depend on it
-        self.timeline = timeline
+        self.seed, self.timeline, self.steps = seed, timeline, 0  # random numbers depend on the steps done so far
         self._nothing = nn.Parameter(torch.empty(0))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         with self._closed_if_it_fails(), self._world.making():

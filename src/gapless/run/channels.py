@@ -33,6 +33,12 @@ class Transport(Protocol):
     def receiver(self, channel: Channel) -> Callable[[], Any]:
         """Each call returns what the next consumer of this channel needs, and waits until it is there."""
 
+    def begin(self) -> None:
+        """A step starts."""
+
+    def end(self) -> None:
+        """A device has done all it has to do in this step."""
+
     def stop(self) -> None:
         """Wake every device that waits; it raises StoppedError."""
 
@@ -101,6 +107,12 @@ class ThreadChannels:
 
     def receiver(self, channel: Channel) -> Callable[[], Any]:
         return self._takers[channel].take
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do: what was received is there."""
 
     def stop(self) -> None:
         for waiting in self._queues.values():

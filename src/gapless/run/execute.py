@@ -17,6 +17,7 @@ def execute(program: Program, team: Team) -> None:
     if team.left is not None:  # Ctrl-C came a second time, while what the first had left was cleared up
         team.left()
     team.left = program.forget
+    program.channels.begin()
     state = CallerState()
     failures: list[BaseException] = []
     profiled = torch.autograd.profiler._is_profiler_enabled
@@ -37,6 +38,7 @@ def execute(program: Program, team: Team) -> None:
                         if stopping:
                             raise StoppedError
                         call()
+                    program.channels.end()
             except StoppedError:
                 pass
             except BaseException as error:

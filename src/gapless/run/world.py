@@ -31,6 +31,15 @@ from gapless.stage.tie import Tied
 
 TransportName = Literal["auto", "memory", "nccl", "gloo"]
 """What carries tensors between ranks: the best that works, memory within one host, or a library."""
+
+
+class Carriage(NamedTuple):
+    """How tensors are to be carried between ranks. With `static_shapes` every step sends what the first one did."""
+
+    transport: TransportName = "auto"
+    static_shapes: bool = False
+
+
 OwnStages = Mapping[int, Stage]  # those of this process, by their numbers
 Parts = Sequence[Sequence[Any]]  # what each stage calls, wherever it is
 Evaluated = Callable[[Any, Any], Tensor | None]  # the loss of an evaluation, which need not have one

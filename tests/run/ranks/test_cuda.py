@@ -21,7 +21,9 @@ from gapless.schedule.recipes import RECIPES
 from tests.run.crew import Server
 from tests.run.forked import Launch
 from tests.run.on_gpu import (
+    changes_its_shape,
     chunks,
+    makes_another_shape,
     many_steps,
     planned_on_the_gpu,
     steps_on_the_gpu,
@@ -64,6 +66,40 @@ def test_four_ranks_with_graphs_have_the_bits_of_the_plain_loop(
 ) -> None:
     check_ranks(backend, 4)
     launch(steps_on_the_gpu, 4, backend, schedule, remat, "graphs")
+
+
+@pytest.mark.parametrize("backend", ["memory", "nccl"])
+@pytest.mark.parametrize(
+    ("schedule", "remat", "how"),
+    [("1f1b", "none", "static"), ("zb-v", "stage", "static"), ("interleaved", "layer", "static graphs")],
+)
+def test_four_ranks_with_static_shapes_have_the_bits_of_the_plain_loop(
+    backend: str, schedule: str, remat: str, how: str, launch: Launch
+) -> None:
+    check_ranks(backend, 4)
+    launch(steps_on_the_gpu, 4, backend, schedule, remat, how)
+
+
+def test_a_step_of_another_shape_is_refused_where_shapes_are_static(backend: str, launch: Launch) -> None:
+    check_ranks(backend, 3)
+    said = launch(changes_its_shape, 3, backend)
+    words = (
+        "says: static_shapes=True says that all steps have the shapes of the first one, and the inputs of this one are"
+    )
+    assert said.count(f"{words} float32 [16, 64], where they were float32 [8, 64]") == 3, said
+
+
+@pytest.mark.parametrize("backend", ["memory", "nccl"])
+def test_a_stage_that_makes_another_shape_is_named_where_shapes_are_static(backend: str, launch: Launch) -> None:
+    check_ranks(backend, 3)
+    said = launch(makes_another_shape, 3, backend)
+    assert (
+        "rank 0 says: static_shapes=True says that all steps have the shapes of the first one, and a stage has" in said
+    )
+    assert "made float32 [2, 32], which it had not at this place of the first step: leave out static_shapes" in said, (
+        said
+    )
+    assert len(re.findall(r"rank [012] says:", said)) == 3, said
 
 
 def test_one_rank_alone_runs_the_same_path(backend: str, launch: Launch) -> None:
@@ -116,10 +152,11 @@ def test_two_hundred_steps_of_replicas_over_nccl_have_the_bits_of_the_plain_loop
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_rank_is_named_by_all_others(backend: str, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "how"), [("memory", ""), ("memory", "static"), ("gloo", ""), ("nccl", "")])
+def test_a_killed_rank_is_named_by_all_others(backend: str, how: str, server: Server, tmp_path: Path) -> None:
     """What waits on a GPU for a rank that is gone has to be ended too."""
     check_ranks(backend, 3)
-    with server.crew(waits_for_a_killed_rank, 3, backend, folder=tmp_path) as crew:
+    with server.crew(waits_for_a_killed_rank, 3, backend, how, folder=tmp_path) as crew:
         crew.wait_for("step\nstep\nstep")
         time.sleep(random.random() / 10)
         crew.signal(1, signal.SIGKILL)
@@ -156,8 +193,10 @@ def used_mebibytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("run", range(3))
-def test_ranks_that_share_a_gpu_survive_the_death_of_one_of_them(run: int, server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "how"), [(0, ""), (1, ""), (2, ""), (3, "static")])
+def test_ranks_that_share_a_gpu_survive_the_death_of_one_of_them(
+    run: int, how: str, server: Server, tmp_path: Path
+) -> None:
     """Under MPS, which ends all its clients when one of them fails."""
     if shutil.which("nvidia-cuda-mps-control") is None:
         pytest.skip("nvidia-cuda-mps-control is not there")
@@ -166,7 +205,7 @@ def test_ranks_that_share_a_gpu_survive_the_death_of_one_of_them(run: int, serve
         words = [f"{name}={value}" for name, value in environment.items()]
         for _ in range(10):
             killed = chance.randrange(3)
-            with server.crew(waits_for_a_killed_rank, 3, "memory", *words, folder=tmp_path) as crew:
+            with server.crew(waits_for_a_killed_rank, 3, "memory", how, *words, folder=tmp_path) as crew:
                 crew.wait_for("step\nstep\nstep")
                 time.sleep(chance.random() / 10)
                 crew.signal(killed, signal.SIGKILL)

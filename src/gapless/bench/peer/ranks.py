@@ -120,8 +120,7 @@ def _prepare(rank: int, side: Side, contest: Contest, name: str, steps: dict[str
     except (ValueError, AssertionError) as error:
         return Prepared(name, refused=str(error))
     contest.tidy()
-    for _ in range(contest.first_steps(name)):  # the first asks the stages for their shapes
-        steps[name]()
+    steps[name]()  # the first asks the stages for their shapes
     contest.settle()
     contest.tidy()
     return Prepared(name, order)

@@ -46,6 +46,12 @@ class LateChannels:
 
         return take
 
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def end(self) -> None:
+        self._inner.end()
+
     def stop(self) -> None:
         self._inner.stop()
 

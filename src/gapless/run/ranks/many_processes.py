@@ -37,7 +37,7 @@ from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.team import make_team
-from gapless.run.world import Evaluated, OwnStages, Parts, Ran, TransportName
+from gapless.run.world import Carriage, Evaluated, OwnStages, Parts, Ran
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.placement import Placement
@@ -55,9 +55,7 @@ class ManyProcesses:
     tied: Tied = "summed"
     one_process = False
 
-    def __init__(
-        self, seat: Seat, timeout: float, intra_op_threads: int | None = None, transport: TransportName = "auto"
-    ) -> None:
+    def __init__(self, seat: Seat, timeout: float, intra_op_threads: int | None, carriage: Carriage) -> None:
         self.seat = seat
         self.devices: Sequence[torch.device] = [seat.torch_device] * seat.num_devices
         self.here: Sequence[int] = (seat.device,)
@@ -67,7 +65,7 @@ class ManyProcesses:
         network, rank = network_device(), dist.get_rank()
         store = part_of_store("agreement", sorted(self.seat.ring))
         self._agreement = Agreement(store, self.seat.ring, rank, timeout)
-        self._agreement.reach({**facts_of(seat.mesh), "transport": transport}, lambda: None)
+        self._agreement.reach({**facts_of(seat.mesh), **carriage._asdict()}, lambda: None)
         self._process = os.getpid()
         tell_in_child(self)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
@@ -77,7 +75,7 @@ class ManyProcesses:
             self._sums = self._groups.dp  # of gradients
             self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
             opened.callback(self._courier.close, lambda: True)
-            self._links = self._connect(transport)
+            self._links = self._connect(carriage)
             opened.pop_all()
         self._whereabouts = self._watch.whereabouts
         self._whereabouts.connections = self._links
@@ -95,11 +93,11 @@ class ManyProcesses:
         self._unfinished = False  # steps of a minibatch are done, and others of it are to come
         self.footing = Footing(seat, self._links, self._groups, self._lane, self._team, self._watch)
 
-    def _connect(self, transport: TransportName) -> Connections:
+    def _connect(self, carriage: Carriage) -> Connections:
         seat, gpu = self.seat, self.seat.torch_device if self.seat.torch_device.type != "cpu" else None
         has_nccl = gpu is not None and nccl.is_used(seat.mesh)
         where = self._courier, seat.device, seat.pp_ranks, self._watch.lost
-        made = connect_all(*where, gpu, has_nccl=has_nccl, transport=transport)
+        made = connect_all(*where, gpu, has_nccl=has_nccl, carriage=carriage)
         groups = [each for each in made.carriers if isinstance(each, nccl.Communicators)]
         if groups and self._groups.dp is not None:
             self._sums = groups[0].connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
@@ -237,6 +235,8 @@ class ManyProcesses:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
         self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
+        if self._links.static is not None and not program.inference:
+            self._links.static.check(program, inputs, target)
         return self._exchange.weights(counted, room, share)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:

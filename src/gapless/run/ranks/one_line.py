@@ -12,6 +12,7 @@ from gapless.run.ranks import seat
 from gapless.run.ranks.link_speed import Hop, measure_hops
 from gapless.run.ranks.losses import KIND
 from gapless.run.ranks.many_processes import ManyProcesses
+from gapless.run.world import Carriage
 
 
 class OneLine(ManyProcesses):
@@ -38,5 +39,5 @@ class OneLine(ManyProcesses):
 @contextmanager
 def in_one_line(mesh: Any, timeout: float) -> Iterator[OneLine]:
     """Where one of the ranks fails, the others are told."""
-    with closing(OneLine(seat.in_one_line(mesh), timeout)) as line, line.making():
+    with closing(OneLine(seat.in_one_line(mesh), timeout, None, Carriage())) as line, line.making():
         yield line

@@ -18,7 +18,7 @@ from gapless.run.ranks.wire.pipes import ThroughPipes
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens files of other processes")
 
 
-def _lost(rank: int, error: BaseException) -> Exception:
+def _lost(rank: int | None, error: BaseException) -> Exception:
     return TransportError(f"rank {rank}: {error}")
 
 

@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 
+from gapless.run.ranks.wire.rehearsal import Rehearsal
 from gapless.run.ranks.wire.slots import Slot, Slots
 
 AT_ONCE = 3
@@ -100,3 +101,86 @@ def test_a_sender_never_waits_for_a_receiver_that_does_not_take_its_messages() -
     for _ in range(10):
         channel.send(1)
     assert channel.made == 10
+
+
+class StaticChannel(Channel):
+    """Every step has messages of these sizes, one after another; only the first step is told."""
+
+    def __init__(self, dice: random.Random, sizes: list[int]) -> None:
+        super().__init__(dice)
+        self.sizes = sizes
+        self.written: Rehearsal[Slot] = Rehearsal()
+        self.read: Rehearsal[int] = Rehearsal()
+        self.program = Program()
+
+    def send_next(self) -> None:
+        number = self.slots.sent
+        if number % len(self.sizes) == 0:
+            self.slots.add(self.written.begin(self.program))
+        slot = self.written.next()
+        if slot is None:
+            self.send(self.sizes[number % len(self.sizes)])
+            used = next(each for each in self.slots._slots if each.message == number)
+            self.slots.keep(used)
+            self.written.note(used)
+            return
+        taken = self.slots.again(slot)
+        assert taken.after == number - len(self.sizes) + 1, "waits for what was received in the step before"
+        self.sender.append(("wait", taken.after, 0))
+        self.sender.append(("copy in", slot.name, number))
+        self.sender.append(("arrive", number + 1, 0))
+
+    def receive_next(self) -> bool:
+        """Whether the host could queue it: in the first step it has to be told."""
+        if self.queued % len(self.sizes) == 0 and self.queued == self.begun * len(self.sizes):
+            self.read.begin(self.program)
+            self.begun += 1
+        name = None if self.read.is_on else self.read.next()
+        if name is None:
+            if not self.told:
+                return False
+            self.read.note(name := self.told[0])
+        else:
+            self.told.appendleft(name)
+        self.receive()
+        return True
+
+    begun = 0
+
+
+class Program:
+    """What a rehearsal belongs to."""
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_messages_of_steps_that_are_alike_need_no_word_however_far_hosts_run_ahead(seed: int) -> None:
+    dice = random.Random(seed)
+    channel, steps = StaticChannel(dice, [dice.choice((1, 1, 2)) for _ in range(dice.randint(1, 9))]), 12
+    messages, sends = steps * len(channel.sizes), dice.random()
+    while len(channel.got) < messages:
+        before = channel.slots.sent, channel.queued, len(channel.got)
+        if dice.random() < sends and channel.slots.sent < messages:
+            channel.send_next()
+        if dice.random() > sends and channel.queued < messages:
+            channel.receive_next()
+        went = channel.go_on()
+        both_done = channel.slots.sent == messages == channel.queued
+        assert went or not both_done or before[2] < len(channel.got), "both streams wait"
+    assert channel.got == list(range(messages))
+    assert channel.made == len(channel.sizes)
+
+
+def test_what_a_program_knew_that_is_no_more_is_free_again() -> None:
+    known: Rehearsal[str] = Rehearsal()
+    first, second = Program(), Program()
+    for program in (first, second):
+        assert known.begin(program) == []
+        assert known.next() is None
+        known.note("a slot")
+        known.note(None)
+    assert known.begin(first) == []
+    assert [known.next(), known.next(), known.next()] == ["a slot", None, None]
+    del first, program
+    assert known.begin(second) == ["a slot"]
+    assert known.begin(second) == []
+    assert known.next() == "a slot"

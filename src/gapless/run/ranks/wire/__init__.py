@@ -9,6 +9,8 @@ pinned         the same for tensors of a GPU, by way of pinned host memory
 nccl           channels from GPU to GPU
 cuda_driver    what of NVIDIA's driver torch does not offer
 slots          which piece of a sender's memory the next message takes
+rehearsal      what the messages of a step are, where all steps are alike
+static_shapes  whether the batches of all steps have the shapes of the first
 board          the numbers that both ends of a channel in GPU memory see
 slot_messages  a tree of tensors through a slot of GPU memory
 gpu_memory     channels in the memory of GPUs, between processes of one host

@@ -36,7 +36,9 @@ class Board:
         return self._numbers[which].value
 
     def set(self, which: int, number: int) -> None:
-        self._numbers[which].value = number
+        place = self._numbers.get(which)  # once, and if it is still open: any thread may ask
+        if place is not None:
+            place.value = number
 
     def announce(self, region: int, handle: bytes, capacity: int) -> None:
         """To be done before a message names it."""

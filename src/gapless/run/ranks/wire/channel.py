@@ -140,6 +140,9 @@ class Outgoing(ABC):
     def send(self, item: Any) -> None:
         """In the calling thread."""
 
+    def begin(self, program: object) -> None:  # noqa: B027
+        """A step starts that sends what the first one of its program did."""
+
     @abstractmethod
     def settle(self) -> None:
         """What was sent will be let go of."""
@@ -180,6 +183,9 @@ class Incoming(ABC):
         waiting.since = None
         waiting.seconds += time.monotonic() - since
         return tree
+
+    def begin(self, program: object) -> None:  # noqa: B027
+        """A step starts that brings what the first one of its program did."""
 
     @abstractmethod
     def next(self) -> Any:

@@ -21,12 +21,13 @@ from gapless.run.ranks.wire.gpu_memory import OverGpuMemory
 from gapless.run.ranks.wire.nccl import Communicators
 from gapless.run.ranks.wire.pinned import OverGlooPinned
 from gapless.run.ranks.wire.pipes import ThroughPipes
-from gapless.run.world import TransportName
-from gapless.schedule.action import Schedule
+from gapless.run.ranks.wire.static_shapes import StaticShapes
+from gapless.run.world import Carriage
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.routes import Channel, messages
 
 _A_MOMENT = 0.005  # seconds
-Explain = Callable[[int, BaseException], Exception]  # the rank that was waited for, and what came instead
+Explain = Callable[[int | None, BaseException], Exception]  # the rank that was waited for, and what came instead
 
 
 class Connections:
@@ -39,6 +40,7 @@ class Connections:
         self.waiting = Waiting(self._lost)
         self.carriers: list[Carrier] = []
         self.in_parcels = False  # what goes in and out, but for carriers that keep to a stream
+        self.static: StaticShapes | None = None  # if every step has the shapes of the first one
         self.stopped = False
         self._outgoing: dict[tuple[int, str], Outgoing] = {}
         self._incoming: dict[tuple[int, str], Incoming] = {}
@@ -76,7 +78,10 @@ class Connections:
             if device != self.device:
                 found.setdefault(self._carrier(device, "activation").name, []).append(rank)
         for name, ranks in found.items():
-            yield f"  rank {self.rank} reaches rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} through {name}"
+            words = (
+                f"  rank {self.rank} reaches rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} through {name}"
+            )
+            yield words if self.static is None else f"{words}, with static shapes"
 
     def stop(self) -> None:
         """Whoever waits here or for this process raises."""
@@ -105,13 +110,21 @@ class Connections:
                 "or close the pipeline and make a new one on every rank"
             ) from failure
 
-    def _lost(self, source: int, error: BaseException) -> Exception:
+    def meet(self) -> None:
+        """All ranks of the pipeline do."""
+        try:
+            if self.courier.group is not None:
+                self.courier.group.barrier().wait()
+        except RuntimeError as error:
+            raise self._lost(None, error) from None
+
+    def _lost(self, source: int | None, error: BaseException) -> Exception:
         """What is raised where a message will not come."""
         if self.stopped:
             return StoppedError()
         if isinstance(self.courier.failure, GaplessError):
             return self.courier.failure
-        return self._explain(self.ranks[source], error)
+        return self._explain(None if source is None else self.ranks[source], error)
 
     def close(self, broken: Callable[[], bool] = lambda: False, patience: float = 60.0) -> None:
         """Everything handed over goes out first, but for so many seconds others are waited for at the most. Programs
@@ -139,11 +152,12 @@ def connect_all(
     gpu: torch.device | None,
     *,
     has_nccl: bool,
-    transport: TransportName = "auto",
+    carriage: Carriage,
 ) -> Connections:
     """Every rank of the pipeline calls it. `gpu` is where the tensors of this one are, if not in memory of the host."""
     made = Connections(courier, device, ranks, explain)
     made.in_parcels = gpu is not None
+    transport, made.static = carriage.transport, StaticShapes() if carriage.static_shapes else None
     if transport == "nccl" and not has_nccl:
         raise ConfigError(
             "transport='nccl' needs GPUs and a mesh whose groups have NCCL: init_process_group('cpu:gloo,cuda:nccl') "
@@ -176,7 +190,9 @@ def _check_reached(made: Connections) -> None:
 
 
 class RankChannels:
-    """What one device sends and receives in one schedule."""
+    """What one device sends and receives in one schedule. Where shapes are static, its host does not wait for others in
+    the middle of a step, but for the first one.
+    """
 
     def __init__(self, schedule: Schedule, connections: Connections) -> None:
         self._connections = connections
@@ -185,6 +201,29 @@ class RankChannels:
         mine = [channel for channel in channels if channel[1] == connections.device]
         gets = {(source, to, kind): connections.incoming(source, kind).get for source, to, kind in mine}
         self._takers = takers(schedule, gets)
+        has_gpus = connections.in_parcels
+        self._is_static = has_gpus and connections.static is not None and schedule.kinds != {Kind.FORWARD}
+        self._arriving: list[Incoming] = []  # of messages that need no word
+        self._leaving: list[Outgoing] = []
+        if self._is_static:
+            me = connections.device
+            used = [channel for channel in channels if me in channel[:2] and self.in_stream(channel)]
+            self._arriving = [connections.incoming(source, kind) for source, target, kind in used if target == me]
+            self._leaving = [connections.outgoing(target, kind) for source, target, kind in used if source == me]
+
+    def begin(self) -> None:
+        """A step starts."""
+        for arriving in self._arriving:
+            arriving.begin(self)
+        for leaving in self._leaving:
+            leaving.begin(self)
+
+    def end(self) -> None:
+        """A step without words ends well only if every device has sent what it was to send, of the right shapes. All of
+        them meet, so that no host is more than a step ahead.
+        """
+        if self._is_static:
+            self._connections.meet()
 
     def in_stream(self, channel: Channel) -> bool:
         source, target, kind = channel

@@ -15,6 +15,8 @@ So it does not matter which streams share a queue of the GPU.
 
 import os
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ from gapless.run.ranks.wire.pipes import PipeIncoming, PipeOutgoing
 from gapless.run.ranks.wire.slot_messages import LEAST_REGION, SlotReader, SlotWriter
 from gapless.schedule.routes import Channel
 
+_A_MOMENT = 0.001  # seconds
 _TOKEN = struct.Struct("<2q")
 _WORDS_OF_HANDLE = struct.Struct("<8q")
 
@@ -42,9 +45,14 @@ class SlotOutgoing(PipeOutgoing):
     def put(self, item: Any) -> None:
         assert self._slot_writer is not None
         message = self._slot_writer.write_into_slot(item)
-        self.post(message.bytes)
+        if message is not None:
+            self.post(message.bytes)
 
     put_now = put
+
+    def begin(self, program: object) -> None:
+        assert self._slot_writer is not None
+        self._slot_writer.begin(program)
 
     def is_over(self) -> bool:
         return self._slot_writer is None or self._slot_writer.is_over or not self._outbox.is_read
@@ -54,10 +62,14 @@ class SlotOutgoing(PipeOutgoing):
         if (writer := self._slot_writer) is not None:
             writer.release()
 
+    def stay_released(self) -> None:
+        if (writer := self._slot_writer) is not None:
+            writer.stay_released()
+
     def close(self) -> None:
-        writer, self._slot_writer = self._slot_writer, None
-        if writer is not None:
-            writer.close()
+        if self._slot_writer is not None:
+            self._slot_writer.close()  # which waits for the GPU
+            self._slot_writer = None
 
 
 class SlotIncoming(PipeIncoming):
@@ -67,9 +79,19 @@ class SlotIncoming(PipeIncoming):
         super().__init__(waiting, source, kind, inbox, reader.read_bytes)
         self._slot_reader = reader
 
+    def next(self) -> Any:
+        tree = self._slot_reader.read_ahead()
+        return super().next() if tree is None else tree
+
+    def begin(self, program: object) -> None:
+        self._slot_reader.begin(program)
+
     def release(self) -> None:
         """From any thread."""
         self._slot_reader.release()
+
+    def stay_released(self) -> None:
+        self._slot_reader.stay_released()
 
     def close(self) -> None:
         self._slot_reader.close()
@@ -95,6 +117,7 @@ class OverGpuMemory(Carrier):
         self._inbox, self._near, self._reach, self._driver = inbox, near, reach, driver
         self._rescue = torch.cuda.Stream(driver.gpu, priority=-1)
         self._ends: list[SlotOutgoing | SlotIncoming] = []
+        self._holding: threading.Thread | None = None
 
     @classmethod
     def found(cls, courier: Courier, waiting: Waiting, device: int, gpu: torch.device) -> "list[OverGpuMemory]":
@@ -133,6 +156,18 @@ class OverGpuMemory(Carrier):
             outbox.break_off()
         for end in list(self._ends):
             end.release()
+        if self._holding is None:
+            self._holding = threading.Thread(target=self._hold, name="gapless holds waits released", daemon=True)
+            self._holding.start()
+
+    def _hold(self) -> None:
+        """Until all is closed: streams of other processes, themselves released, go on to count in the same places, and
+        streams of this one would wait again.
+        """
+        while self._ends:
+            for end in list(self._ends):
+                end.stay_released()
+            time.sleep(_A_MOMENT)
 
     def in_child(self) -> None:
         self._inbox.in_child()

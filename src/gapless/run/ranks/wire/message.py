@@ -27,7 +27,7 @@ from gapless.run.ranks.wire.layout import ALIGNMENT, TreeLayout, check, describe
 # of so many bytes that follows.
 HEADER = struct.Struct("<IIQ")
 HEADER_SIZE = HEADER.size
-_NO_ID = 0xFFFFFFFF
+NO_ID = 0xFFFFFFFF  # of a layout that the other end does not keep
 _MOST_LAYOUTS = 4096
 _MOST_FREE = 32
 
@@ -40,7 +40,7 @@ class Message:
     they go their own way. It may be used again.
     """
 
-    __slots__ = ("_spans", "apart", "buffer", "free", "size", "targets")
+    __slots__ = ("_spans", "apart", "buffer", "free", "number", "size", "targets")
 
     @torch.inference_mode(False)  # the caller's mode must not stick to what is used again
     def __init__(
@@ -53,6 +53,7 @@ class Message:
         apart: Tensor | None = None,
         name: int = 0,
     ) -> None:
+        self.number = number  # of the layout
         start = padded(HEADER_SIZE + len(description))
         self.buffer = torch.empty(start + (layout.size if apart is None else 0), dtype=torch.uint8, pin_memory=pinned)
         self.size = start + layout.size
@@ -119,7 +120,7 @@ class Writer:
         if found is not None:
             return tensors, found, b""
         described = describe(tree)
-        kind: tuple[int, TreeLayout, list[Message]] = (_NO_ID, TreeLayout(described), [])
+        kind: tuple[int, TreeLayout, list[Message]] = (NO_ID, TreeLayout(described), [])
         if len(self._known) < _MOST_LAYOUTS:
             kind = self._known[key] = (len(self._known), *kind[1:])
         return tensors, kind, json.dumps(described).encode()
@@ -167,7 +168,7 @@ class Reader:
         number, length, elsewhere = HEADER.unpack(_string_at(address, HEADER_SIZE))
         layout = self.layout(number, _string_at(address + HEADER_SIZE, length))
         data, start = self._data(buffer, padded(HEADER_SIZE + length), elsewhere, layout.size)
-        if number != _NO_ID and data is buffer:
+        if number != NO_ID and data is buffer:
             self._last = (number, layout)
         storage = data.untyped_storage()
         return layout.tree([place.read(storage, start) for place in layout.places])
@@ -177,7 +178,7 @@ class Reader:
         if not description:
             return self._known[number]
         layout = TreeLayout(json.loads(description))
-        if number != _NO_ID:
+        if number != NO_ID:
             if number != len(self._known):
                 raise TransportError(f"layout {number} came where layout {len(self._known)} was to be")
             self._known.append(layout)
@@ -197,7 +198,7 @@ def _has_bytes(tensor: Tensor) -> bool:
 def announcement(size: int) -> Tensor:
     """A message that says that one of that size follows: it did not fit where the other end waits."""
     buffer = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-    _memmove(buffer.data_ptr(), HEADER.pack(_NO_ID, 0, size), HEADER_SIZE)
+    _memmove(buffer.data_ptr(), HEADER.pack(NO_ID, 0, size), HEADER_SIZE)
     return buffer
 
 

@@ -1,7 +1,7 @@
 """Channels from GPU to GPU, by NCCL groups of gapless's own. The message over Gloo tells what comes.
 
     sender      F(0)  message -> Gloo      pack -> NCCL send      posted by the device itself, in its order
-    receiver    message <- Gloo            NCCL recv -> F(1)      posted once the message is there
+    receiver    message <- Gloo            NCCL recv -> F(1)      posted once the message is there, or known before
 
 What is posted in a group runs in order, on the GPU. Each channel has a group of its two ranks, so the one order in it
 is the producer's, which the deadlock proof stands on. Three rules keep hosts and GPUs from waiting for each other:
@@ -27,7 +27,9 @@ from gapless.run.ranks.wire.channel import DIRECT, Carrier, Courier, Incoming, O
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.layout import TreeLayout
-from gapless.run.ranks.wire.message import Message, Reader, Writer
+from gapless.run.ranks.wire.message import NO_ID, Message, Reader, Writer
+from gapless.run.ranks.wire.rehearsal import Rehearsal
+from gapless.run.ranks.wire.static_shapes import another_shape
 from gapless.schedule.routes import Channel
 
 _MOST_BLOCKS = 4  # of threads that one transfer takes from computing
@@ -112,7 +114,7 @@ class Communicators(Carrier):
     def incoming(self, source: int, kind: str) -> Incoming:
         group = self._groups[source, self._device, kind]
         reader = DirectReader(group, self._gpu, self._stream)
-        return GlooIncoming(self._courier, self._waiting, source, kind, reader)
+        return NcclIncoming(self._courier, self._waiting, source, kind, reader)
 
     def break_off(self) -> None:
         """What waits on the GPU for another rank ends."""
@@ -161,16 +163,24 @@ class NcclOutgoing(GlooOutgoing):
         super().__init__(courier, target, kind, DirectWriter(gpu))
         self._group = group
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._rehearsal: Rehearsal[int] = Rehearsal()
+
+    def begin(self, program: object) -> None:
+        self._rehearsal.begin(program)
 
     def put(self, item: Any) -> None:
         self.send(item)
 
     def send(self, item: Any) -> None:
-        message = self._writer.write(item)
-        self.post(message)
+        message, expected = self._writer.write(item), self._rehearsal.next()
+        assert message.apart is not None
+        if expected is None:
+            self.post(message)
+            self._rehearsal.note(message.number if message.number != NO_ID and message.apart.numel() else None)
+        elif message.number != expected:
+            raise another_shape(item)
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
-        assert message.apart is not None
         if message.apart.numel():
             self._under_way.append((_posted(self._group, self._group.send, message.apart), message.apart))
 
@@ -189,12 +199,44 @@ class DirectReader(Reader):
     def __init__(self, group: Any, gpu: torch.device, stream: torch.cuda.Stream) -> None:
         super().__init__()
         self._group, self._gpu, self._stream = group, gpu, stream
+        self.rehearsal: Rehearsal[TreeLayout] = Rehearsal()
+
+    def layout(self, number: int, description: bytes) -> TreeLayout:
+        found = super().layout(number, description)
+        self.rehearsal.note(found if number != NO_ID and found.size else None)
+        return found
+
+    def read_ahead(self) -> Any:
+        """The tree of the next message without a word of it; None if there has to be a word."""
+        layout = self.rehearsal.next()
+        if layout is None:
+            return None
+        storage = self._received(layout.size).untyped_storage()
+        return layout.tree([place.read(storage, 0) for place in layout.places])
 
     def _data(self, buffer: Tensor, start: int, elsewhere: int, size: int) -> tuple[Tensor, int]:
+        return self._received(size), 0
+
+    def _received(self, size: int) -> Tensor:
         with torch.cuda.stream(self._stream):
             data = torch.empty(size, dtype=torch.uint8, device=self._gpu)
             work = _posted(self._group, self._group.recv, data) if size else None
         data.record_stream(torch.cuda.current_stream(self._gpu))
         if work is not None:
             work.wait()  # the stream does, not the host
-        return data, 0
+        return data
+
+
+class NcclIncoming(GlooIncoming):
+    """Waits for a word of what comes, if it has to be told."""
+
+    def __init__(self, courier: Courier, waiting: Waiting, source: int, kind: str, reader: DirectReader) -> None:
+        super().__init__(courier, waiting, source, kind, reader)
+        self._direct = reader
+
+    def begin(self, program: object) -> None:
+        self._direct.rehearsal.begin(program)
+
+    def next(self) -> Any:
+        tree = self._direct.read_ahead()
+        return super().next() if tree is None else tree

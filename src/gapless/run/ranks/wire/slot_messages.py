@@ -3,9 +3,10 @@
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from gapless.errors import TransportError
 from gapless.run.ranks.wire.board import ARRIVED, DONE, MOST_REGIONS, QUEUED, RELEASED, Board
 from gapless.run.ranks.wire.cuda_driver import Driver
 from gapless.run.ranks.wire.layout import TreeLayout, padded
-from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE, Reader, Writer
+from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE, NO_ID, Reader, Writer
+from gapless.run.ranks.wire.rehearsal import Rehearsal
 from gapless.run.ranks.wire.shared_memory import PipedMessage, opened
 from gapless.run.ranks.wire.slots import Slot, Slots, Taken
+from gapless.run.ranks.wire.static_shapes import another_shape
 
 LEAST_REGION = 2 << 20  # bytes: what the driver shares is no less
 _BYTES_AT_ONCE, _FEWEST_AT_ONCE, _MOST_AT_ONCE = 64 << 20, 2, 8  # of slots, before one is waited for
@@ -26,6 +29,20 @@ _MARK = 1 << 62  # in a header: the tensors are in a slot; its region, its place
 _PATIENCE, _A_MOMENT = 0.5, 0.001  # seconds
 _NOT_A_NUMBER = 0xFF  # every byte of one, for all kinds of floats
 _EMPTY = TreeLayout({"tensors": []})
+
+
+class _Written(NamedTuple):
+    """A message of a step: its layout by number, and the slot that is kept for it."""
+
+    number: int
+    slot: Slot
+
+
+class _Read(NamedTuple):
+    """A message of a step: its layout, and the address of its slot."""
+
+    layout: TreeLayout
+    source: int
 
 
 class SlotWriter(Writer):
@@ -39,19 +56,33 @@ class SlotWriter(Writer):
         self._slots = Slots()
         self._regions: list[int] = []
         self._heads: dict[tuple[int, int], PipedMessage] = {}  # by layout and slot: messages without tensors
+        self._rehearsal: Rehearsal[_Written] = Rehearsal()
 
-    def write_into_slot(self, tree: Any) -> PipedMessage:
-        """What the other end is to be told."""
+    def begin(self, program: object) -> None:
+        """A step starts that is like the first one of its program."""
+        self._slots.add([each.slot for each in self._rehearsal.begin(program)])
+
+    def write_into_slot(self, tree: Any) -> PipedMessage | None:
+        """What the other end is to be told, if it does not know."""
         self._driver.enter()
         tensors, (number, layout, _), description = self.known(tree)
+        expected = self._rehearsal.next()
+        if expected is not None:
+            if number != expected.number:
+                raise another_shape(tensors)
+            self._write(self._slots.again(expected.slot), layout, tensors)
+            return None
         taken = self._taken(layout.size)
         if taken is None:
+            self._rehearsal.note(None)
             return self._in_host_memory(layout, number, description, tensors)
-        slot, stream = taken.slot, self._driver.current_stream()
-        if taken.after:
-            self._driver.wait(self._board.device_address + DONE, taken.after, stream)
-        self._copy(layout, tensors, slot.address, stream)
-        self._driver.write(self._board.device_address + ARRIVED, self._slots.sent, stream)
+        slot = taken.slot
+        if self._rehearsal.is_on and number != NO_ID:
+            self._slots.keep(slot)
+            self._rehearsal.note(_Written(number, slot))
+        else:
+            self._rehearsal.note(None)
+        self._write(taken, layout, tensors)
         head = None if description else self._heads.get((number, slot.name))
         if head is None:
             name = _MARK | slot.name << _DESCRIPTOR_BITS | self._descriptor
@@ -59,6 +90,13 @@ class SlotWriter(Writer):
             if not description:
                 self._heads[number, slot.name] = head
         return head
+
+    def _write(self, taken: Taken, layout: TreeLayout, tensors: Sequence[Tensor]) -> None:
+        stream = self._driver.current_stream()
+        if taken.after:
+            self._driver.wait(self._board.device_address + DONE, taken.after, stream)
+        self._copy(layout, tensors, taken.slot.address, stream)
+        self._driver.write(self._board.device_address + ARRIVED, self._slots.sent, stream)
 
     def _copy(self, layout: TreeLayout, tensors: Sequence[Tensor], target: int, stream: int) -> None:
         if layout.is_dense and all(map(_has_bytes, tensors)):
@@ -113,6 +151,10 @@ class SlotWriter(Writer):
 
     def release(self) -> None:
         """No stream of this process waits for the other end any more."""
+        self.stay_released()
+
+    def stay_released(self) -> None:
+        """What the other end has queued may still count."""
         self._board.set(DONE, RELEASED)
 
     def close(self) -> None:
@@ -139,20 +181,43 @@ class SlotReader(Reader):
         self._regions: dict[int, tuple[int, int]] = {}  # address, and bytes of a slot
         self._count = 0
         self._released = False
+        self._releasing = threading.Lock()
+        self._rehearsal: Rehearsal[_Read] = Rehearsal()
+
+    def begin(self, program: object) -> None:
+        """A step starts that is like the first one of its program."""
+        self._rehearsal.begin(program)
+
+    def read_ahead(self) -> Any:
+        """The tree of the next message without a word of it, on the GPU once the current stream gets there; None if
+        there has to be a word.
+        """
+        expected = self._rehearsal.next()
+        if expected is None:
+            return None
+        self._driver.enter()
+        return self._read(*expected)
 
     def read_bytes(self, data: bytes) -> Any:
         """The tree of a message, on the GPU once the current stream gets there."""
         number, length, name = HEADER.unpack_from(data)
         layout = self.layout(number, data[HEADER_SIZE : HEADER_SIZE + length])
         if not name:
+            self._rehearsal.note(None)
             return self._from_host_memory(layout, data[padded(HEADER_SIZE + length) :])
-        if self._released:  # what this message tells of may never come
-            raise RuntimeError("Connection closed: this process has broken off")
         self._driver.enter()
-        source, stream, board = self._slot(name), self._driver.current_stream(), self._board
+        source = self._slot(name)
+        self._rehearsal.note(None if number == NO_ID else _Read(layout, source))
+        return self._read(layout, source)
+
+    def _read(self, layout: TreeLayout, source: int) -> Any:
+        stream, board = self._driver.current_stream(), self._board
         assert board is not None
-        self._count += 1
-        self._driver.wait(board.device_address + ARRIVED, self._count, stream)
+        with self._releasing:
+            if self._released:  # what is waited for may never come
+                raise RuntimeError("Connection closed: this process has broken off")
+            self._count += 1
+            self._driver.wait(board.device_address + ARRIVED, self._count, stream)
         tree = layout.tree(self._copied(layout, source, stream))
         self._driver.write(board.device_address + DONE, self._count, stream)
         board.set(QUEUED, self._count)
@@ -198,7 +263,8 @@ class SlotReader(Reader):
         """From any thread: no stream of this process waits for the other end any more. It would go on with what is in
         the slots, so they are filled with NaN.
         """
-        self._released = True
+        with self._releasing:
+            self._released = True
         board = self._board
         if board is None or board.number(ARRIVED) >= self._count:
             return
@@ -209,14 +275,19 @@ class SlotReader(Reader):
         deadline = time.monotonic() + _PATIENCE
         while not self._rescue.query() and time.monotonic() < deadline:
             time.sleep(_A_MOMENT)
-        board.set(ARRIVED, RELEASED)
+        self.stay_released()
+
+    def stay_released(self) -> None:
+        """What the other end has queued may still count."""
+        if (board := self._board) is not None and self._released:
+            board.set(ARRIVED, RELEASED)
 
     def close(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:
+        if (board := self._board) is not None:
             with contextlib.suppress(RuntimeError, TransportError):  # the GPU may have failed
                 self._driver.enter()
                 torch.cuda.synchronize(self._driver.gpu)
                 for address, _ in self._regions.values():
                     self._driver.close(address)
                 board.close()
+            self._board = None

@@ -12,7 +12,7 @@ host has queued (`queued`), and how many its GPU has done (`done`). A slot is ta
     4. else: a new one, since sends never block
 
 A stream waits only for what some stream has queued already, so whoever waits for whom, it goes back in time: nothing
-that was queued can wait for itself.
+that was queued can wait for itself. (But for slots that are kept for one message of every step: see `rehearsal`.)
 """
 
 from typing import NamedTuple
@@ -55,8 +55,18 @@ class Slots:
         return self._take(oldest, oldest.message + 1)
 
     def add(self, slots: list[Slot]) -> None:
-        """New ones, of which none has been used."""
+        """More of them."""
         self._slots[:0] = slots
+
+    def keep(self, slot: Slot) -> None:
+        """For one message of every step: `take` takes it no more."""
+        self._slots.remove(slot)
+
+    def again(self, slot: Slot) -> Taken:
+        """One that is kept, for the next message."""
+        after, slot.message = slot.message + 1, self.sent
+        self.sent += 1
+        return Taken(slot, after)
 
     def _take(self, slot: Slot, after: int) -> Taken:
         self._slots.remove(slot)
