@@ -7,9 +7,10 @@ A cell is a number of devices, a number of microbatches, and the time of each F,
     torch             every schedule of torch.distributed.pipelining, on ranks; it has no way to run in one process
     torchgpipe        where it is installed; in one process
 
-All run twice; the best of ours and the best two of the peers then take turns for longer. A cell is won if the slowest
-of our rounds is quicker than the quickest round of the best peer. A cell in which anybody was quicker than the bound of
-its schedule was measured wrong, on a machine too busy to sleep on time: it is told and not kept.
+All run twice; the best of ours and the best two of the peers then take turns for longer. A round of a short step is the
+median of several steps. A cell is won if the slowest of our rounds is quicker than the quickest round of the best peer.
+A cell in which anybody was quicker than the bound of its schedule was measured wrong, on a machine too busy to sleep on
+time: it is told and not kept.
 
 With --keep FILE it may be run in parts: the same command goes on with the cells that are missing.
 """
@@ -41,6 +42,7 @@ from gapless.schedule.simulate import simulate
 SIDES = ("gapless", "gapless, ranks", "torch", "torchgpipe")
 _NAMES: dict[str, Sequence[str]] = {"torch": ALL, "torchgpipe": ("gpipe",)}
 _LEAST = 0.98  # of its bound: whatever is quicker was measured wrong
+_SECONDS_OF_A_ROUND, _MOST_STEPS = 0.6, 9
 _LONGEST = 2.0  # seconds of a step, beyond which torchgpipe is left out of a cell
 
 
@@ -149,7 +151,10 @@ def _cell(
             for name, schedule in peer.schedules.items():
                 bounds[f"{shown} {name}"] = float(simulate(schedule, contest.costs).makespan)
         first = take_turns(contestants, 2, progress)
-        last = take_turns({name: contestants[name] for name in _finalists(first)}, rounds, progress, warmup=0)
+        shortest = min(min(values) for values in first.values())
+        steps = max(1, min(_MOST_STEPS, int(_SECONDS_OF_A_ROUND / shortest)))
+        final = {name: partial(_median_step, contestants[name], steps) for name in _finalists(first)}
+        last = take_turns(final, rounds, progress, warmup=0)
     refused |= {f"{side} {name}": why for side, peer in peers.items() for name, why in peer.refused.items()}
     best = {side: min(own, key=lambda name: median(own[name])) for side, own in _by_side(last).items()}
     return {
@@ -159,6 +164,11 @@ def _cell(
         "refused": refused,
         "wrong": _wrong(last, best, refused, bounds),
     }
+
+
+def _median_step(contestant: Contestant, steps: int) -> float:
+    """Of a round of several steps: one that something else on this machine has disturbed does not count."""
+    return median([contestant() for _ in range(steps)])
 
 
 def _wrong(
