@@ -24,7 +24,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from study import Found, Report, Results, Study, curve, main, middles, option, spread, train, warmed_up, whole
+from study import (
+    SURE,
+    Found,
+    Report,
+    Results,
+    Study,
+    curve,
+    main,
+    middles,
+    more_than_chance,
+    option,
+    spread,
+    train,
+    warmed_up,
+    whole,
+)
 from torch import Tensor, nn
 
 import gapless
@@ -36,7 +51,6 @@ WAYS = ("scratch", "pretrained")
 CHOICES = tuple(product((0.003, 0.01, 0.03), (1.0, 0.1)))  # learning rate, and how much of it the body gets
 NEW = 3  # digits to fine-tune on; the others are for pretraining
 TO_LEARN, TO_CHOOSE = 50, 40  # images of each new digit; the rest, over 80, are the test
-SURE = 3  # standard errors: with runs as few as these, two are often chance
 Images = tuple[Tensor, Tensor]  # and their labels
 
 
@@ -231,12 +245,6 @@ def run(settings: Settings, results: Results) -> None:
 def chosen(found: Found, task: str, way: str, labels: int, seed: int) -> tuple[float, float]:
     """The settings with the best accuracy on the images that choose."""
     return max(CHOICES, key=lambda choice: found["runs"][name_of(task, way, labels, choice, seed)]["choose"])
-
-
-def more_than_chance(gains: Sequence[float]) -> int:
-    """1 if fine-tuning is better, -1 if it is worse, 0 if the runs differ too much to tell."""
-    mean, error = statistics.fmean(gains), statistics.stdev(gains) / len(gains) ** 0.5
-    return (mean > SURE * error) - (mean < -SURE * error)
 
 
 def answer(verdicts: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ from gapless.view import curves
 Found = Mapping[str, Any]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
 POINTS = 40  # of a curve
+SURE = 3  # standard errors of a mean that is more than chance: with few runs, two are often chance
 _SHOW, _SAVE = 5.0, 30.0  # seconds
 
 
@@ -264,6 +265,14 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     if len(values) < 2:
         return f"{statistics.fmean(values):.{digits}f}"
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def more_than_chance(differences: Sequence[float]) -> int:
+    """Of two ways, in pairs of runs: 1 if the mean is above 0, -1 if it is below, 0 if they differ too much to tell."""
+    if len(differences) < 2:
+        return 0
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+    return (mean > SURE * error) - (mean < -SURE * error)
 
 
 def parameters_of(model: torch.nn.Module) -> int:

@@ -77,12 +77,46 @@ def test_what_is_held_out_is_held_out_in_all_languages_under_all_of_its_names() 
 
 
 def test_chrf_is_that_of_its_definition() -> None:
-    chrf = example("multilingual").chrf
+    chrf = importlib.import_module("grades").chrf
     assert chrf("paris", "paris") == 100
     assert chrf("", "paris") == chrf("xyz", "paris") == 0
     # "ab" for "abc": precision 1 for one and two characters, recall 2/3, 1/2 and 0 of three orders.
     precision, recall = (1 + 1 + 0) / 3, (2 / 3 + 1 / 2 + 0) / 3
     assert chrf("ab", "abc") == pytest.approx(100 * 5 * precision * recall / (4 * precision + recall))
+
+
+def test_models_are_compared_at_equal_parameters_wide_first() -> None:
+    multilingual = importlib.import_module("multilingual")
+    sizes = multilingual.sizes_of("6x64x2,1x64x1,3x128x4,6x128x4")
+    assert [tuple(map(str, pair)) for pair in multilingual.equals(sizes)] == [("T(3, 128, 4)", "T(6, 64, 2)")]
+
+
+def test_the_group_that_gains_most_is_named_and_a_difference_within_chance_is_called_so() -> None:
+    multilingual = importlib.import_module("multilingual")
+    names = {"rich": 5000, "wealthy": 4000, "poor": 50, "poorer": 40}
+
+    def figures(gains: dict[str, float]) -> Any:
+        def run(grades: dict[str, float], parameters: int) -> dict[str, Any]:
+            graded = {one: [grade, 0.0] for one, grade in grades.items()}
+            return {"parameters": parameters, "grades": dict.fromkeys(multilingual.DIRECTIONS, graded)}
+
+        runs = {
+            "T(1, 8, 1)": run(dict.fromkeys(names, 10.0), 1),
+            "T(2, 8, 1)": run({k: 10 + v for k, v in gains.items()}, 2),
+        }
+        runs[multilingual.COPY] = {**run(dict.fromkeys(names, 20.0), 0), "learnt": names}
+        return multilingual.Figures({"settings": {"sizes": "1x8x1,2x8x1", "repeats": 1}, "runs": runs})
+
+    poor = figures({"rich": 1.0, "wealthy": 2.0, "poor": 8.0, "poorer": 9.0})
+    assert multilingual.most(poor, poor.groups) == "it rises most for the data-poorest (+8.5 ± 0.5 chrF)"
+    rich = figures({"rich": 8.0, "wealthy": 6.0, "poor": 6.0, "poorer": 5.0})
+    assert multilingual.most(rich, rich.groups) == (
+        "it rises most for 2,000 names or more (+7.0 ± 1.0 chrF), not for the data-poorest (+5.5 ± 0.5). "
+        "The next, less than 100, is within chance"
+    )
+    fallen = figures({"rich": -8.0, "wealthy": -6.0, "poor": -6.0, "poorer": -5.0})
+    assert multilingual.most(fallen, fallen.groups) == "it does not rise"
+    assert multilingual.rise(fallen)[0] == "From T(1, 8, 1) to T(2, 8, 1) quality rises for 0 of 2 groups of languages."
 
 
 def test_a_gain_within_chance_is_not_called_help() -> None:
