@@ -38,7 +38,14 @@ def plan() -> Plan:
     # So small a model is quicker on one device, so a pipeline of both is asked for.
     wanted = Wanted(microbatches=4, schedules=["zb-h1"], mesh=Mesh(1, 2))
     return planned(
-        model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, wanted=wanted, memory="64MiB", seconds=0.01
+        model(),
+        *batch(),
+        devices=["cpu"] * 2,
+        loss=F.mse_loss,
+        wanted=wanted,
+        memory="64MiB",
+        slots=lambda largest: 1000 * largest,
+        seconds=0.01,
     ).found.best
 
 
@@ -48,6 +55,7 @@ def test_a_plan_is_for_these_devices_and_this_minibatch(plan: Plan) -> None:
     assert sum(plan.partition) == 6
     assert plan.limits == (64 * 2**20,) * 2
     assert 0 < plan.step_seconds < 1
+    assert [held.reserved for held in plan.memory] == [1000 * 4 * 2 * WIDTH] * 2  # what messages of 2 samples keep
     assert plan.memory[0].parameters + plan.memory[1].parameters == sum(4 * p.numel() for p in model().parameters())
 
 

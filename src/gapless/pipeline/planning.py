@@ -105,6 +105,7 @@ def _on_ranks(
     """The first rank plans for all, with the hops between them as they are measured."""
     from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
     from gapless.run.ranks.seat import take_seat
+    from gapless.run.ranks.wire.slots import most_bytes
 
     seat = take_seat(mesh)
     if memory is None and seat.torch_device.type == "cuda":
@@ -123,6 +124,7 @@ def _on_ranks(
                 links=levels(hops) if links is None else links,
                 threads=torch.get_num_threads(),
                 side_by_side=len(line.devices) if all(hop.near for hop in hops) else 1,
+                slots=most_bytes if seat.torch_device.type == "cuda" else None,
             ).found.best
             if seat.torch_device.type == "cpu" and len(line.devices) > 1 and all(hop.near for hop in hops):
                 best = replace(best, caution=_shared_host(len(line.devices)))

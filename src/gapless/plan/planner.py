@@ -53,6 +53,7 @@ def planned(
     batch_dims: Any = None,
     threads: int | None = None,
     side_by_side: int | None = None,
+    slots: Callable[[int], int] | None = None,
     seconds: float = 10.0,
     name: str | None = None,
     progress: Progress | None = None,
@@ -64,6 +65,7 @@ def planned(
     wanted.mesh   where it is given, the example is the share of one replica
     threads       intra-op threads of a CPU device; by default the caller's, shared among the devices
     side_by_side  how many of the devices share this machine's processors; all of them unless given
+    slots         what messages keep on a device, in bytes, by the size of the largest of them
     name          of the profile
     measured      what else `measure` takes
     """
@@ -95,7 +97,8 @@ def planned(
         "seconds": seconds / 2,
         "name": name or type(model).__name__,
     }
-    profiles = _Profiles(source, part, told, measured, links=tuple(links), minibatch=pipelines * size)
+    known = {"links": tuple(links), "minibatch": pipelines * size}
+    profiles = _Profiles(source, part, told, measured, known, slots or (lambda largest: 0))
     return _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
 
 
@@ -142,10 +145,12 @@ class _Profiles:
         part: Callable[[int], tuple[Any, Any, int]],
         told: Progress,
         measured: Mapping[str, Any],
-        **known: Any,
+        known: Mapping[str, Any],
+        slots: Callable[[int], int],
     ) -> None:
         """`measured`: what `measure` takes; `known`: what a profile has that is not measured."""
         self._source, self._part, self._told, self._measured, self._known = source, part, told, measured, known
+        self._slots = slots
         self._graphs: dict[int, Graph] = {}
         self.found: dict[int, Profile] = {}
 
@@ -172,7 +177,8 @@ class _Profiles:
                     f"no target was given, and the loss failed without one ({error}): pass a target after the example"
                 ) from error
             raise
-        self.found[samples] = replace(found, samples=samples, **self._known)
+        kept = self._slots(max(layer.boundary for layer in found.layers))
+        self.found[samples] = replace(found, samples=samples, reserved=found.reserved + kept, **self._known)
 
     def with_cuts(self, samples: int, found: Found) -> Found:
         """Plans of a traced model say where its graph is cut."""

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from gapless.run.ranks.wire.rehearsal import Rehearsal
-from gapless.run.ranks.wire.slots import Slot, Slots
+from gapless.run.ranks.wire.slots import Slot, Slots, at_once, capacity_for, most_bytes
 
 AT_ONCE = 3
 
@@ -184,3 +184,16 @@ def test_what_a_program_knew_that_is_no_more_is_free_again() -> None:
     assert known.begin(second) == ["a slot"]
     assert known.begin(second) == []
     assert known.next() == "a slot"
+
+
+@pytest.mark.parametrize("size", [1, 4096, 1 << 20, 5 << 20, 200 << 20])
+def test_what_a_plan_counts_for_slots_is_what_channels_take(size: int) -> None:
+    channel = Channel(random.Random(0))
+    for _ in range(20):
+        slots, capacity = channel.slots, capacity_for(size)
+        if slots.take(size, at_once(capacity), channel.queued, channel.done) is None:
+            slots.add([Slot(channel.made, channel.made, capacity)])
+            channel.made += 1
+            assert slots.take(size, at_once(capacity), channel.queued, channel.done) is not None
+        channel.queued += 1
+    assert 4 * channel.made * capacity == most_bytes(size)

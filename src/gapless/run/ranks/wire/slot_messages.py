@@ -18,11 +18,10 @@ from gapless.run.ranks.wire.layout import TreeLayout, padded
 from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE, NO_ID, Reader, Writer
 from gapless.run.ranks.wire.rehearsal import Rehearsal
 from gapless.run.ranks.wire.shared_memory import PipedMessage, opened
-from gapless.run.ranks.wire.slots import Slot, Slots, Taken
+from gapless.run.ranks.wire.slots import Slot, Slots, Taken, at_once, capacity_for
 from gapless.run.ranks.wire.static_shapes import another_shape
 
 LEAST_REGION = 2 << 20  # bytes: what the driver shares is no less
-_BYTES_AT_ONCE, _FEWEST_AT_ONCE, _MOST_AT_ONCE = 64 << 20, 2, 8  # of slots, before one is waited for
 _DESCRIPTOR_BITS, _PLACE_BITS = 31, 16
 _DESCRIPTOR, _PLACE = (1 << _DESCRIPTOR_BITS) - 1, (1 << _PLACE_BITS) - 1
 _MARK = 1 << 62  # in a header: the tensors are in a slot; its region, its place there, and the board's descriptor
@@ -123,13 +122,12 @@ class SlotWriter(Writer):
     def _taken(self, size: int) -> Taken | None:
         if not size:
             return None
-        capacity = padded(size + size // 8)
-        at_once = max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // capacity))
+        capacity = capacity_for(size)
         counts = self._board.number(QUEUED), self._board.number(DONE)
-        taken = self._slots.take(size, at_once, *counts)
+        taken = self._slots.take(size, at_once(capacity), *counts)
         if taken is None and len(self._regions) < MOST_REGIONS:
             self._add_region(capacity)
-            taken = self._slots.take(size, at_once, *counts)
+            taken = self._slots.take(size, at_once(capacity), *counts)
         return taken
 
     def _add_region(self, capacity: int) -> None:

@@ -17,6 +17,27 @@ that was queued can wait for itself. (But for slots that are kept for one messag
 
 from typing import NamedTuple
 
+from gapless.run.ranks.wire.layout import padded
+
+_BYTES_AT_ONCE, _FEWEST_AT_ONCE, _MOST_AT_ONCE = 64 << 20, 2, 8
+_MOST_CHANNELS = 4  # that leave a device: activations and gradients, to two neighbours
+
+
+def capacity_for(size: int) -> int:
+    """Bytes of a slot for messages of that size, and a little more."""
+    return padded(size + size // 8)
+
+
+def at_once(capacity: int) -> int:
+    """How many slots of a channel are used before one is waited for."""
+    return max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // capacity))
+
+
+def most_bytes(largest: int) -> int:
+    """Of all slots of a device, for messages of at most that size."""
+    capacity = capacity_for(largest)
+    return _MOST_CHANNELS * at_once(capacity) * capacity if largest else 0
+
 
 class Slot:
     """Some bytes of a region: memory that is opened at once. `message` is the number of the last one in it."""
