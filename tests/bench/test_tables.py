@@ -86,3 +86,5 @@ def test_the_figure_of_the_readme_is_a_stored_one() -> None:
     figures = {figure.name: figure for figure in read(DOCS / "results" / "bench" / "emulated.json").figures}
     faster = figures["faster than torch's best by"].value
     assert f"**{faster:.2f} times faster**" in (DOCS.parent / "README.md").read_text("utf-8")
+    on_gpu = json.loads((DOCS / "results" / "bench" / "gpu-8-ranks.json").read_text("utf-8"))["found"]["faster"]
+    assert f"8 ranks share it is **{on_gpu:.2f} times faster**" in (DOCS.parent / "README.md").read_text("utf-8")

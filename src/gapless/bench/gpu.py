@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import torch
 
 from gapless.bench.kept_rounds import KeptRounds
-from gapless.bench.outcome import Figure, of_rounds
+from gapless.bench.outcome import Figure, Grid, of_rounds
 from gapless.bench.parameters import Between, Rounds, Schedules, check_width
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.peer import Peer
@@ -198,9 +198,11 @@ def _parts_of(ranks: int) -> str:
     return f"{found.name}, {share} of {found.multi_processor_count} multiprocessors for each rank, clocks {clocks}"
 
 
-def report(found: dict[str, Any]) -> str:
-    """A row for each contestant, and which side has the fastest."""
-    rows = [
+_HEADINGS = ("schedule", "by", "over", "step", "bound", "efficiency")
+
+
+def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
         (
             row["schedule"] or row["by"],
             row["by"] if row["schedule"] else "",
@@ -211,6 +213,22 @@ def report(found: dict[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    return (
+        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
+        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks"
+    )
+
+
+def tables(found: Mapping[str, Any]) -> list[Grid]:
+    """A row for each contestant."""
+    return [Grid(_title(found), _HEADINGS, _cells(found), f"{found['parts_of']}; medians of {found['done']}.")]
+
+
+def report(found: dict[str, Any]) -> str:
+    """A row for each contestant, and which side has the fastest."""
     verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
     verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
     if found["done"] < found["rounds"]:
@@ -218,14 +236,7 @@ def report(found: dict[str, Any]) -> str:
     if found["faster"] is not None:
         best, theirs = found["best"], found["best_of_torch"]
         verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
-    return tabular(
-        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
-        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks\n{found['parts_of']}",
-        ("schedule", "by", "over", "step", "bound", "efficiency"),
-        rows,
-        *verdict,
-        left=3,
-    )
+    return tabular(f"{_title(found)}\n{found['parts_of']}", _HEADINGS, _cells(found), *verdict, left=3)
 
 
 def figures(found: Mapping[str, Any]) -> list[Figure]:
