@@ -12,6 +12,7 @@ import torch
 from gapless.bench.peer.launcher import Launcher
 from gapless.model import capture
 from tests.open_pages import browser, show  # noqa: F401
+from tests.programs import Programs
 from tests.run.crew import Server
 from tests.run.forked import SELDOM, Launch
 from tests.traced_once import Traces
@@ -72,7 +73,7 @@ def _ctrl_c() -> None:
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """One for all tests of this process: it imports torch once."""
-    launcher = Launcher("tests.run.crew", "tests.run.forked", "tests.run.preloaded")
+    launcher = Launcher("tests.run.crew", "tests.run.forked", "tests.run.preloaded", "tests.programs")
     yield launcher
     launcher.close()
 
@@ -85,6 +86,11 @@ def launch(launcher: Launcher) -> Launch:
 @pytest.fixture(scope="session")
 def server(launcher: Launcher) -> Server:
     return Server(launcher)
+
+
+@pytest.fixture
+def programs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(launcher, tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ pytestmark = needs_proc
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_running() -> Iterator[None]:
+def _nothing_is_left_running(shared_launcher: None) -> Iterator[None]:
     processes, threads = below(), set(threading.enumerate())
     yield
     assert below() <= processes

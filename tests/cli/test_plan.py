@@ -20,8 +20,8 @@ from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 from gapless.units import show_seconds
 from tests.cli.conftest import Command
-from tests.cli.test_main import environment
 from tests.plan import profiles
+from tests.programs import Programs
 from tests.train.configs import GPT, write
 
 BLOCK = {
@@ -330,20 +330,16 @@ def counting():
 """
 
 
-def test_ctrl_c_ends_measuring_soon(tmp_path: Path) -> None:
+def test_ctrl_c_ends_measuring_soon(tmp_path: Path, programs: Programs) -> None:
     config, calls = write(tmp_path, (":make", ":counting"), ("depth = 5, dropout = 0.25", "")), tmp_path / "calls"
     with (tmp_path / "mine.py").open("a") as file:
         file.write(COUNTING)
-    words = [sys.executable, "-m", "gapless", "plan", str(config), "--seconds", "600"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
+    with programs.start("gapless", "plan", str(config), "--seconds", "600") as program:
         while not calls.exists() or calls.stat().st_size < 500:  # it measures by now, for a long time to come
-            assert process.poll() is None
+            assert program.code is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "gapless: stopped\n")
+        program.send_signal(signal.SIGINT)
+        assert program.ended(30.0) == (130, "", "gapless: stopped\n")
 
 
 VGG16 = Path(__file__).parents[2] / "examples" / "profiles" / "vgg16.txt"

@@ -3,8 +3,6 @@
 import copy
 import gc
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +21,7 @@ from gapless.stage.deferred import defer
 from gapless.stage.devices import torch_devices
 from gapless.stage.stage import Remat
 from tests.pipelines import Do, assert_same, assert_same_gradients, mlp, schedule_named
+from tests.programs import Programs
 
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
 
@@ -474,31 +473,19 @@ print("fine", flush=True)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_ctrl_c_stops_a_step_and_the_next_one_is_exact(schedule: str) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTED.format(schedule=schedule)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    start = time.perf_counter()
-    child.send_signal(signal.SIGINT)
-    assert child.stdout.readline() == "interrupted\n"
-    assert time.perf_counter() - start < 30
-    out, err = child.communicate(timeout=30)
-    assert (out, err, child.returncode) == ("fine\n", "", 0)
+def test_ctrl_c_stops_a_step_and_the_next_one_is_exact(schedule: str, programs: Programs) -> None:
+    with programs.start("-c", _INTERRUPTED.format(schedule=schedule)) as child:
+        child.until_it_says("ready")
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        child.until_it_says("interrupted", within=30.0)
+        assert child.ended(30.0) == (0, "ready\ninterrupted\nfine\n", "")
 
 
-def test_a_program_that_never_closes_its_pipeline_ends_all_the_same() -> None:
+def test_a_program_that_never_closes_its_pipeline_ends_all_the_same(programs: Programs) -> None:
     program = """
     import torch, torch.nn as nn, torch.nn.functional as F, gapless
     pipe = gapless.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], devices=2, microbatches=2, loss=F.mse_loss)
     pipe.step(torch.ones(2, 2), torch.ones(2, 2))
     """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (run.stdout, run.stderr, run.returncode) == ("", "", 0)
+    assert programs.run("-c", textwrap.dedent(program)) == (0, "", "")

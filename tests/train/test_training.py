@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 from fractions import Fraction
@@ -29,7 +28,7 @@ from gapless.train.run_folder import RunFolder, folder_of
 from gapless.train.torchrun import Ranks
 from gapless.train.trainer import NotFiniteError
 from gapless.train.training import Training, make_trainer, prepared
-from tests.cli.test_main import environment
+from tests.programs import Programs
 from tests.train.configs import GPT, Kept, trained, write
 
 QUIET = ["run.tensorboard=false", "run.report=false", "run.timeline=0"]
@@ -304,28 +303,17 @@ def test_it_stops_early_when_evaluations_get_no_better(tmp_path: Path) -> None:
     assert {loss for _, loss in kept.evaluations} == {kept.evaluations[0][1]}
 
 
-def in_a_process(config: Path, *words: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "gapless", "train", str(config), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=config.parent,
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_sigterm_and_ctrl_c_save_first_and_the_same_command_goes_on(tmp_path: Path, number: int, code: int) -> None:
+def test_sigterm_and_ctrl_c_save_first_and_the_same_command_goes_on(
+    tmp_path: Path, programs: Programs, number: int, code: int
+) -> None:
     file = write(tmp_path, text=GPT)
     words = ("--steps", "1000000", "--set", "run.tensorboard=false", "--set", "run.report=false")
-    with in_a_process(file, *words) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("step "):
-            assert process.poll() is None
-        process.send_signal(number)
-        out, err = process.communicate(timeout=100)
-    assert process.returncode == code, err
+    with programs.start("gapless", "train", str(file), *words, cwd=tmp_path) as program:
+        program.until_it_says("step ")
+        program.send_signal(number)
+        ended, out, err = program.ended()
+    assert ended == code, err
     saved = int(os.readlink(tmp_path / "runs" / "mine" / "checkpoints" / "latest").removeprefix("step-"))
     if number == signal.SIGINT:
         assert err == f"gapless: stopped after {saved} of 1000000 steps; the run is saved: the same command goes on\n"

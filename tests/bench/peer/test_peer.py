@@ -5,30 +5,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from os import kill
 
 import pytest
 
 from gapless.bench.peer.contest import Contest
-from gapless.bench.peer.launcher import Launcher, die_with_parent
-from gapless.bench.peer.peer import Peer, modules
+from gapless.bench.peer.launcher import Launcher
+from gapless.bench.peer.peer import Peer
 from gapless.bench.rounds import take_turns
 from gapless.errors import TransportError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.verify import verify
 from tests.bench.processes import alive, below, needs_proc, until
+from tests.programs import Programs
 
 pytestmark = needs_proc
 EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher(*modules("torch", "gapless"))
-    yield launcher
-    launcher.close()
 
 
 def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process(launcher: Launcher) -> None:
@@ -104,7 +97,7 @@ def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
     assert until(lambda: not alive(started)), alive(started)
 
 
-def test_ctrl_c_stops_a_benchmark_with_all_its_processes() -> None:
+def test_ctrl_c_stops_a_benchmark_with_all_its_processes(programs: Programs) -> None:
     words = [
         "bench",
         "emulated",
@@ -119,17 +112,10 @@ def test_ctrl_c_stops_a_benchmark_with_all_its_processes() -> None:
         "--schedules",
         "1f1b",
     ]
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from gapless.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
-    ) as process:
-        assert until(lambda: len(below(process.pid)) == 3)
-        started = below(process.pid)
+    with programs.start("gapless", *words) as program:
+        assert until(lambda: len(below(program.pid)) == 3)
+        started = below(program.pid)
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (130, "gapless: stopped\n")
+        program.send_signal(signal.SIGINT)
+        assert program.ended(30.0) == (130, "", "gapless: stopped\n")
     assert until(lambda: not alive(started))
