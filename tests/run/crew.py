@@ -104,7 +104,7 @@ class Server:
         files = [place / f"{rank}.txt" for rank in range(ranks)]
         for file in files:
             file.touch()
-        called = (_free_port(), function.__module__, function.__qualname__, *words)
+        called = (free_port(), function.__module__, function.__qualname__, *words)
         pids = self._launcher.start(_rank, ranks, *map(str, called), said=files, imports=function.__module__)
         try:
             yield Crew(self._launcher, place, pids)
@@ -120,11 +120,11 @@ def leave() -> None:
     os._exit(0)
 
 
-def _free_port() -> int:
+def free_port() -> str:
+    """One that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+        return str(free.getsockname()[1])
 
 
 def _rank(rank: int, ranks: int, port: str, module: str, function: str, *words: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +26,15 @@ from gapless.train.run_folder import RunFolder
 from gapless.train.torchrun import Ranks
 from gapless.train.training import make_trainer, prepared
 from tests.cli.test_main import environment
+from tests.programs import Programs
+from tests.run.crew import free_port
 from tests.run.forked import Launch
 from tests.train.configs import CONFIG, write
 
 LONGER = (("steps = 6", "steps = 40"), ('["cpu", "cpu"]', '["cpu", "cpu", "cpu", "cpu"]'))
 QUIET = ("run.tensorboard=false", "run.report=false", "checkpoint.every=2", "pipeline.threads=1")
+
+_SET = tuple(word for setting in QUIET for word in ("--set", setting))
 
 
 def launched(config: Path, ranks: int, *words: str, restarts: int = 0) -> "subprocess.Popen[str]":
@@ -37,7 +42,7 @@ def launched(config: Path, ranks: int, *words: str, restarts: int = 0) -> "subpr
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *("--max-restarts", str(restarts), "-m", "gapless", "train", str(config), *words),
-            *(word for setting in QUIET for word in ("--set", setting)),
+            *_SET,
         ],
         env={**environment(), "OMP_NUM_THREADS": "1"},
         cwd=config.parent,
@@ -66,13 +71,23 @@ def in_one_process(config: Path, folder: Path) -> None:
         training.run()
 
 
-def test_two_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path, programs: Programs) -> None:
+    """In the environment that torchrun makes; the slow tests start torchrun itself."""
     config = write(tmp_path)
     in_one_process(config, tmp_path / "one")
-    with launched(config, 2, "--folder", "ranks", "--json") as process:
-        out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert json.loads(out)["ended"] == "all steps are done"
+    words = ("gapless", "train", str(config), "--folder", "ranks", "--json", *_SET)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                programs.start(*words, cwd=tmp_path, environment={**common, "RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in ("0", "1")
+        ]
+        first, second = (rank.ended(200.0) for rank in ranks)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert json.loads(first.out)["ended"] == "all steps are done"
+    assert second.out == ""
     assert_same(config, tmp_path / "one", tmp_path / "ranks")
 
 
