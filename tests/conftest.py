@@ -11,7 +11,7 @@ import torch
 
 from gapless.bench.peer.launcher import Launcher
 from gapless.model import capture
-from tests.open_pages import browser, show  # noqa: F401
+from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.programs import Programs
 from tests.run.crew import Server
 from tests.run.forked import SELDOM, Launch

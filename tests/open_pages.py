@@ -126,16 +126,49 @@ def watched(browser: "Browser", width: int, height: int) -> Shown:
 
 def quiet(shown: Shown) -> None:
     """Closes a page, which must have said nothing and broken none of its own rules."""
+    check_quiet(shown)
+    shown.page.context.close()
+
+
+def check_quiet(shown: Shown) -> None:
     assert shown.complaints == []
     assert shown.ask("violations") == []
-    shown.page.context.close()
+
+
+class Tabs:
+    """Pages to open files in, used again one test after another: a new one takes a processor a second, since the
+    browser starts processes for it. What a test may have left is put back: what was stored, theme, size and pointer.
+    """
+
+    def __init__(self, browser: "Browser") -> None:
+        self._browser, self._free = browser, list[Shown]()
+
+    def take(self, width: int, height: int) -> Shown:
+        if not self._free:
+            return watched(self._browser, width, height)
+        shown = self._free.pop()
+        shown.complaints.clear()
+        shown.requests.clear()
+        shown.page.set_viewport_size({"width": width, "height": height})
+        return shown
+
+    def give_back(self, shown: Shown) -> None:
+        shown.ask("{ localStorage.clear(); sessionStorage.clear(); }")
+        shown.page.emulate_media(media="null", color_scheme="light", reduced_motion="reduce")
+        shown.page.mouse.move(0, 0)
+        self._free.append(shown)
+
+
+@pytest.fixture(scope="session")
+def tabs(browser: "Browser") -> Tabs:
+    return Tabs(browser)
 
 
 Opener = Callable[..., Shown]
 
 
 @pytest.fixture
-def show(browser: "Browser", tmp_path: Path) -> Iterator[Opener]:
+def show(tabs: Tabs, tmp_path: Path) -> Iterator[Opener]:
     """Writes a page, opens it, and in the end checks that it was quiet: no error, dialog, request or violation."""
     opened: list[tuple[Shown, str]] = []
 
@@ -148,7 +181,7 @@ def show(browser: "Browser", tmp_path: Path) -> Iterator[Opener]:
         return open_file(path, width, height)
 
     def open_file(path: Path, width: int, height: int) -> Shown:
-        shown = watched(browser, width, height)
+        shown = tabs.take(width, height)
         opened.append((shown, path.as_uri()))
         shown.page.goto(path.as_uri())
         shown.ask("gapless.ready")
@@ -158,4 +191,5 @@ def show(browser: "Browser", tmp_path: Path) -> Iterator[Opener]:
     yield opener
     for shown, url in opened:
         assert shown.requests == [url]
-        quiet(shown)
+        check_quiet(shown)
+        tabs.give_back(shown)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
-from tests.train.configs import write
+from tests.train.configs import GPT, write
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -142,6 +142,16 @@ def test_what_is_wrong_is_one_sentence(
     assert code == 2
     assert err.startswith(f"gapless: {message.format(config)}")
     assert len(err.splitlines()) == 1
+
+
+def test_sequences_that_are_too_long_for_the_model_are_one_sentence(gapless: Command, tmp_path: Path) -> None:
+    """It was an IndexError in the first step."""
+    config = write(tmp_path, text=GPT)
+    assert gapless(f"train {config} --set data.arguments.context=9") == (
+        2,
+        "",
+        "gapless: data.arguments.context is 9, but gpt takes up to 8 tokens: make it at most model.arguments.context\n",
+    )
 
 
 def test_a_file_that_is_none_is_one_sentence(gapless: Command) -> None:

@@ -195,7 +195,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         for key in sorted({"size_average", "reduce"} & set(loss.arguments)):
             if loss.where.startswith("torch.nn.functional:"):
                 yield f"loss.arguments has {key!r}, which torch has replaced: use reduction, as 'mean' or 'sum'"
-    yield from _too_long(config)
     if layout.plan == "auto":
         for key in ("stages_per_device", "partition", "remat"):
             if getattr(layout, key) is not None:
@@ -214,16 +213,3 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield "evaluate.held_out is 0, so there is nothing to evaluate on: make it larger, or give evaluate.name"
     if evaluate.patience is not None and evaluate.every is None:
         yield "evaluate.patience is given, but evaluate.every is not: say how often to evaluate"
-
-
-def _too_long(config: Config) -> Iterator[str]:
-    """Sequences of which a gpt has no positions."""
-    most = config.model.arguments.get("context", 256)
-    for part in (config.data, config.validation):
-        if config.model.name == "gpt" and part is not None and not part.is_own:
-            length = part.arguments.get("context", 64)
-            if isinstance(length, int) and isinstance(most, int) and length > most:
-                yield (
-                    f"{part.key}.arguments.context is {length}, but gpt takes up to {most} tokens: make it at most "
-                    "model.arguments.context"
-                )

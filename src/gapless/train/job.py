@@ -195,11 +195,25 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
         raise ConfigError(
             f"model: {config.model.name} returned {model!r:.40}, but it must return a module or a list of layers"
         )
+    _check_lengths(config)
     vocab = _vocabulary(config, model)
     feed, validation = make_feeds(config, files, share=ranks.share, vocab=vocab)
     first = feed.peek()
     room.check_activations(config, sketch, first[0])
     return Job(config, model, loss, optimizer, devices, scheduled(config, files), first, feed, validation, ranks)
+
+
+def _check_lengths(config: Config) -> None:
+    """A gpt has no positions for longer sequences."""
+    most = config.model.arguments.get("context", 256)
+    for part in (config.data, config.validation):
+        if config.model.name == "gpt" and part is not None and not part.is_own:
+            length = part.arguments.get("context", 64)
+            if isinstance(length, int) and length > most:
+                raise ConfigError(
+                    f"{part.key}.arguments.context is {length}, but gpt takes up to {most} tokens: make it at most "
+                    "model.arguments.context"
+                )
 
 
 def _vocabulary(config: Config, model: Any) -> int | None:
