@@ -82,8 +82,6 @@ def prepared(
     """
     _check(config, ranks)
     with ExitStack() as stack:
-        if ranks.first and not folder.path.exists():
-            stack.callback(_remove_if_empty, folder.path)
         held = ranks.together(partial(folder.open, config))
         if held is not None:
             stack.callback(held.give_back)
@@ -109,12 +107,6 @@ def prepared(
         if ranks.first:
             trainer.callbacks += _writers(config, folder, gauge)
         yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts, trainer.step)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """What was refused leaves no folder behind."""
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None:
