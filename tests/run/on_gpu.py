@@ -240,9 +240,10 @@ def changes_its_shape(backend: TransportName) -> None:
         static_shapes=True,
     )
     x, y = torch.randn(8, 64, device="cuda"), torch.zeros(8, 64, device="cuda")
-    for _ in range(3):
+    for count in (1, 2, 3):
         pipe.step(x, y)
-    assert pipe.evaluate(torch.cat([x, x]), torch.cat([y, y])).loss is not None  # evaluations are free
+        evaluated = pipe.evaluate(torch.cat([x] * count), torch.cat([y] * count))  # of any shape
+        assert evaluated.loss is not None
     with refused():
         pipe.step(torch.cat([x, x]), torch.cat([y, y]))
     pipe.step(x, y)

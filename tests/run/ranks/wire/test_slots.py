@@ -170,6 +170,21 @@ def test_messages_of_steps_that_are_alike_need_no_word_however_far_hosts_run_ahe
     assert channel.made == len(channel.sizes)
 
 
+def test_what_comes_between_two_steps_is_no_message_of_them() -> None:
+    """An evaluation after the first step: its messages are told, and have no slots of their own."""
+    known, program = Rehearsal[str](), Program()
+    known.begin(program)
+    known.note("a slot")
+    known.end()
+    for _ in range(2):
+        assert known.next() is None
+        assert not known.is_on
+        known.note("of the evaluation")
+        known.begin(program)
+        assert [known.next(), known.next()] == ["a slot", None]
+        known.end()
+
+
 def test_what_a_program_knew_that_is_no_more_is_free_again() -> None:
     known: Rehearsal[str] = Rehearsal()
     first, second = Program(), Program()

@@ -33,10 +33,11 @@ class Board:
         return cls(driver, mmap.mmap(descriptor, 0)), descriptor
 
     def number(self, which: int) -> int:
-        return self._numbers[which].value
+        place = self._numbers.get(which)  # once: any thread may ask, also when it is closed and nobody waits any more
+        return RELEASED if place is None else place.value
 
     def set(self, which: int, number: int) -> None:
-        place = self._numbers.get(which)  # once, and if it is still open: any thread may ask
+        place = self._numbers.get(which)
         if place is not None:
             place.value = number
 

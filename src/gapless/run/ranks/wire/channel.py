@@ -143,6 +143,9 @@ class Outgoing(ABC):
     def begin(self, program: object) -> None:  # noqa: B027
         """A step starts that sends what the first one of its program did."""
 
+    def end(self) -> None:  # noqa: B027
+        """It is over: what comes next may be anything."""
+
     @abstractmethod
     def settle(self) -> None:
         """What was sent will be let go of."""
@@ -186,6 +189,9 @@ class Incoming(ABC):
 
     def begin(self, program: object) -> None:  # noqa: B027
         """A step starts that brings what the first one of its program did."""
+
+    def end(self) -> None:  # noqa: B027
+        """It is over: what comes next may be anything."""
 
     @abstractmethod
     def next(self) -> Any:

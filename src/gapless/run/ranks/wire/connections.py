@@ -111,12 +111,17 @@ class Connections:
             ) from failure
 
     def meet(self) -> None:
-        """All ranks of the pipeline do."""
+        """All ranks of the pipeline do. Who is there first waits, and is not busy."""
+        if (group := self.courier.group) is None:
+            return
+        waiting = self.waiting
+        waiting.channel, waiting.since = None, (since := time.monotonic())
         try:
-            if self.courier.group is not None:
-                self.courier.group.barrier().wait()
+            group.barrier().wait()
         except RuntimeError as error:
             raise self._lost(None, error) from None
+        waiting.since = None
+        waiting.seconds += time.monotonic() - since
 
     def _lost(self, source: int | None, error: BaseException) -> Exception:
         """What is raised where a message will not come."""
@@ -223,6 +228,10 @@ class RankChannels:
         them meet, so that no host is more than a step ahead.
         """
         if self._is_static:
+            for arriving in self._arriving:
+                arriving.end()
+            for leaving in self._leaving:
+                leaving.end()
             self._connections.meet()
 
     def in_stream(self, channel: Channel) -> bool:

@@ -54,6 +54,10 @@ class SlotOutgoing(PipeOutgoing):
         assert self._slot_writer is not None
         self._slot_writer.begin(program)
 
+    def end(self) -> None:
+        assert self._slot_writer is not None
+        self._slot_writer.end()
+
     def is_over(self) -> bool:
         return self._slot_writer is None or self._slot_writer.is_over or not self._outbox.is_read
 
@@ -85,6 +89,9 @@ class SlotIncoming(PipeIncoming):
 
     def begin(self, program: object) -> None:
         self._slot_reader.begin(program)
+
+    def end(self) -> None:
+        self._slot_reader.end()
 
     def release(self) -> None:
         """From any thread."""

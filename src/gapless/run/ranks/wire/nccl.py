@@ -168,6 +168,9 @@ class NcclOutgoing(GlooOutgoing):
     def begin(self, program: object) -> None:
         self._rehearsal.begin(program)
 
+    def end(self) -> None:
+        self._rehearsal.end()
+
     def put(self, item: Any) -> None:
         self.send(item)
 
@@ -236,6 +239,9 @@ class NcclIncoming(GlooIncoming):
 
     def begin(self, program: object) -> None:
         self._direct.rehearsal.begin(program)
+
+    def end(self) -> None:
+        self._direct.rehearsal.end()
 
     def next(self) -> Any:
         tree = self._direct.read_ahead()

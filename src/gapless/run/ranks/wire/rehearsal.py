@@ -39,6 +39,10 @@ class Rehearsal(Generic[Entry]):
         self._lasting = [(key, entries) for key, entries in self._lasting if key() is not None]
         return [each for entries in gone for each in entries if each is not None]
 
+    def end(self) -> None:
+        """The step is over. What comes before the next one, as in an evaluation, is like no message of it."""
+        self.is_on, self._entries, self._at = False, [], 0
+
     def note(self, entry: Entry | None) -> None:
         """What the next message is."""
         if self.is_on:

@@ -61,6 +61,10 @@ class SlotWriter(Writer):
         """A step starts that is like the first one of its program."""
         self._slots.add([each.slot for each in self._rehearsal.begin(program)])
 
+    def end(self) -> None:
+        """It is over."""
+        self._rehearsal.end()
+
     def write_into_slot(self, tree: Any) -> PipedMessage | None:
         """What the other end is to be told, if it does not know."""
         self._driver.enter()
@@ -186,6 +190,10 @@ class SlotReader(Reader):
         """A step starts that is like the first one of its program."""
         self._rehearsal.begin(program)
 
+    def end(self) -> None:
+        """It is over."""
+        self._rehearsal.end()
+
     def read_ahead(self) -> Any:
         """The tree of the next message without a word of it, on the GPU once the current stream gets there; None if
         there has to be a word.
@@ -261,18 +269,20 @@ class SlotReader(Reader):
         """From any thread: no stream of this process waits for the other end any more. It would go on with what is in
         the slots, so they are filled with NaN.
         """
-        with self._releasing:
-            self._released = True
+        self._released = True
+        if self._releasing.acquire(timeout=_PATIENCE):  # a wait that is being queued counts, but may find no room
+            self._releasing.release()
         board = self._board
         if board is None or board.number(ARRIVED) >= self._count:
             return
-        self._driver.enter()
-        for address, capacity in list(self._regions.values()):
-            size = max(1, LEAST_REGION // capacity) * capacity
-            self._driver.fill(address, _NOT_A_NUMBER, size, self._rescue.cuda_stream)
-        deadline = time.monotonic() + _PATIENCE
-        while not self._rescue.query() and time.monotonic() < deadline:
-            time.sleep(_A_MOMENT)
+        with contextlib.suppress(RuntimeError, TransportError):  # the GPU may have failed
+            self._driver.enter()
+            for address, capacity in list(self._regions.values()):
+                size = max(1, LEAST_REGION // capacity) * capacity
+                self._driver.fill(address, _NOT_A_NUMBER, size, self._rescue.cuda_stream)
+            deadline = time.monotonic() + _PATIENCE
+            while not self._rescue.query() and time.monotonic() < deadline:
+                time.sleep(_A_MOMENT)
         self.stay_released()
 
     def stay_released(self) -> None:
