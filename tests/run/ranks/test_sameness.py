@@ -98,6 +98,34 @@ def test_replicas_have_batches_of_their_own(launch: Launch) -> None:
     launch(has_replicas, 4)
 
 
+def one_changes_its_shape() -> None:
+    """Only rank 3 sees that this batch has another shape. Had the others begun with the step, they would be a step
+    ahead of it from then on.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    me = dist.get_rank()
+    x, y = batch(mesh.get_local_rank("dp"))
+    with pipeline(layers(2), mesh=mesh, static_shapes=True) as pipe:
+        pipe.step(x, y)
+        words = "rank [23] has refused this step, so no rank begins it"
+        if me == 3:
+            words = r"the inputs of this one are float32 \[16, 7\], where they were float32 \[16, 6\]: give all steps"
+        with pytest.raises(ConfigError, match=words):
+            pipe.step(torch.zeros(16, 7) if me == 3 else x, y)
+        pipe.evaluate(*batch(0, 5))  # may have any shape
+        before = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+        pipe.zero_grad()
+        pipe.step(x, y)
+        after = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
+        assert before
+        assert all(map(torch.equal, before, after))
+        assert pipe.steps == 2
+
+
+def test_a_batch_of_another_shape_on_one_rank_is_refused_by_all_where_shapes_are_static(launch: Launch) -> None:
+    launch(one_changes_its_shape, 4)
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 DIFFER = r"do not start with the same weights: 0.weight, 0.bias, 1.weight and 5 more differ between rank 0 and rank 1"

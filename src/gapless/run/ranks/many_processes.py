@@ -236,7 +236,7 @@ class ManyProcesses:
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
         self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
         if self._links.static is not None and not program.inference:
-            self._links.static.check(program, inputs, target)
+            self._sameness.refuse(self._links.static.fault(program, inputs, target))
         return self._exchange.weights(counted, room, share)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
