@@ -13,7 +13,8 @@ from gapless.plan.search.bound import Bounds, CutBounds
 from gapless.plan.search.breakdown import breakdown
 from gapless.plan.search.choices import RECIPES
 from gapless.plan.search.footprint import footprints
-from gapless.plan.search.least_work import Limits
+from gapless.plan.search.in_order import followed_at_once, least_in_order
+from gapless.plan.search.least_work import Limits, layer_works
 from gapless.plan.search.search import search
 from gapless.plan.search.wanted import Wanted
 from gapless.schedule.lower import Passes, lowered
@@ -77,6 +78,9 @@ def attack(seed: int) -> float:
     peaks = [float(device.total) for device in footprints(profile, stages, timeline)]
     limits = Limits(tuple(peaks) if chance.random() < 0.5 else (max(peaks),) * K, 1, profile.slack)
     least = Bounds(profile).seconds(recipe, each, mesh, M, speeds, limits)
+    if K > 1 and recipe not in ("auto", "v-half", "v-min"):
+        works = layer_works(profile, True)
+        least = max(least, least_in_order(profile, works, plain, followed_at_once(plain), speeds, limits))
     step = breakdown(profile, stages, timeline, mesh)
     assert least <= step.total, seed
     return least / step.total if step.total else 1.0

@@ -5,6 +5,7 @@ choices    what is chosen from: pipelines, microbatches, recipes, stages per dev
 filling    what devices can do before the first backward
 least_work what layers take at the least
 ends       what the device with the last layer takes, where devices have several stages
+in_order   what a choice takes whose order is known
 bound      what no plan of a choice can be below
 estimate   about what a choice takes: the order in which they are tried
 auto_order the order that `auto` finds for devices with rooms of their own

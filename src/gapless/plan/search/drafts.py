@@ -128,11 +128,18 @@ class Drafts:
         self.effort += timeline.schedule.num_actions
         return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
 
+    def fixed_order(self, choice: Choice) -> Schedule | None:
+        """Its order, if no cost changes it."""
+        if choice.recipe in _WEIGHT:
+            return None
+        sizes = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
+        return self._named(choice.recipe, stages_per_device=choice.stages_per_device, **sizes)
+
     def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes) -> Schedule:
+        if (fixed := self.fixed_order(choice)) is not None:
+            return fixed
         sizes: dict[str, Any] = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
         sizes["stages_per_device"] = choice.stages_per_device
-        if choice.recipe not in _WEIGHT:
-            return self._named(choice.recipe, **sizes)
         # The orders of vees depend on times, which recomputes inside backwards change.
         key = (choice, counts, modes if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
         if key not in self._plain:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Mesh
@@ -12,8 +12,9 @@ from gapless.plan.search.bound import Bounds
 from gapless.plan.search.choices import Choice, microbatches
 from gapless.plan.search.drafts import Drafts, Modes
 from gapless.plan.search.estimate import Totals, estimated
-from gapless.plan.search.least_work import Limits
-from gapless.schedule.action import BACKWARDS, Kind, Schedule
+from gapless.plan.search.in_order import followed_at_once, least_in_order
+from gapless.plan.search.least_work import Limits, layer_works
+from gapless.schedule.action import Schedule
 
 
 class Least:
@@ -39,9 +40,7 @@ class Least:
         recompute at least one of their stages.
         """
         last = [0] * (len(counts) - 1) + [choice.microbatches]
-        if plain is not None and id(plain) not in self._at_once:
-            self._at_once[id(plain)] = plain, _followed_at_once(plain)
-        kept_ = last if plain is None else self._at_once[id(plain)][1]
+        kept_ = last if plain is None else self._followed(plain)
         profile, speeds, M = self.drafts.profile(choice.samples), self.drafts.speeds(choice), choice.microbatches
         works = [layer.forward.median + min(layer.whole_backward, _halves(layer)) for layer in profile.layers]
         least, ends = 0.0, [0, *accumulate(counts)]
@@ -61,6 +60,19 @@ class Least:
         bounds, speeds = self._bounds(choice.samples), self.drafts.speeds(choice)
         room = self._room(choice)
         return bounds.seconds(choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches, speeds, room)
+
+    def in_order(self, choice: Choice) -> float:
+        """The same by what its order holds, where that does not depend on costs; it takes longer to know."""
+        room, plain = self._room(choice), self.drafts.fixed_order(choice)
+        if room is None or plain is None or choice.mesh.num_devices == 1:
+            return 0.0
+        profile, speeds = self.drafts.profile(choice.samples), self.drafts.speeds(choice)
+        return least_in_order(profile, layer_works(profile, True), plain, self._followed(plain), speeds, room)
+
+    def _followed(self, plain: Schedule) -> list[int]:
+        if id(plain) not in self._at_once:
+            self._at_once[id(plain)] = plain, followed_at_once(plain)
+        return self._at_once[id(plain)][1]
 
     def _room(self, choice: Choice) -> Limits | None:
         limits = [math.inf if limit is None else float(limit) for limit in self.drafts.limits(choice)]
@@ -85,16 +97,6 @@ class Least:
 
 def _halves(layer: Layer) -> float:
     return layer.input_grad.median + layer.weight_grad.median
-
-
-def _followed_at_once(schedule: Schedule) -> list[int]:
-    """Per stage how many backwards come right behind their forwards: these are never recomputed."""
-    found = [0] * schedule.num_stages
-    for row in schedule.rows:
-        for before, action in pairwise(row):
-            same = before.kind is Kind.FORWARD and action[::2] == before[::2]
-            found[action.stage] += same and action.kind in BACKWARDS
-    return found
 
 
 def _least_slower(contention: Contention, choice: Choice) -> float:

@@ -178,12 +178,7 @@ class _Attempts:
                 choice, "too large: its devices together have less than parameters, gradients and optimizer state need"
             )
             return None
-        if least >= self.step:
-            self._reject(
-                choice,
-                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
-                f"{show_seconds(self.step)}",
-            )
+        if self._is_slower(choice, least):
             return None
         over = self.out_of_time()
         if (over and self.tried) or (self.judge.drafts.effort > until and self.found):
@@ -198,12 +193,25 @@ class _Attempts:
             self.untried += 1
             self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
             return None
+        least = max(least, self.judge.least.in_order(choice))
+        if self._is_slower(choice, least):
+            return None
         self.tried += 1
         refinable = choice.recipe != "auto" and not self.judge.few_cuts(choice)
         plan = self._judged(choice, min(best_here, _HOPELESS * self.step) if refinable else self.step)
         if plan is not None or not self.judge.is_too_large(choice):
             self.least = min(self.least, least)
         return plan
+
+    def _is_slower(self, choice: Choice, least: float) -> bool:
+        """Whether it is rejected since it can't be below the best so far."""
+        if least >= self.step:
+            self._reject(
+                choice,
+                f"it takes at least {show_seconds(least)}, however it is cut and ordered, and the best takes "
+                f"{show_seconds(self.step)}",
+            )
+        return least >= self.step
 
     def try_nearest(self) -> None:
         """Of what is too large for its devices together, to tell by how much."""
