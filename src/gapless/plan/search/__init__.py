@@ -13,6 +13,7 @@ drafts     a choice with its cuts and its schedule, and what each device would h
 least      what choices take at the least, and about what they take
 footprint  bytes of each device at its peak
 breakdown  where the time of a step goes
+recomputes what may be recomputed on a device that is too full
 judge      from a choice to the quickest plan that fits
 refine     the last per cent: cuts moved layer by layer
 search     all choices, ranked

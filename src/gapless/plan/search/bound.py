@@ -38,7 +38,8 @@ class Bounds:
         self._works = cache(lambda together: layer_works(profile, together))
         self._any = cache(self._of_any_recipe)
         self._line = cache(self._best_line)
-        self._vee, self._loop = cache(self._ends.vee), cache(self._ends.loop)
+        ends = self._ends
+        self._vee, self._loop, self._ended = cache(ends.vee), cache(ends.loop), cache(ends.line)
         self._in_room = cache(self._pace_in_room)
         self._packed = cache(lambda devices: packed([work.all for work in self._works(True)], devices))
 
@@ -50,12 +51,19 @@ class Bounds:
         microbatches: int,
         speeds: Sequence[float],
         room: Limits | None = None,
+        enough: float = math.inf,
     ) -> float:
-        """Of a step, with the sum of gradients and the update. `room`: None without a limit."""
+        """Of a step, with the sum of gradients and the update. `room`: None without a limit. What takes longer to know
+        is left out where the rest is `enough`.
+        """
         found = self._any(stages_per_device, mesh, microbatches, tuple(speeds), room)
+        if found * (1 - ROUNDING) >= enough:
+            return found * (1 - ROUNDING)
         if mesh.num_devices > 1 and stages_per_device == 1:
             line = self._line(tuple(speeds), microbatches, recipe in WHOLE)
             found = max(found, line + self._update(speeds))
+            if room is not None and len(set(speeds)) == 1:
+                found = max(found, self._ended(mesh, microbatches, speeds[0], room) + self._update(speeds))
         elif mesh.num_devices > 1 and len(set(speeds)) == 1:
             ends = self._at_ends(recipe, stages_per_device, mesh, microbatches, speeds[0], room)
             found = max(found, ends + self._update(speeds))

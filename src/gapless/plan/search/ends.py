@@ -21,7 +21,7 @@ from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.filling import Fill
 from gapless.plan.search.least_work import ROUNDING, LeastWork, Limits, alike
-from gapless.schedule.placement import Placement, loop, vee
+from gapless.schedule.placement import Placement, line, loop, vee
 
 
 class Ends:
@@ -55,17 +55,46 @@ class Ends:
                     continue
                 back = down + (self._handed[L] - self._handed[a]) / speed + hops
                 # Either everything is recomputed, since Z lies between a forward of A and its backward; or it is kept.
-                idle = self._idle(a, b, M, speed, down, back)
+                busy = load + self._idle(a, b, M, speed, down, back)
                 if room is not None:
                     left = room.each[0] - profile.reserved - kept[a] - (kept[L] - kept[b])
                     if left < 0:
                         continue
-                    ahead = min(M, int(left / (1 + room.slack) / self._held[a] + ROUNDING)) if self._held[a] else M
-                    again = idle + M * self._again[a] / speed
-                    idle = min(again, self._idle(a, b, ahead, speed, down, back))
+                    ahead = self._ahead(a, M, left / (1 + room.slack))
+                    pace = M * (back + self._handed[a] / speed) / ahead if ahead else math.inf
+                    kept_all = max(pace, load + self._idle(a, b, ahead, speed, down, back))
+                    busy = min(kept_all, busy + M * self._again[a] / speed)
                 sizes = self._gradients[a], self._gradients[L] - self._gradients[b]
-                best = min(best, max(others, load + idle + mesh.sum_seconds(profile, 0, min(sizes))))
+                best = min(best, max(others, busy + mesh.sum_seconds(profile, 0, min(sizes))))
         return best if best < math.inf else 0.0  # nothing fits: whoever tries it says why
+
+    def line(self, mesh: Mesh, M: int, speed: float, room: Limits) -> float:
+        """Of one stage on each device: what the layers before a leave behind, on device 0, is there until the
+        microbatch comes back.
+        """
+        K, L, entry = mesh.num_devices, len(self._works), self._entry
+        placement = line(K)
+        back = self._down(placement, mesh, speed) + self._handed[L] / speed + self._hops(placement, mesh, K - 1)
+        kept = self._kept(room)
+        best = math.inf
+        for a in range(1, L - K + 2):
+            load = M * (self._all[a] + entry.all) / speed
+            if load >= best:
+                break
+            others = M * (self._others(a, L, K - 1) + entry.all) / speed
+            left = room.each[0] - self._profile.reserved - kept[a]
+            if others < best and left >= 0:
+                ahead = self._ahead(a, M, left / (1 + room.slack))
+                pace = M * back / ahead if ahead else math.inf
+                # Or it is recomputed, but where a backward is the next action behind its forward: the device waits.
+                waits = back - (self._forward[a] + entry.forward + self._handed[a]) / speed
+                again = M * max(0.0, min(self._again[a] / speed, waits))
+                best = min(best, max(others, min(max(load, pace), load + again)))
+        return best if best < math.inf else 0.0
+
+    def _ahead(self, a: int, M: int, room: float) -> int:
+        """Microbatches of which the layers before a can be held."""
+        return min(M, int(room / self._held[a] + ROUNDING)) if self._held[a] else M
 
     def _idle(self, a: int, b: int, ahead: int, speed: float, down: float, back: float) -> float:
         """Of device 0 of a vee, which runs so many forwards of A before the first microbatch comes back to it. `down`:

@@ -6,6 +6,7 @@ cut by memory too, or recomputed where that is needed, and the quickest of all i
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice, product
 
@@ -18,6 +19,7 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
 from gapless.plan.search.footprint import in_flight_at_peak, over_limit, sent
 from gapless.plan.search.least import Least
+from gapless.plan.search.recomputes import recomputes
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.simulate import simulate
@@ -25,13 +27,13 @@ from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes, show_seconds
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
-_OVER = 1.1  # times what all devices have: no other cuts of several stages each have been seen to fit
-_FAR = 1.25  # times the best step: lowering has not been seen to gain more
+_OVER = 1.1  # times what all devices have: no other cuts of several stages each fitted
+_NEAR = 1.03  # times the best step: the other cuts of `auto` have not been seen to gain more
+_FAR = 1.25  # and lowering not more than this
 _FEW_CUTS = 1000  # ways to cut a model that are looked at one by one
 _EFFORT = 60_000  # actions that are simulated for the cuts of one choice
 _QUICK = 500_000  # what an order of `auto` may take where more than one is made
 _FINISHED = 3  # drafts that are lowered
-_SURE = 0.8  # of what must be freed: that much is known before it is tried
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the devices that `auto` recomputes on, those with the least room first
 
 
@@ -98,7 +100,7 @@ class Judge:
         found: list[Draft] = []
         missed: GaplessError | None = None
         for each in tried:
-            if found and self.cut_bounds(choice).seconds(each) >= best:
+            if found and (found[0].seconds > _NEAR * best or self.cut_bounds(choice).seconds(each) >= best):
                 continue
             try:
                 found.append(self._fitted_auto(choice, each, best))
@@ -109,10 +111,9 @@ class Judge:
 
     def _cut_again(self, draft: Draft, best: float) -> list[Draft]:
         """Cut for what is recomputed."""
-        try:
+        with suppress(GaplessError):
             return [self.fitted(draft.choice, self.drafts.cut(draft.choice, draft.remat), best)]
-        except GaplessError:
-            return []
+        return []
 
     def _all_cuts(self, choice: Choice, best: float) -> list[Draft]:
         """Those that may be the quickest, the most promising first."""
@@ -208,7 +209,9 @@ class Judge:
                 flying = in_flight_at_peak(made.schedule, made.alone)
             for device, excess in full.items():
                 if device not in options:
-                    options[device] = iter(self._recomputes(made, device, flying, excess / (1 + self.drafts.slack)))
+                    options[device] = iter(
+                        recomputes(made, device, self.drafts.again, flying, excess / (1 + self.drafts.slack))
+                    )
                 changes = next(options[device], None)
                 if changes is None:
                     raise self._too_large(made)
@@ -226,34 +229,6 @@ class Judge:
         least = self.least.recomputed(choice, counts, modes, plain, full)
         if least >= best:
             raise TooSlowError(f"it fits only with recomputes, and then takes at least {show_seconds(least)}")
-
-    def _recomputes(self, draft: Draft, device: int, flying: Sequence[float], excess: float) -> list[dict[int, Remat]]:
-        """What may be recomputed of the stages of a device, what costs least time first; those that can't free enough
-        are left out, but for what frees most.
-        """
-        stages, own = draft.alone, draft.choice.placement.stages[device]
-        times = stages.costs.per_stage("recompute", stages.placement)
-        sizes = stages.costs.per_stage("activation", stages.placement)
-        words: tuple[Remat, ...] = ("none", *self.drafts.again)
-        options = [dict(zip(own, row, strict=True)) for row in product(words, repeat=len(own))][1:]
-
-        def cost(option: dict[int, Remat]) -> tuple[float, int]:
-            extra = sum(float(times[stage]) for stage, word in option.items() if word != "none")
-            return float(f"{extra:.9g}"), sum(word == "layer" for word in option.values())
-
-        def freed(option: dict[int, Remat]) -> float:
-            back = kept_ = 0.0
-            for stage, word in option.items():
-                layers = stages.layers[stage]
-                inner = sum(layer.boundary for layer in layers[:-1]) if word == "layer" else 0
-                if word != "none":
-                    kept_ += flying[stage] * (float(sizes[stage]) - stages.boundary[stage] - inner)
-                    one = max(layer.activation for layer in layers)
-                    back = max(back, one if word == "layer" else float(sizes[stage]))
-            return kept_ - back
-
-        most = max(map(freed, options))
-        return [each for each in sorted(options, key=cost) if freed(each) >= min(most, _SURE * excess)]
 
     def _fitted_auto(self, choice: Choice, counts: tuple[int, ...], best: float) -> Draft:
         """It finds an order for any room; but with less recomputed that may be a slow one."""

@@ -55,11 +55,12 @@ class Least:
             least = max(least, (busy + (some if device in full else 0.0)) / speeds[device])
         return least * _least_slower(profile.contention, choice) * (1 - 1e-9)
 
-    def seconds(self, choice: Choice) -> float:
-        """What no plan of this choice can be below."""
+    def seconds(self, choice: Choice, enough: float = math.inf) -> float:
+        """What no plan of this choice can be below; no more than `enough` is looked for."""
         bounds, speeds = self._bounds(choice.samples), self.drafts.speeds(choice)
         room = self._room(choice)
-        return bounds.seconds(choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches, speeds, room)
+        parts = choice.recipe, choice.stages_per_device, choice.mesh, choice.microbatches
+        return bounds.seconds(*parts, speeds, room, enough)
 
     def in_order(self, choice: Choice) -> float:
         """The same by what its order holds, where that does not depend on costs; it takes longer to know."""

@@ -171,7 +171,7 @@ class _Attempts:
         cuts are looked at, those of one recipe are held against the best of these devices: what is behind the best of
         all may be ahead once it is refined.
         """
-        least = self.judge.least.seconds(choice)
+        least = self.judge.least.seconds(choice, self.step)
         if least == math.inf:
             self.hopeless.append(choice)
             self._reject(
@@ -254,7 +254,7 @@ class _Attempts:
         for choice, plan in ranked:
             if plan.step_seconds > _HOPELESS * ranked[0][1].step_seconds:
                 break
-            if self.judge.least.seconds(choice) >= self.step:
+            if self.judge.least.seconds(choice, self.step) >= self.step:
                 continue
             if choice.recipe not in seen and len(seen) < _REFINED:
                 seen.add(choice.recipe)

@@ -58,6 +58,7 @@ _REST = tuple(
 )
 _EFFORT = 40_000
 _LARGE = 4_000  # actions: from here on the recipes come first, and what is far behind them is not justified
+_FEW = 2  # where memory is short and the recipes have gone first, policies rarely win
 _HOPELESS = 1.1  # justification rarely gains more than a tenth, and what starts that far behind has never won
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
@@ -115,6 +116,8 @@ class _Tries:
     def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
         policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
         passes = max(4, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
+        if self._is_large(placement) and self.limit is not None and _slow_recipes(placement, self.costs):
+            passes = _FEW
         seen: set[Schedule] = set()
         for policy in islice(policies, passes):
             if self._is_below(bounds) or self._reaches(bounds):

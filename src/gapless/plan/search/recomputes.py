@@ -1,0 +1,41 @@
+"""What may be recomputed of the stages of a device, so that it fits."""
+
+from collections.abc import Sequence
+from itertools import product
+
+from gapless.plan.plan import Remat
+from gapless.plan.search.drafts import Draft
+
+_SURE = 0.8  # of what must be freed: that much is known before it is tried
+
+
+def recomputes(
+    draft: Draft, device: int, again: Sequence[Remat], flying: Sequence[float], excess: float
+) -> list[dict[int, Remat]]:
+    """For each way the word of every stage of the device, what costs least time first. Those that can't free the
+    `excess` are left out, but for what frees most. `again`: the words there are; `flying`: per stage how many
+    microbatches are held at the peak.
+    """
+    stages, own = draft.alone, draft.choice.placement.stages[device]
+    times = stages.costs.per_stage("recompute", stages.placement)
+    sizes = stages.costs.per_stage("activation", stages.placement)
+    words: tuple[Remat, ...] = ("none", *again)
+    options = [dict(zip(own, row, strict=True)) for row in product(words, repeat=len(own))][1:]
+
+    def cost(option: dict[int, Remat]) -> tuple[float, int]:
+        extra = sum(float(times[stage]) for stage, word in option.items() if word != "none")
+        return float(f"{extra:.9g}"), sum(word == "layer" for word in option.values())
+
+    def freed(option: dict[int, Remat]) -> float:
+        back = kept_ = 0.0
+        for stage, word in option.items():
+            layers = stages.layers[stage]
+            inner = sum(layer.boundary for layer in layers[:-1]) if word == "layer" else 0
+            if word != "none":
+                kept_ += flying[stage] * (float(sizes[stage]) - stages.boundary[stage] - inner)
+                one = max(layer.activation for layer in layers)
+                back = max(back, one if word == "layer" else float(sizes[stage]))
+        return kept_ - back
+
+    most = max(map(freed, options))
+    return [each for each in sorted(options, key=cost) if freed(each) >= min(most, _SURE * excess)]
