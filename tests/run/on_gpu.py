@@ -229,12 +229,15 @@ def tree_loss(state: dict[str, Any], target: Tensor) -> Tensor:
 
 
 def changes_its_shape(backend: TransportName) -> None:
-    """After three steps of one shape, one of another, and what each rank says to it."""
+    """After three steps of one shape, one of another, and what each rank says to it. Then an edit on one rank."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    reference = copy.deepcopy(model).cuda()
     pipe = gapless.Pipeline(
-        nn.Sequential(*(Block() for _ in range(4))),
+        model,
         mesh=mesh_over(backend),
         microbatches=4,
         loss=F.mse_loss,
+        seed=SEED,
         timeout=60,
         transport=backend,
         static_shapes=True,
@@ -246,7 +249,12 @@ def changes_its_shape(backend: TransportName) -> None:
         assert evaluated.loss is not None
     with refused():
         pipe.step(torch.cat([x, x]), torch.cat([y, y]))
-    pipe.step(x, y)
+    if dist.get_rank() == 0:  # which makes its program anew
+        model[0].register_forward_hook(lambda *_: None)
+    for step in (3, 4, 5):
+        ours = pipe.step(step * x, y)
+        plain = gapless.plain_step(reference, step * x, y, loss=F.mse_loss, microbatches=4, seed=SEED, step=step)
+        assert_same(ours.loss, plain.loss, f"step {step}")
     pipe.close()
 
 

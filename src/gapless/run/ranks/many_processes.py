@@ -235,8 +235,10 @@ class ManyProcesses:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
         self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
-        if self._links.static is not None and not program.inference:
-            self._sameness.refuse(self._links.static.fault(program, inputs, target))
+        if self._links.static is not None and not program.inference and isinstance(program.channels, RankChannels):
+            fault = self._links.static.fault(program, inputs, target)
+            if not self._sameness.agreed(fault, ready=program.channels.needs_no_word):
+                program.channels.rehearse()
         return self._exchange.weights(counted, room, share)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:

@@ -115,16 +115,20 @@ class Sameness:
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def refuse(self, fault: str) -> None:
-        """On all ranks of the mesh, if any of them has a fault: one that went on would be a step ahead of it."""
+    def agreed(self, fault: str, *, ready: bool) -> bool:
+        """Whether all ranks of the mesh are ready. All of them refuse if any has a fault: one that went on would be a
+        step ahead of it.
+        """
         for group, ranks in ((self._pp, self._seat.pp_ranks), (self._dp, self._seat.dp_ranks)):
             if group is not None:
-                found = _gathered(group, torch.tensor([[float(bool(fault)), 0.0]], dtype=torch.float64))
+                found = _gathered(group, torch.tensor([[float(bool(fault)), float(ready)]], dtype=torch.float64))
                 guilty = [rank for rank, row in zip(ranks, found, strict=True) if row[0, 0]]
                 if guilty and not fault:
                     fault = f"rank {guilty[0]} has refused this step, so no rank begins it: its error says why"
+                ready = all(row[0, 1] for row in found)
         if fault:
             raise ConfigError(fault)
+        return ready
 
     def _refuse(self, fault: str) -> None:
         """On all ranks of the mesh, if any row has a fault."""

@@ -127,6 +127,22 @@ def test_only_the_first_step_of_a_program_is_told_and_every_evaluation(pair: Pai
         assert pair.run(fewer, short_step, "of 3 rows") == none_told
 
 
+def test_a_program_that_one_rank_has_made_anew_is_rehearsed_by_all(pair: Pair) -> None:
+    """As after a hook that only one rank has added: the other one would read where nothing is written any more."""
+    schedule = make_schedule("zb-h1", devices=2, microbatches=2)
+    step = pair.program(schedule)
+    first = pair.run(schedule, step, "of 8 rows")
+    assert first == {"activation": 2, "gradient": 2}
+    assert pair.run(schedule, step, "of 8 rows").total() == 0
+    step[0] = RankChannels(schedule, pair.ranks[0])
+    assert [each.needs_no_word for each in step] == [False, True]
+    for each in step:
+        each.rehearse()
+    assert pair.run(schedule, step, "of 8 rows") == first
+    assert [each.needs_no_word for each in step] == [True, True]
+    assert pair.run(schedule, step, "of 8 rows").total() == 0
+
+
 class Meeting:
     """The group of a pipeline, in which somebody looks at a rank that waits."""
 

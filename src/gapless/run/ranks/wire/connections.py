@@ -194,6 +194,10 @@ def _check_reached(made: Connections) -> None:
         )
 
 
+class _Play:
+    """What a rehearsal is for: a new one is rehearsed anew, and what was known of the old one is let go of."""
+
+
 class RankChannels:
     """What one device sends and receives in one schedule. Where shapes are static, its host does not wait for others in
     the middle of a step, but for the first one.
@@ -208,6 +212,7 @@ class RankChannels:
         self._takers = takers(schedule, gets)
         has_gpus = connections.in_parcels
         self._is_static = has_gpus and connections.static is not None and schedule.kinds != {Kind.FORWARD}
+        self._play, self._is_rehearsed = _Play(), False
         self._arriving: list[Incoming] = []  # of messages that need no word
         self._leaving: list[Outgoing] = []
         if self._is_static:
@@ -219,9 +224,9 @@ class RankChannels:
     def begin(self) -> None:
         """A step starts."""
         for arriving in self._arriving:
-            arriving.begin(self)
+            arriving.begin(self._play)
         for leaving in self._leaving:
-            leaving.begin(self)
+            leaving.begin(self._play)
 
     def end(self) -> None:
         """A step without words ends well only if every device has sent what it was to send, of the right shapes. All of
@@ -232,7 +237,19 @@ class RankChannels:
                 arriving.end()
             for leaving in self._leaving:
                 leaving.end()
+            self._is_rehearsed = True
             self._connections.meet()
+
+    @property
+    def needs_no_word(self) -> bool:
+        """In the next step; the other ends may."""
+        return self._is_rehearsed or not self._is_static
+
+    def rehearse(self) -> None:
+        """The next step tells what comes, as the first one did. A rank that has made its program anew knows nothing,
+        and what it sends is elsewhere: all ranks have to do this then.
+        """
+        self._play, self._is_rehearsed = _Play(), False
 
     def in_stream(self, channel: Channel) -> bool:
         source, target, kind = channel
