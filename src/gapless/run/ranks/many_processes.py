@@ -236,8 +236,8 @@ class ManyProcesses:
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
         self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
         if self._links.static is not None and not program.inference and isinstance(program.channels, RankChannels):
-            fault = self._links.static.fault(program, inputs, target)
-            if not self._sameness.agreed(fault, ready=program.channels.needs_no_word):
+            agreed = partial(self._sameness.agreed, ready=program.channels.needs_no_word)
+            if not self._links.static.agreed(program, inputs, target, agreed):
                 program.channels.rehearse()
         return self._exchange.weights(counted, room, share)
 

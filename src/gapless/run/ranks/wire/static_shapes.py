@@ -1,6 +1,7 @@
 """Steps that are promised to have the shapes of the first one, and do not."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from gapless.errors import ConfigError
@@ -13,19 +14,26 @@ class StaticShapes:
     def __init__(self) -> None:
         self._first: weakref.WeakKeyDictionary[object, list[str | None]] = weakref.WeakKeyDictionary()
 
-    def fault(self, program: object, inputs: Any, target: Any) -> str:
-        """Of a step that is about to begin, in words if there is one. A rank need not have all of the batch, and may
-        have another one than the ranks that use theirs, so others may find no fault.
+    def agreed(self, program: object, inputs: Any, target: Any, ask: Callable[[str], bool]) -> bool:
+        """What all ranks answer before a step begins. They are asked with the fault of its batch, if it has one: a rank
+        need not have all of it, and may have another one than the ranks that use theirs, so others may find none. If
+        they refuse, the step was not the first one.
         """
         found = [_shapes(inputs), _shapes(target)]
-        for word, now, first in zip(("inputs", "targets"), found, self._first.setdefault(program, found), strict=True):
-            if now is not None and first is not None and now != first:
-                return (
-                    f"static_shapes=True says that all steps have the shapes of the first one, and the {word} of this "
-                    f"one are {now}, where they were {first}: give all steps batches of one shape (a DataLoader with "
-                    "drop_last=True does), or leave out static_shapes"
-                )
-        return ""
+        answer = ask(_fault(found, self._first.get(program, found)))
+        self._first.setdefault(program, found)
+        return answer
+
+
+def _fault(found: list[str | None], first: list[str | None]) -> str:
+    for word, now, before in zip(("inputs", "targets"), found, first, strict=True):
+        if now is not None and before is not None and now != before:
+            return (
+                f"static_shapes=True says that all steps have the shapes of the first one, and the {word} of this one "
+                f"are {now}, where they were {before}: give all steps batches of one shape (a DataLoader with "
+                "drop_last=True does), or leave out static_shapes"
+            )
+    return ""
 
 
 def another_shape(tree: Any) -> ConfigError:
