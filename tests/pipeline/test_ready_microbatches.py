@@ -117,7 +117,11 @@ def test_a_traced_model_counts_its_own_labels() -> None:
         ([torch.zeros(2, 3)], torch.zeros(2), "with cut=False target is a list of microbatches, but it is a Tensor"),
         ([torch.zeros(1, 3)] * 3, None, "3 microbatches were given, but there must be 1 to 2: make the pipeline with"),
         ([], None, "0 microbatches were given, but there must be 1 to 2"),
-        ([torch.zeros(1, 3)] * 2, [torch.zeros(1)], "2 microbatches were given with 1 targets: give one for each"),
+        (
+            [torch.zeros(1, 3)] * 2,
+            [torch.zeros(1)],
+            "the number of microbatches is 2, and of targets 1: give one for each",
+        ),
         ([torch.zeros(1, 3), torch.zeros(0, 3)], None, r"microbatch 1 is empty \(0 samples\): leave it out"),
     ],
 )

@@ -85,9 +85,7 @@ def test_batch_dims_say_where_to_cut() -> None:
     assert [part[0].shape for part in mb.split((torch.zeros(4, 6), torch.zeros(2, 6)), 3, 1)] == [(4, 2)] * 3
     with pytest.raises(ConfigError, match=r"batch_dims names \['y'\], which the batch does not have"):
         mb.split(tree, 2, {"y": 0})
-    with pytest.raises(
-        ConfigError, match=r"shape \(2, 5\) can't be cut along dimension 1, since the batch has 6 samples"
-    ):
+    with pytest.raises(ConfigError, match=r"shape \(2, 5\) can't be cut along dimension 1, since the batch size is 6"):
         mb.split((torch.zeros(4, 6), torch.zeros(2, 5)), 3, 1)
 
 

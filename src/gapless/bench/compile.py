@@ -10,6 +10,7 @@ from gapless.bench.outcome import Figure, of_rounds, quotients
 from gapless.bench.parameters import Between, Devices, Microbatches, Rounds, Steps, check_width
 from gapless.bench.rounds import Progress, silent, timed
 from gapless.pipeline.pipeline import Pipeline
+from gapless.units import show_count
 from gapless.zoo.gpt import gpt, next_token_loss
 
 TARGET = 1.0
@@ -60,8 +61,8 @@ def report(found: dict[str, Any]) -> str:
     """Both times, the gain, and what had to be spent on compiling before."""
     precision = "bfloat16 by autocast" if found["bf16"] else "float32"
     return told(
-        f"gpt of {found['depth']} layers, width {found['width']}, dropout {found['dropout']:g}, {precision}, "
-        f"{found['device']}\n{found['devices']} devices, {found['microbatches']} microbatches of "
+        f"gpt of {show_count(found['depth'], 'layer')}, width {found['width']}, dropout {found['dropout']:g}, "
+        f"{precision}, {found['device']}\n{found['devices']} devices, {found['microbatches']} microbatches of "
         f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
         {"eager": found["eager_seconds"], "compiled": found["seconds"]},
         ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']:g} on a GPU"),

@@ -41,6 +41,7 @@ from gapless.bench.report import milliseconds as in_ms
 from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent
 from gapless.errors import ConfigError
+from gapless.units import show_count
 from gapless.view import text
 
 _PEERS = ("1f1b", "interleaved", "zb-v")
@@ -68,7 +69,8 @@ def run(
         raise ConfigError("bench gpu needs an NVIDIA GPU, and there is none; bench emulated needs none")
     if layers % (2 * ranks):
         raise ConfigError(
-            f"{layers} layers can't be cut into {2 * ranks} equal stages: choose a multiple of {2 * ranks}"
+            f"{show_count(layers, 'layer')} can't be cut into {2 * ranks} equal stages: choose a multiple of "
+            f"{2 * ranks}"
         )
     check_width(width, heads=width // 64 or 64)
     contest = Contest(ranks, microbatches, "gpt", size=width, layers=layers // ranks, tokens=tokens)

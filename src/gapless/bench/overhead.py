@@ -12,6 +12,7 @@ from gapless.bench.rounds import Progress, ratio, silent, timed
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.plain import plain_step
+from gapless.units import show_count
 from gapless.zoo.gpt import gpt, next_token_loss
 
 TARGET = 1.03
@@ -53,10 +54,11 @@ def run(
 def report(found: dict[str, Any]) -> str:
     """Both times and their ratio, under whether the losses were bit-identical."""
     bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
-    threads = f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}"
+    counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
+    layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
     return told(
-        f"gpt of {found['depth']} layers, width {found['width']}, {found['batch']} x {found['length']} tokens, "
-        f"{found['microbatches']} microbatches, {threads}, {bits}",
+        f"gpt of {layers}, width {found['width']}, {found['batch']} x {found['length']} tokens, {parts}, {threads}, "
+        f"{bits}",
         {"pipeline of one device": found["seconds"], "plain loop": found["plain_seconds"]},
         ("ratio", f"{found['ratio']:.3f}", f"at most {found['target']}"),
     )

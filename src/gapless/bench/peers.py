@@ -34,6 +34,7 @@ from gapless.bench.report import tabular
 from gapless.bench.rounds import Contestant, Progress, median, ratio, silent, take_turns
 from gapless.errors import ConfigError
 from gapless.stage.intra_op import intra_op_threads
+from gapless.units import show_count
 
 _SIZES = {"light": (256, 64), "heavy": (1024, 2)}  # width, and samples in a microbatch
 
@@ -50,7 +51,9 @@ def run(
 ) -> dict[str, Any]:
     """A row for each size and way."""
     if layers % 2:
-        raise ConfigError(f"{layers} layers can't be cut into 2 stages for each device: choose an even number")
+        raise ConfigError(
+            f"{show_count(layers, 'layer')} can't be cut into 2 stages for each device: choose an even number"
+        )
     if wrong := [size for size in sizes if size not in _SIZES]:
         raise ConfigError(f"there is no size {wrong[0][:40]!r}: it is one of {', '.join(_SIZES)}")
     skipped = {"deepspeed": "it is not run here, since it must be started by its own launcher"}
@@ -114,7 +117,8 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
 def tables(found: Mapping[str, Any]) -> list[Grid]:
     """Quickest first."""
     note = "".join(f"{name}: {why}. " for name, why in found["skipped"].items()).strip()
-    title = f"Every way to train on {found['devices']} ranks, {found['microbatches']} microbatches, quickest first"
+    ranks, parts = show_count(found["devices"], "rank"), show_count(found["microbatches"], "microbatch")
+    title = f"Every way to train on {ranks}, {parts}, quickest first"
     return [Grid(title, ("size", "way", "step", "rounds", "of the limit"), _cells(found), note)]
 
 

@@ -168,8 +168,8 @@ def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
     name = type(model).__name__
     if traced and plan.cuts is None:
         raise ConfigError(
-            f"the plan counts {sum(plan.partition)} layers of a sequence, but this {name} is traced: give its layers "
-            "with layers=, or make a plan for it"
+            f"the plan counts {show_count(sum(plan.partition), 'layer')} of a sequence, but this {name} is traced: "
+            "give its layers with layers=, or make a plan for it"
         )
     if not traced and plan.cuts is not None:
         raise ConfigError(
@@ -323,8 +323,9 @@ def layers_per_stage(model: Layers, num_stages: int, asked: Sequence[int] | None
     check_enough_layers(len(model.layers), num_stages)
     if len(counts) != num_stages or sum(counts) != len(model.layers) or min(counts) < 1:
         raise PartitionError(
-            f"partition {list(counts)} has {len(counts)} stages and {sum(counts)} layers, but the schedule has "
-            f"{num_stages} stages and the model {len(model.layers)} layers: give at least 1 layer per stage"
+            f"partition {list(counts)} has {show_count(len(counts), 'stage')} and {show_count(sum(counts), 'layer')}, "
+            f"but the schedule has {show_count(num_stages, 'stage')} and the model "
+            f"{show_count(len(model.layers), 'layer')}: give at least 1 layer per stage"
         )
     return counts
 

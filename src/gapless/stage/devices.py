@@ -52,9 +52,9 @@ def _torch_device(name: torch.device | str) -> torch.device:
         raise ConfigError(f"device {device} is neither cpu nor cuda, as 'cpu' or 'cuda:0'")
     if device.type == "cpu":
         return device
-    if (device.index or 0) >= torch.cuda.device_count():
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"device {device} is not there: this machine has {torch.cuda.device_count()} CUDA devices; list some of "
-            "these, or 'cpu'"
+            f"device {device} is not there: this machine has {count} CUDA device{'s' if count != 1 else ''}; list some "
+            "of these, or 'cpu'"
         )
     return torch.device("cuda", device.index or 0)

@@ -150,7 +150,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         elif tensor.size(dim) != size:
             raise ConfigError(
                 f"a tensor of shape {tuple(tensor.shape)} can't be cut along dimension {dim}, "
-                f"since the batch has {size} samples."
+                f"since the batch size is {size}."
             )
         else:
             columns.append(list(tensor.tensor_split(count, dim)))

@@ -49,7 +49,9 @@ class Minibatch:
                 "microbatches= for the most that may come"
             )
         if target is not None and len(target) != len(inputs):
-            raise ConfigError(f"{len(inputs)} microbatches were given with {len(target)} targets: give one for each")
+            raise ConfigError(
+                f"the number of microbatches is {len(inputs)}, and of targets {len(target)}: give one for each"
+            )
         parts = [mb.as_dict(part) for part in inputs]
         sizes = [mb.batch_size(part, batch_dims) for part in parts]
         if 0 in sizes:
