@@ -111,6 +111,8 @@ def corpus(*, longest: int, characters: int, held_out: float = 0.15, standards: 
     standards    those whose catalogues are read, as a pattern
     """
     pairs = list(dict.fromkeys(_pairs(standards)))
+    if not pairs:
+        raise ValueError(f"standards is {standards!r}, but no catalogue of pycountry has such a name: try iso639*")
     left_out = Counter({"all": len(pairs)})
     different = [pair for pair in pairs if pair.foreign != pair.english]
     left_out["identical to English"] = len(pairs) - len(different)

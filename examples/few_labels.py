@@ -30,10 +30,9 @@ from study import (
     Report,
     Results,
     Study,
-    curve,
     main,
-    middles,
     more_than_chance,
+    numbers,
     option,
     spread,
     train,
@@ -57,21 +56,16 @@ Images = tuple[Tensor, Tensor]  # and their labels
 @dataclass(frozen=True)
 class Settings:
     seeds: int = option(5, "runs of each way, each with digits, weights and labels of its own")
-    pretraining: int = option(400, "updates on the first seven digits")
-    steps: int = option(60, "updates on the other three")
+    pretraining: int = option(400, "updates on the seven other digits")
+    steps: int = option(60, "updates on the three new digits")
     labels: str = option("2,5,10", "labels of each new digit, with commas between them")
-    width: int = option(16, "channels of the first layer")
+    width: int = option(16, "channels of the first layer, a multiple of 4")
 
 
 def counts_of(words: str) -> list[int]:
-    try:
-        counts = [int(each) for each in words.split(",")]
-    except ValueError as error:
-        raise ValueError(
-            f"labels is {words!r}, but it must be numbers with commas between them, such as 2,5"
-        ) from error
-    if not all(1 <= count <= TO_LEARN for count in counts):
-        raise ValueError(f"labels is {words!r}, but each number must be from 1 to {TO_LEARN}: there are no more images")
+    counts = sorted(set(numbers("labels", words, int)))
+    if max(counts) > TO_LEARN:
+        raise ValueError(f"labels is {words!r}, but there are {TO_LEARN} images of each digit to learn from: give less")
     return counts
 
 
@@ -198,10 +192,9 @@ def tune(
         chosen = few[torch.randint(len(few), (32,), generator=generator)]
         return inputs[chosen], targets[chosen]
 
-    losses = fit(results, model, batch, settings.steps, *choice)
+    fit(results, model, batch, settings.steps, *choice)
     parts = {"choose": choose, "test": test}
-    right = {name: accuracy(model, (inputs[part], targets[part])) for name, part in parts.items()}
-    return {**right, "curve": curve(losses, settings.steps)}
+    return {name: accuracy(model, (inputs[part], targets[part])) for name, part in parts.items()}
 
 
 @torch.no_grad()
@@ -223,19 +216,17 @@ def names_of(labels: str, task: str, seed: int) -> list[str]:
 
 def run(settings: Settings, results: Results) -> None:
     counts = counts_of(settings.labels)
+    if settings.width % 4:
+        raise ValueError(f"width is {settings.width}, but it must be a multiple of 4")
     for task, seed in product(TASKS, range(settings.seeds)):
         if all(name in results.found["runs"] for name in names_of(settings.labels, task, seed)):
             continue
         images, first = digits(task), f"{task}, pretraining, run {seed + 1}"
         weights = results.run(first, partial(pretrain, results, settings, images, seed))["weights"]
-        for labels, way in product(counts, WAYS):
-            for choice in CHOICES:
-                body = weights if way == "pretrained" else None
-                learn = partial(tune, results, settings, images, seed, labels, choice, body)
-                results.run(name_of(task, way, labels, choice, seed), learn)
-            for choice in CHOICES:
-                if choice != chosen(results.found, task, way, labels, seed):
-                    results.forget(name_of(task, way, labels, choice, seed), "curve")
+        for labels, way, choice in product(counts, WAYS, CHOICES):
+            body = weights if way == "pretrained" else None
+            learn = partial(tune, results, settings, images, seed, labels, choice, body)
+            results.run(name_of(task, way, labels, choice, seed), learn)
         results.forget(first, "weights")
 
 
@@ -308,13 +299,12 @@ class Contest:
             rows.append((self.task, str(self.labels), ", ".join(map(str, new_digits(seed))), *figures))
         return rows
 
-    def panels(self) -> list[curves.Panel]:
-        return [
-            curves.Panel(
-                f"{self.task}, {way}", f"{self.labels} labels of each", [result["curve"] for _, result in runs]
-            )
-            for way, runs in zip(WAYS, (self.scratch, self.tuned), strict=True)
-        ]
+
+def panels(contests: Sequence[Contest]) -> list[curves.Panel]:
+    """Accuracy of each run, by the number of labels: from scratch, and fine-tuned."""
+    by_run = [list(zip(*(contest.percents[way] for contest in contests), strict=True)) for way in (0, 1)]
+    named = zip(("scratch", "fine-tuned"), by_run, strict=True)
+    return [curves.Panel(f"{way}, {contests[0].task}", f"{len(runs)} runs", runs) for way, runs in named]
 
 
 def report(found: Found) -> Report:
@@ -354,9 +344,9 @@ def report(found: Found) -> Report:
             "The settings are three learning rates, each with the body at the full rate or at a tenth of it.",
             "No way moves images while it learns. Moved copies of the labels would be another remedy.",
         ],
-        middles(settings["steps"]),
-        [panel for contest in every for panel in contest.panels()],
-        ("update", "training loss"),
+        counts,
+        [panel for some in reversed(contests.values()) for panel in panels(some)],
+        ("labels of each digit", "accuracy, %"),
         [
             (
                 ("digits stand", "labels of each", "new digits", "scratch, %", rates, "fine-tuned, %", rates),

@@ -10,6 +10,7 @@ the baseline: many names differ only in a letter or two.
 """
 
 import itertools
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -65,10 +66,10 @@ class Size:
 
 
 def sizes_of(words: str) -> list[Size]:
-    try:
-        return [Size(*map(int, each.split("x"))) for each in words.split(",")]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"sizes is {words!r}, but each must be three numbers, such as 2x64x2") from error
+    sizes = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", each) for each in words.split(",")]
+    if not all(sizes):
+        raise ValueError(f"sizes is {words!r}, but each must be three numbers, such as 2x64x2")
+    return [Size(*map(int, size.groups())) for size in sizes if size]
 
 
 def equals(sizes: Sequence[Size]) -> list[tuple[Size, Size]]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from study import Found, Report, Results, Study, curve, main, middles, option
+from study import Found, Report, Results, Study, curve, main, middles, numbers, option
 from torch import Tensor, nn
 
 import gapless
@@ -44,7 +44,7 @@ class Settings:
     def places(self, layers: int | None) -> list[tuple[int, str]]:
         """Devices and schedules; `layers` limits the number of stages, and None is a graph that is cut anywhere."""
         found = []
-        for count in map(int, self.devices.split(",")):
+        for count in numbers("devices", self.devices, int):
             names: Sequence[str] = self.schedules.split(",")
             if self.schedules == "all":
                 names = ALL

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from gapless.view import curves
 
 Found = Mapping[str, Any]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
+Number = TypeVar("Number", int, float)
 POINTS = 40  # of a curve
 SURE = 3  # standard errors of a mean that is more than chance: with few runs, two are often chance
 _SHOW, _SAVE = 5.0, 30.0  # seconds
@@ -131,6 +132,7 @@ class Results:
         self._path = folder / f"{study.name}.json"
         self._unfinished = folder / f"{study.name}.unfinished"
         self._study, self._begun, self._line = study, time.monotonic(), ""
+        self._clocks, self.earlier = _clocks(), (0.0, 0.0)  # `earlier`: spent before the run under way was stopped
         self.found: dict[str, Any] = {"study": study.name, "settings": asdict(settings), "machine": machine()}
         self.found["runs"] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,14 +151,22 @@ class Results:
         if name not in runs:
             self._line = name
             self.show("begins")
-            wall, cpu = time.perf_counter(), time.process_time()
+            self._clocks, self.earlier = _clocks(), (0.0, 0.0)
             result = compute()
-            times = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+            times = dict(zip(("seconds", "cpu_seconds"), self.spent, strict=True))
             runs[name] = {**result, **{key: round(value, 1) for key, value in times.items()}}
             self._keep()
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self.show("done")
         return runs[name]
+
+    @property
+    def spent(self) -> tuple[float, float]:
+        """Seconds and CPU seconds of the run under way, with what it took before it was stopped."""
+        wall, cpu = (
+            now - then + before for now, then, before in zip(_clocks(), self._clocks, self.earlier, strict=True)
+        )
+        return wall, cpu
 
     @property
     def checkpoints(self) -> Path:
@@ -211,7 +221,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     with Checkpoints(results.checkpoints, pipe, keep=1, background=False) as checkpoints:
         if checkpoints.latest:
-            losses = list(checkpoints.load(optimizer, scheduler)["losses"])
+            state = checkpoints.load(optimizer, scheduler)
+            losses, results.earlier = list(state["losses"]), tuple(state["spent"])
             results.show(f"goes on from update {len(losses)}")
         shown = saved = time.monotonic()
         while len(losses) < updates:
@@ -233,7 +244,7 @@ def train(
                 results.show(f"update {len(losses)} of {updates}, loss {loss:.3f}")
             if now - saved > _SAVE:
                 saved = now
-                checkpoints.save(optimizer, scheduler, {"losses": losses})
+                checkpoints.save(optimizer, scheduler, {"losses": losses, "spent": results.spent})
     return losses
 
 
@@ -278,6 +289,21 @@ def more_than_chance(differences: Sequence[float]) -> int:
 def parameters_of(model: torch.nn.Module) -> int:
     """How many numbers it learns."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def numbers(name: str, words: str, kind: type[Number]) -> list[Number]:
+    """Those of an option, with commas between them."""
+    try:
+        found = [kind(each) for each in words.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{name} is {words!r}, but it must be numbers with commas between them") from error
+    if not min(found) > 0:
+        raise ValueError(f"{name} is {words!r}, but numbers must be above 0")
+    return found
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def _enough(value: Any) -> bool:

@@ -133,6 +133,28 @@ def test_a_gain_within_chance_is_not_called_help() -> None:
     assert few_labels.answer([0, -1]).endswith("It is worse for 1.")
 
 
+def test_a_cure_helps_only_if_it_does_so_by_more_than_chance() -> None:
+    deep = importlib.import_module("deep")
+    losses: dict[str, list[float | None]] = {
+        deep.SHALLOW: [2.0, 2.1, 2.2],
+        deep.NEITHER: [3.0, 3.1, 3.2],
+        deep.SCALED: [2.5, 2.61, 2.7],
+        deep.CLIPPED: [3.2, 2.9, 3.2],
+        deep.BOTH: [3.5, 3.61, None],  # the last has diverged
+    }
+    contest = deep.Contest(0.1, {way: [{"held_out": each} for each in some] for way, some in losses.items()})
+    assert contest.depth_costs() == (
+        "Without cures, at a rate of 0.1, depth hurts. "
+        "The loss is higher by 1.000 ± 0.000 than that of the shallow model, in 3 of 3 runs."
+    )
+    assert contest.cure(deep.SCALED) == (
+        "A scaled start helps. The loss is lower by 0.497 ± 0.006 than that without cures, in 3 of 3 runs."
+    )
+    assert contest.cure(deep.CLIPPED).startswith("Clipping logits makes no difference beyond chance.")
+    assert contest.cure(deep.BOTH).startswith("The pair of cures makes it worse. The loss is higher by 0.505 ± 0.007 ")
+    assert contest.cure(deep.BOTH).endswith(" in 2 of 2 runs. Runs that diverge: 1 instead of 0.")
+
+
 def test_what_tests_a_digit_neither_teaches_it_nor_chooses_settings() -> None:
     few_labels = importlib.import_module("few_labels")
     targets = torch.arange(3 * 174) % 3
@@ -150,8 +172,9 @@ def test_more_labels_than_there_are_and_numbers_of_nothing_are_refused_in_a_sent
     """500 labels left no image for the test, and the page said NaN."""
     study, main = importlib.import_module("few_labels").STUDY, example("study").main
     for words, told in (
-        (["--labels", "500"], "labels is '500', but each number must be from 1 to 50: there are no more images"),
-        (["--labels", "few"], "labels is 'few', but it must be numbers with commas between them, such as 2,5"),
+        (["--labels", "500"], "labels is '500', but there are 50 images of each digit to learn from: give less"),
+        (["--labels", "few"], "labels is 'few', but it must be numbers with commas between them"),
+        (["--labels", "2,0"], "labels is '2,0', but numbers must be above 0"),
         (["--seeds", "0", "--steps", "-1"], "--seeds 0 and --steps -1 can't be: numbers must be above 0"),
     ):
         assert main(study, ["--folder", str(tmp_path), *words]) == 2
@@ -174,12 +197,15 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_to_the_same_bits(
 ) -> None:
     study = example("study")
     monkeypatch.setattr(study, "_SAVE", 0.0)  # a checkpoint after every update
+    clock = [0.0]
+    monkeypatch.setattr(study, "_clocks", lambda: (clock[0], clock[0]))
 
     def fitted(folder: str, stop: int | None) -> dict[str, Any]:
         def batch(number: int) -> tuple[Tensor, Tensor]:
             if number == stop:
                 raise StoppedError
             asked.append(number)
+            clock[0] += 1  # a second for each minibatch
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
             return x, -x
 
@@ -202,6 +228,8 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_to_the_same_bits(
         fitted("stopped", 5)
     rest = fitted("stopped", None)
     assert rest["asked"] == [4, 5, 6, 7]
+    for times in (whole, rest):
+        assert times["seconds"] == times["cpu_seconds"] == 8.0  # with those from before the stop
     assert {key: rest[key] for key in ("losses", "weights")} == {key: whole[key] for key in ("losses", "weights")}
 
 
