@@ -151,9 +151,11 @@ class Peer:
             stack.callback(launcher.end, pids)
         try:
             arrived = [stack.enter_context(Connection(door.accept()[0].detach())) for _ in range(count)]
+            return sorted(arrived, key=lambda rank: int(rank.recv()))  # each begins with its number
         except TimeoutError:
             raise _RankFailedError("", "its ranks did not start within 60 s") from None
-        return sorted(arrived, key=lambda rank: int(rank.recv()))  # each begins with its number
+        except (EOFError, ConnectionError):
+            raise _RankFailedError("", "a rank ended as soon as it had started") from None
 
     def _prepare(self, names: Sequence[str]) -> dict[str, str | None]:
         """The order of the actions of each schedule that is not refused."""

@@ -118,7 +118,7 @@ def _prepare(rank: int, side: Side, contest: Contest, name: str, steps: dict[str
     try:
         order, steps[name] = side.prepare(contest, name, rank)
     except (ValueError, AssertionError) as error:
-        return Prepared(name, refused=str(error))
+        return Prepared(name, refused=str(error) or type(error).__name__)
     contest.tidy()
     steps[name]()  # the first asks the stages for their shapes
     contest.settle()
