@@ -13,7 +13,7 @@ the actions of a device have made and that are there at the same time (on a GPU:
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -32,9 +32,7 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
 from gapless.plan.plan import Plan, Remat
 from gapless.plan.profile.machine import Device, Mesh
-from gapless.plan.profile.profile import Layer, Profile, Seconds
-from gapless.plan.profile.sizes import measured_sizes
-from gapless.plan.profile.task import Task
+from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts
 from gapless.plan.search.judge import Judge
@@ -188,6 +186,7 @@ def _parts(minibatch: int) -> int:
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 _MINIBATCH = 8
+_SECONDS = 1.0  # of timing layers: a device that is quicker than the next one holds messages that nobody has taken yet
 
 
 def _subject(name: str, layers: int, width: int) -> Subject:
@@ -200,17 +199,11 @@ def _measured(subject: Subject, devices: int, place: torch.device, progress: Pro
     """A row for each way: what comes and goes in a step on the fullest device, as predicted from layers one by one, and
     as measured in the step.
     """
-    inputs, target = subject.batch(1)
-    task = Task(
-        subject.layers, inputs.to(place), target.to(place), subject.loss, "microbatch", place, torch.optim.AdamW
-    )
-    sizes, size = measured_sizes(task)
-    times: dict[str, Any] = dict.fromkeys(("forward", "input_grad", "weight_grad", "recompute"), Seconds(1.0))
-    layers = tuple(Layer(name=str(number), **times, **vars(each)) for number, each in enumerate(sizes))
-    profile = Profile(subject.name, layers, samples=1, input=size, slack=0.0)
+    progress(f"{subject.name}, layer by layer")
+    profile = replace(subject.profile(str(place), devices, _SECONDS), slack=0.0)
     rows = []
     for way, count in _WAYS:
-        if count > min(devices, len(layers)):
+        if count > min(devices, len(profile.layers)):
             continue
         progress(f"{subject.name}, {way}")
         plan = _plan(profile, way, count, _MINIBATCH)

@@ -189,6 +189,12 @@ def alone(generators: Sequence[torch.Generator] = ()) -> Iterator[list[Tensor]]:
                 generator.set_state(state)
 
 
+def stands_at(generator: torch.Generator, state: Tensor) -> bool:
+    """Whether it has drawn nothing since. States have numbers, even where a mode makes tensors that have none."""
+    with torch._C._DisableTorchDispatch():
+        return torch.equal(generator.get_state(), state)
+
+
 @contextlib.contextmanager
 def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
     """While it holds, these, which are torch's default ones, draw from `seed`, and nobody else draws."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .draws import alone, default_generators
+from .draws import alone, default_generators, stands_at
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -54,7 +54,7 @@ def watched(device: torch.device) -> Iterator[Touched]:
         finally:
             _put_back(profile)
             states = zip(generators, before, strict=True)
-            touched.seen |= any(not torch.equal(generator.get_state(), state) for generator, state in states)
+            touched.seen |= any(not stands_at(generator, state) for generator, state in states)
 
 
 def _put_back(profile: Any) -> None:

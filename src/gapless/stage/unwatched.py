@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .draws import default_generators
+from .draws import default_generators, stands_at
 from .exclusive import exclusively, if_free
 
 _MOST_MOVES = 3
@@ -108,7 +108,7 @@ class Unwatched:
         if before is None:
             return False
         with exclusively():
-            stay = all(torch.equal(generator.get_state(), state) for generator, state in before)
+            stay = all(stands_at(generator, state) for generator, state in before)
             if stay and self._put_back == _PutBack.times:
                 return False
         self._doubt, self._suspects, self._known = before, self._known, set()

@@ -183,3 +183,20 @@ def test_the_fullest_device_comes_first() -> None:
     found = held(make_schedule("1f1b", devices=4, microbatches=8))
     limits = [found[0].total - 1, found[1].total - 9, found[2].total, None]
     assert over_limit(found, limits) == [1, 0]
+
+
+def test_layer_by_layer_inputs_behind_the_running_layer_are_not_there() -> None:
+    # All inputs counted beside the largest layer with its own input: 350 of what are at most 320 bytes.
+    first, last = (profiles.layer(1.0, 0, size, boundary) for size, boundary in ((300, 20), (100, 4)))
+
+    def held(passed: int) -> Footprint:
+        layers = (replace(first, passed=passed), last)
+        profile = Profile("", layers, input=30, slack=0.0)
+        schedule = make_schedule("1f1b", devices=1, microbatches=1)
+        stages = make_stages(profile, (2,), schedule.placement, Mesh(1, 1), [1.0], ["layer"])
+        return footprints(profile, stages, simulate(schedule, stages.costs))[0]
+
+    # While layer 0 runs again: its 300 bytes with its input, and the gradient of what it returns.
+    assert (held(0).activations, held(0).workspace) == (300, 20)
+    # What layer 1 takes is what layer 0 took: it stays.
+    assert held(20).activations == 300

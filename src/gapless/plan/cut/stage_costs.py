@@ -74,9 +74,14 @@ def make_stages(
 def _layer_by_layer(
     costs: Costs, layers: Sequence[Sequence[Layer]], boundary: Sequence[int], modes: Sequence[str]
 ) -> Costs:
-    """Stages that keep the input of each layer, and make the rest again inside the backward."""
+    """Stages that keep the input of each layer, once where it is passed on, and make the rest again inside the
+    backward.
+    """
     chosen = [mode == "layer" for mode in modes]
-    inputs = [size + sum(layer.boundary for layer in own[:-1]) for size, own in zip(boundary, layers, strict=True)]
+    inputs = [
+        size + sum(layer.boundary - layer.passed for layer in own[:-1])
+        for size, own in zip(boundary, layers, strict=True)
+    ]
 
     def where(other: Sequence[Number], usual: Sequence[Number]) -> tuple[Number, ...]:
         return tuple(a if here else b for here, a, b in zip(chosen, other, usual, strict=True))

@@ -119,12 +119,12 @@ def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int
         workspaces = _workspaces(stages, stage, halves=stage in halved)
         after = {Kind.INPUT_GRAD: more, Kind.WEIGHT_GRAD: -more}
         given = {Kind.BACKWARD: input_, Kind.WEIGHT_GRAD: input_}
-        one = _largest_layer(stages, stage) if stages.remat[stage] == "layer" else {}
+        one = _one_by_one(stages, stage) if stages.remat[stage] == "layer" else {}
         for kind in Kind:
             waiting = after_backward if kind is Kind.FORWARD else after_forward
             workspace = workspaces.get(kind, 0)
-            held_more = one.get(kind, 0) + (more if one and kind is Kind.INPUT_GRAD else 0)
-            plain[stage, kind] = _Beside(0, held_more, waiting, workspace, after.get(kind, 0))
+            held_more, own_workspace = one.get(kind, (0, workspace))
+            plain[stage, kind] = _Beside(0, held_more, waiting, own_workspace, after.get(kind, 0))
             remade[stage, kind] = _Beside(
                 -input_ if kind is Kind.RECOMPUTE else 0,
                 # A forward makes all of it the first time too, and lets go of it at its end.
@@ -136,10 +136,35 @@ def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int
     return plain, remade
 
 
-def _largest_layer(stages: Stages, stage: int) -> dict[Kind, int]:
-    """Of a stage that is recomputed layer by layer: the activations of one layer are there while it runs."""
-    size = max(layer.activation for layer in stages.layers[stage])
-    return dict.fromkeys((Kind.FORWARD, Kind.INPUT_GRAD, Kind.BACKWARD), size)
+def _one_by_one(stages: Stages, stage: int) -> dict[Kind, tuple[int, int]]:
+    """Of a stage that is recomputed layer by layer, on top of the inputs of all its layers: the activations and the
+    workspace of the layer at which most is there.
+
+        F    layer 1 runs: the inputs of layers 2 and 3 are not there yet
+        B    layer 1 runs, forward again and then backward: those of layers 2 and 3 are no longer there
+        I    the same, but what their W needs is there instead
+    """
+    layers = stages.layers[stage]
+    begin = layers[-1].boundary if stage < len(stages.layers) - 1 else 0
+    most: dict[Kind, tuple[int, int]] = {}
+
+    def note(kind: Kind, activations: int, workspace: int) -> None:
+        if kind not in most or activations + workspace > sum(most[kind]):
+            most[kind] = activations, workspace
+
+    later = later_halves = 0  # inputs of the layers behind, less what their W needs
+    for number, layer in reversed(list(enumerate(layers))):
+        input_ = layers[number - 1].boundary if number else stages.boundary[stage]
+        own = layer.activation - min(input_, layer.activation)
+        beside = begin if number < len(layers) - 1 else 0
+        again = layer.forward_workspace + (layer.boundary if number < len(layers) - 1 or begin else 0)
+        note(Kind.FORWARD, own - later, layer.forward_workspace)
+        note(Kind.BACKWARD, own - later, max(again, layer.workspace + beside))
+        note(Kind.INPUT_GRAD, own - later_halves, max(again, layer.halves_workspace + beside))
+        gone = input_ - (layers[number - 1].passed if number else 0)  # what was passed on is an input before it, too
+        later += gone
+        later_halves += gone - layer.kept_for_weight_grad
+    return most
 
 
 def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
@@ -160,9 +185,6 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
         forward = max(forward, layer.forward_workspace - given)
         backward = max(backward, layer.halves_workspace + beside - gone)
         whole = max(whole, layer.workspace + beside - gone)
-        if stages.remat[stage] == "layer":  # those of other layers are not there at all, and the backward runs F again
-            backward, whole = max(backward, forward), max(whole, forward)
-            continue
         own = max(0, layer.activation - layer.overlap)
         given += own
         gone += own - layer.kept_for_weight_grad if halves else own
