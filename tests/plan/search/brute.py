@@ -148,7 +148,7 @@ def _held(schedule: Schedule, parts: list[tuple[Layer, ...]], remat: tuple[str, 
             elif kind is Kind.RECOMPUTE:
                 now += size
             elif by_layer and kind is Kind.INPUT_GRAD:
-                for_a_while = one + size  # what W needs is there, and the layer that runs
+                for_a_while = size  # the layer that runs, and what W of those behind it needs: at the first one all
             elif by_layer and kind is Kind.BACKWARD:
                 for_a_while = one
             most = max(most, now + for_a_while)

@@ -119,7 +119,7 @@ def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int
         workspaces = _workspaces(stages, stage, halves=stage in halved)
         after = {Kind.INPUT_GRAD: more, Kind.WEIGHT_GRAD: -more}
         given = {Kind.BACKWARD: input_, Kind.WEIGHT_GRAD: input_}
-        one = _one_by_one(stages, stage) if stages.remat[stage] == "layer" else {}
+        one = _one_by_one(stages, stage, halves=stage in halved) if stages.remat[stage] == "layer" else {}
         for kind in Kind:
             waiting = after_backward if kind is Kind.FORWARD else after_forward
             workspace = workspaces.get(kind, 0)
@@ -136,13 +136,13 @@ def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int
     return plain, remade
 
 
-def _one_by_one(stages: Stages, stage: int) -> dict[Kind, tuple[int, int]]:
+def _one_by_one(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, tuple[int, int]]:
     """Of a stage that is recomputed layer by layer, on top of the inputs of all its layers: the activations and the
     workspace of the layer at which most is there.
 
         F    layer 1 runs: the inputs of layers 2 and 3 are not there yet
         B    layer 1 runs, forward again and then backward: those of layers 2 and 3 are no longer there
-        I    the same, but what their W needs is there instead
+        I    the same, but what their W needs is there instead; with `halves` B is an I, too
     """
     layers = stages.layers[stage]
     begin = layers[-1].boundary if stage < len(stages.layers) - 1 else 0
@@ -160,7 +160,8 @@ def _one_by_one(stages: Stages, stage: int) -> dict[Kind, tuple[int, int]]:
         again = layer.forward_workspace + (layer.boundary if number < len(layers) - 1 or begin else 0)
         note(Kind.FORWARD, own - later, layer.forward_workspace)
         note(Kind.BACKWARD, own - later, max(again, layer.workspace + beside))
-        note(Kind.INPUT_GRAD, own - later_halves, max(again, layer.halves_workspace + beside))
+        for kind in (Kind.INPUT_GRAD, Kind.BACKWARD) if halves else ():
+            note(kind, own - later_halves, max(again, layer.halves_workspace + beside))
         gone = input_ - (layers[number - 1].passed if number else 0)  # what was passed on is an input before it, too
         later += gone
         later_halves += gone - layer.kept_for_weight_grad
