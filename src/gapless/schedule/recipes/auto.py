@@ -58,7 +58,7 @@ _REST = tuple(
 )
 _EFFORT = 40_000
 _LARGE = 4_000  # actions: from here on the recipes come first, and what is far behind them is not justified
-_FEW = 2  # where memory is short and the recipes have gone first, policies rarely win
+_FEW = 4  # where memory is short and the recipes have gone first, policies rarely win
 _HOPELESS = 1.1  # justification rarely gains more than a tenth, and what starts that far behind has never won
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
