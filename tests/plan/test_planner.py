@@ -151,6 +151,7 @@ def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_where_time_does_not_grow_with_the_samples_microbatches_are_large() -> None:
     layers = [Emulated(forward=2e-3, input_grad=2e-3, weight_grad=2e-3) for _ in range(4)]

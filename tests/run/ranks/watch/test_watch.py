@@ -504,7 +504,7 @@ def straggles(slow: str) -> None:
 
 
 @pytest.mark.alone  # who is slow is a matter of time
-@pytest.mark.parametrize("slow", [-1, 0, 2])
+@pytest.mark.parametrize("slow", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_device_twice_as_slow_as_the_others_is_named_once(server: Server, tmp_path: Path, slow: int) -> None:
     with server.crew(straggles, 3, slow, folder=tmp_path) as crew:
         assert set(crew.ended().values()) == {0}, crew.everything()
