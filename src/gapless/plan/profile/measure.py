@@ -158,17 +158,17 @@ class _Phases:
             with intra_op_threads(self._threads), self._autocast.replayed():
                 with self._turn:
                     self._by_itself(index, runner)
-                self._together.wait()
-                # From here on nobody waits: in a pipeline, too, one runs forward while the other runs backward.
-                chance = random.Random(index)
-                for _ in range(_MORE * self._rounds if len(self._runners) > 1 else 0):
-                    if self._failures:
-                        return
-                    begin = time.perf_counter()
-                    runner.stages("whole")
-                    runner.stages("halves")
-                    # Or the same would always be beside the same.
-                    time.sleep(_PAUSE * chance.random() * (time.perf_counter() - begin))
+                for kind in ("whole", "halves") if len(self._runners) > 1 else ():
+                    self._together.wait()  # a pipeline runs all its backwards whole, or all in halves
+                    # Then nobody waits: in a pipeline, too, one runs forward while the other runs backward.
+                    chance = random.Random(index)
+                    for _ in range(_MORE * self._rounds):
+                        if self._failures:
+                            return
+                        begin = time.perf_counter()
+                        runner.stages(kind)
+                        # Or the same would always be beside the same.
+                        time.sleep(_PAUSE * chance.random() * (time.perf_counter() - begin))
                 beside = runner.taken()
                 runner.updates()
                 with self._turn:

@@ -100,6 +100,8 @@ class Runner:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._given: dict[int, Any] = {0: task.inputs}  # the inputs of each group
         self._times = Times()
+        self._alone = num_devices == 1
+        self._step = 0
 
     def round(self, turn: int) -> None:
         """All passes over all layers, in an order that differs from turn to turn."""
@@ -131,6 +133,8 @@ class Runner:
                 group, ways = [number], list(_WAYS)
                 layers = [copied(self._task.layers[number], self._task.device)]
             stages = {way: self._task.stage(layers, group[0], **_WAYS[way]) for way in ways}
+            for stage in stages.values():
+                stage.compute_alone(self._alone)
             parameters = [each for each in stages["whole"].parameters() if each.requires_grad]
             if number >= 0 and self._task.optimizer is not None and parameters:
                 self._optimizers[number] = self._task.optimizer(parameters)
@@ -140,9 +144,10 @@ class Runner:
     def _pass(self, kind: str, as_one: bool, place: int) -> None:
         numbers, value = [-1 - place] if as_one else self.groups[-1 - place], self._given[place]
         stages = [self._made(number)[kind] for number in numbers]
+        self._step += 1  # a stage takes a closer look at its first one, and at few of those that follow
         forward, backward = _LETTERS[kind]
         for number, stage in zip(numbers, stages, strict=True):
-            more: dict[str, Any] = {"step": 0, "defer": kind == "halves"}
+            more: dict[str, Any] = {"step": self._step, "defer": kind == "halves"}
             if stage.loss is not None:
                 more |= {"target": self._task.target}
             begin = self._clock.now()
