@@ -4,10 +4,11 @@ A dispatch mode sees every tensor that is made and notes when its storage dies. 
 without data; a GPU's own allocator also knows what kernels take for themselves.
 """
 
+import gc
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -74,8 +75,16 @@ class GpuMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def on(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Python's collector rests: what it freed meanwhile, of an earlier pipeline say, would count as ours."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
     def live(self) -> int:
         torch.cuda.synchronize(self._device)
