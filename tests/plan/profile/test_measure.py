@@ -65,8 +65,9 @@ def test_what_a_layer_returns_may_be_held_anyway() -> None:
 
 
 def test_what_waits_for_a_weight_gradient_is_the_input_and_the_gradient() -> None:
-    linear, tanh, _ = profiled(layers()).layers
+    linear, tanh, last = profiled(layers()).layers
     assert linear.kept_for_weight_grad == 2 * BOUNDARY
+    assert (linear.kept_input, tanh.kept_input, last.kept_input) == (BOUNDARY, 0, BOUNDARY)
     assert tanh.kept_for_weight_grad == 0
     # Its W makes the gradients of weight and bias, one after the other.
     assert linear.weight_workspace >= linear.parameters

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
 from gapless.plan.profile.profile import Sizes
@@ -56,7 +57,7 @@ def _sizes(task: Task, make: Callable[[Any], Any], *, fake: bool) -> tuple[list[
         stage = task.stage([here], number, split=True)
         size, outputs = _of_stage(stage, meter, inputs, target)
         if fake:  # such tensors are not deferred, so what W needs was not seen
-            size["kept_for_weight_grad"] = size["activation"]
+            size["kept_for_weight_grad"], size["kept_input"] = size["activation"], size["input"]
         parameters = list(here.parameters()) if isinstance(here, nn.Module) else []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         size["parameters"] = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
@@ -100,6 +101,7 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
             size["input"] = meter.live() - start
             meter.peak()
             made = stage.forward(0, given, step=0, defer=halves, want_outputs=stage.loss is None, **more)
+            came_in = {StorageWeakRef(each.untyped_storage()): each.nbytes for each in mb.flatten(given)[0]}
             del given
             forward, with_output = meter.peak(), meter.live()
             del made
@@ -115,6 +117,7 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
             if halves:
                 held = meter.live()
                 size["kept_for_weight_grad"] = held - start
+                size["kept_input"] = sum(each for storage, each in came_in.items() if not storage.expired())
                 meter.peak()
                 stage.backward_weight(0)
                 size["halves_workspace"], size["weight_workspace"] = taken, meter.peak() - held

@@ -188,7 +188,9 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
         whole = max(whole, layer.workspace + beside - gone)
         own = max(0, layer.activation - layer.overlap)
         given += own
-        gone += own - layer.kept_for_weight_grad if halves else own
+        # An input that the layer before holds too is there in any case.
+        shared = min(layer.overlap, layer.kept_input)
+        gone += own - max(0, layer.kept_for_weight_grad - shared) if halves else own
     weight = max(layer.weight_workspace for layer in layers)
     return {
         Kind.FORWARD: forward,
