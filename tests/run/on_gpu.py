@@ -230,6 +230,7 @@ def tree_loss(state: dict[str, Any], target: Tensor) -> Tensor:
 
 def changes_its_shape(backend: TransportName) -> None:
     """After three steps of one shape, one of another, and what each rank says to it. Then an edit on one rank."""
+    torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
     reference = copy.deepcopy(model).cuda()
     pipe = gapless.Pipeline(
