@@ -37,8 +37,10 @@ def rendered(folder: Path) -> str:
     parts = [_machines(list(outcomes.values()))]
     if rows:
         parts.append(_markdown(Grid("", ("command", "what counts", "meant", "median", "rounds"), rows)))
+    several = len({each.environment["cores"] for each in outcomes.values()}) > 1
     for each in outcomes.values():
-        parts += [f"`{each.command}`\n\n{_markdown(grid)}" for grid in each.tables]
+        where = f", on {each.environment['cores']} cores" if several else ""
+        parts += [f"`{each.command}`{where}\n\n{_markdown(grid)}" for grid in each.tables]
     return "\n\n".join(parts)
 
 

@@ -116,10 +116,26 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
 
 def tables(found: Mapping[str, Any]) -> list[Grid]:
     """Quickest first."""
-    note = "".join(f"{name}: {why}. " for name, why in found["skipped"].items()).strip()
+    left_out = [f"{name}: {why}." for name, why in found["skipped"].items()]
+    note = " ".join([*_verdicts(found), *left_out])
     ranks, parts = show_count(found["devices"], "rank"), show_count(found["microbatches"], "microbatch")
     title = f"Every way to train on {ranks}, {parts}, quickest first"
     return [Grid(title, ("size", "way", "step", "rounds", "of the limit"), _cells(found), note)]
+
+
+def _verdicts(found: Mapping[str, Any]) -> list[str]:
+    """For each size: our best against torch's best, by the medians."""
+    said = []
+    for size in dict.fromkeys(row["size"] for row in found["rows"]):
+        steps = {row["way"]: median(row["rounds"]) for row in found["rows"] if row["size"] == size}
+        best = {
+            side: min((way for way in steps if way.startswith(side)), key=steps.__getitem__, default=None)
+            for side in ("gapless", "torch ")
+        }
+        ours, theirs = best.values()
+        if ours is not None and theirs is not None:
+            said.append(f"{size}: {ours} is {steps[theirs] / steps[ours]:.2f} times as fast as {theirs}.")
+    return said
 
 
 def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -141,4 +157,4 @@ def report(found: dict[str, Any]) -> str:
     """A line for each way."""
     grid = tables(found)[0]
     left = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
-    return tabular(grid.title, grid.headings, grid.rows, "", *left, left=2)
+    return tabular(grid.title, grid.headings, grid.rows, "", *_verdicts(found), *left, left=2)
