@@ -42,7 +42,7 @@ from gapless.schedule.simulate import simulate
 SIDES = ("gapless", "gapless, ranks", "torch", "torchgpipe")
 _NAMES: dict[str, Sequence[str]] = {"torch": ALL, "torchgpipe": ("gpipe",)}
 _LEAST = 0.98  # of its bound: whatever is quicker was measured wrong
-_SECONDS_OF_A_ROUND, _MOST_STEPS = 0.6, 9
+_SECONDS_OF_A_ROUND, _MOST_STEPS = 1.5, 9
 _LONGEST = 2.0  # seconds of a step, beyond which torchgpipe is left out of a cell
 
 

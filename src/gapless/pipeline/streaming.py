@@ -34,6 +34,7 @@ from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Place
 from gapless.stage.versions import Versions
+from gapless.units import show_count
 
 if TYPE_CHECKING:
     from gapless.run.flow.rank_flow import RankFlow
@@ -220,8 +221,8 @@ def _cut(
     count, traced = options.microbatches, isinstance(staged.model, Captured)
     if (size := mb.batch_size(inputs, options.batch_dims)) < count:
         raise ConfigError(
-            f"a minibatch of {size} samples can't be cut into {count} microbatches, and in a stream each must have as "
-            "many: drop the last minibatch of the loader (drop_last=True)"
+            f"a minibatch of {show_count(size, 'sample')} can't be cut into {count} microbatches, and in a stream each "
+            "must have as many: drop the last minibatch of the loader (drop_last=True)"
         )
     has_first, has_last = (stage in made_of for stage in (0, len(staged.partition) - 1))
     if stream.is_running and not (has_first or has_last or traced):

@@ -25,6 +25,7 @@ from gapless.train.config import Config, Part
 from gapless.train.data import Batch, Feed, make_feeds, with_shape
 from gapless.train.learning_rate import Scheduled, scheduled
 from gapless.train.torchrun import Ranks
+from gapless.units import show_count
 
 _LEFT_OUT = {"next_token": -100, "cross_entropy": -100, "nll_loss": -100, "translation": 0}  # targets
 
@@ -165,7 +166,8 @@ class Job:
         if microbatches is not None and microbatches > size:
             shared = "" if replicas == 1 else f" of a replica, of which there are {replicas},"
             raise ConfigError(
-                f"a minibatch{shared} of {size} samples can't be cut into {microbatches} microbatches: use fewer"
+                f"a minibatch{shared} of {show_count(size, 'sample')} can't be cut into {microbatches} microbatches: "
+                "use fewer"
             )
 
 

@@ -91,8 +91,8 @@ def joined(config: Config) -> Iterator[Ranks]:
     if size % devices:
         fitting = f"--nproc-per-node {devices}" if size < devices else f"a multiple of {show_count(devices, 'rank')}"
         raise ConfigError(
-            f"torchrun started {size} ranks, but pipeline.devices is {devices}, one rank for each: start {fitting}, or "
-            f"--set pipeline.devices={size}"
+            f"torchrun started {show_count(size, 'rank')}, but pipeline.devices is {devices}, one rank for each: start "
+            f"{fitting}, or --set pipeline.devices={size}"
         )
     kind = "cuda" if _on_gpus(config) else "cpu"
     if kind == "cuda":
