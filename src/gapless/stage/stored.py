@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from gapless.errors import GaplessError
 
 _NOTHING = object()
-_OWN = frozenset(("_parameters", "_buffers", "_modules"))
+_OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
+_HOLDERS = (list, tuple, dict)
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _WAY_OUT = (
     "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
@@ -148,9 +149,11 @@ class WatchedForward(contextlib.AbstractContextManager[None]):
     def _attributes(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in self._modules:
             for name, value in list(module.__dict__.items()):
+                if name in _OWN:
+                    continue
                 if isinstance(value, Tensor):
                     yield module, name, value
-                elif name not in _OWN and isinstance(value, list | tuple | dict):
+                elif isinstance(value, _HOLDERS):
                     for number, each in enumerate(list(value.values() if isinstance(value, dict) else value)):
                         if isinstance(each, Tensor):
                             yield module, f"{name}[{number}]", each
