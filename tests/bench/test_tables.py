@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gapless.bench import breakdown, docs_tables, throughput
+from gapless.bench import breakdown, docs_tables, peers, throughput
 from gapless.bench.outcome import Grid, Outcome, of_rounds, read
 from gapless.cli import main
 
@@ -21,6 +21,17 @@ def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFi
     assert [row[3] for row in fast.rows if row[2] == "1"] == ["1.00", "1.00"]
     assert [row[5] for row in fast.rows][:2] == ["1", "1.07"]
     assert len(slow.rows) == 2
+
+
+def test_our_best_is_told_beside_torch_s_best_and_torchgpipe_is_not_torch() -> None:
+    steps = {"copies": 1.0, "gapless, ranks zb-v": 3.0, "gapless, one process 1f1b": 2.0, "torch 1f1b": 3.0}
+    steps |= {"torch zb-v": 2.5, "torchgpipe gpipe": 0.5}
+    rows = [{"size": "light", "way": way, "rounds": [step], "of_limit": 1.0} for way, step in steps.items()]
+    rows.append({"size": "heavy", "way": "gapless, ranks zb-v", "rounds": [1.0], "of_limit": 1.0})  # no peer ran
+    found = {"rows": rows, "skipped": {"deepspeed": "not there"}, "devices": 2, "microbatches": 4}
+    told = "light: gapless, one process 1f1b is 1.25 times as fast as torch zb-v."
+    assert peers.tables(found)[0].note == f"{told} deepspeed: not there."
+    assert told in peers.report(found)
 
 
 def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,14 @@
 """Measuring: what a layer holds to the byte, what it takes, and that the model stays as it was."""
 
+import gc
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from gapless.errors import ConfigError
 from gapless.plan.profile.contention import ALONE
@@ -15,11 +18,13 @@ from gapless.plan.profile.meter import (
     EXPANDABLE_SLACK,
     PAGE,
     SEGMENTED_SLACK,
+    GpuMeter,
     StorageMeter,
     bytes_of,
     has_expandable_segments,
 )
 from gapless.plan.profile.profile import Profile
+from gapless.stage import stored
 from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 16, 8
@@ -48,6 +53,31 @@ def test_sizes_are_right_to_the_byte(alone: bool) -> None:
     assert last.overlap == BOUNDARY  # what tanh keeps is the input of the next
     assert last.activation >= 2 * BOUNDARY  # its input, and the difference that the loss needs
     assert tanh.workspace == 2 * BOUNDARY  # the gradient that its backward begins with, and the one that it makes
+
+
+class Notes(nn.Module):
+    """Of each forward, whether it is watched for tensors that layers store."""
+
+    watched: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watched.append(any(type(mode) is stored._Reads for mode in _get_current_function_mode_stack()))
+        return 2 * x
+
+
+def test_most_forwards_that_are_timed_are_those_of_ordinary_steps() -> None:
+    """All were those of a first step, which is watched: plans said 1.5 times what a step of small layers takes."""
+    Notes.watched.clear()
+    profiled([nn.Linear(WIDTH, WIDTH), Notes(), nn.Linear(WIDTH, WIDTH)])
+    assert Notes.watched[0]
+    timed = Notes.watched[len(Notes.watched) // 2 :]  # sizes come first, and two rounds that do not count
+    assert timed.count(False) > len(timed) / 2
+
+
+def test_the_collector_rests_while_a_gpu_s_memory_is_read() -> None:
+    with GpuMeter(torch.device("cuda:0")).on():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_what_a_layer_returns_may_be_held_anyway() -> None:

@@ -39,7 +39,7 @@ class Sizes:
     activation            bytes that F leaves behind until I or B
     kept_for_weight_grad  bytes that stay from I until W, the gradients that W needs among them; as many as the
                           activation unless given
-    kept_input            the part of these that is the layer's own input; as many as the overlap unless given
+    kept_input            the part of these that is the layer's own input
     boundary              bytes of what it returns, which is what crosses where a stage ends here
     workspace             bytes it takes while B runs, on top of all that is kept, with the gradient of what it returns
     forward_workspace, halves_workspace, weight_workspace   the same for F and R, for I and for W; as many as for B
@@ -57,13 +57,13 @@ class Sizes:
     optimizer_state: int = _size("parameters", 2)
     activation: int = _size(needed=True, rounded=math.ceil)
     kept_for_weight_grad: int = _size("activation", rounded=math.ceil)
+    kept_input: int = _size(rounded=math.floor)
     boundary: int = _size(needed=True, rounded=math.ceil)
     workspace: int = _size(rounded=math.ceil)
     forward_workspace: int = _size("workspace", rounded=math.ceil)
     halves_workspace: int = _size("workspace", rounded=math.ceil)
     weight_workspace: int = _size("halves_workspace", rounded=math.ceil)
     overlap: int = _size(rounded=math.floor)
-    kept_input: int = _size("overlap", rounded=math.floor)
     libraries: int = _size()
     update_workspace: int = _size()
     held_output: int = _size(rounded=math.floor)
