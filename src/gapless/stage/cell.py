@@ -23,7 +23,7 @@ from .buffers import Buffers, Owned
 from .calls import Calls
 from .deferred import given
 from .intake import Intake, copied
-from .kept import Kept, Work, leaf_of
+from .kept import Kept, Work, edge_of, leaf_of
 from .mode import Restart
 from .reach import Reached
 from .tie import Place, Tie, running
@@ -130,7 +130,7 @@ class Cell:
         if node is not None and then is not None and not self._with_loss:
             handed = value.detach().requires_grad_()
             then(handed)
-            kept.edges = [GradientEdge(node, value.output_nr)]
+            kept.edges = [edge_of(value)]
         else:
             if self._with_loss:
                 handed = kept.end(work, value, self._calls.loss(value, work.target), None)
