@@ -1,22 +1,25 @@
-"""Gradients as a whole: their norm, with bits that do not depend on how the model was cut."""
+"""Gradients as a whole: their norm, with the bits of torch's own function on a model in one piece, however it was cut.
+
+That takes the norm of each gradient, in its dtype, and then the norm of these: first those of one dtype, then those of
+the next, in an order of torch's own.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of norms
 
 
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """The norm of each gradient, in the order of the parameters, then the norm of these; gradients are scaled to
-    `max_norm`.
-    """
+    """The norm of all gradients, which are scaled to `max_norm`."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    device = grads[0].device
-    norms = [torch.linalg.vector_norm(grad, norm_type).to(device) for grad in grads]
-    return _scale(grads, torch.stack(norms), max_norm, norm_type)
+    return _scale(grads, [norm.to(grads[0].device) for norm in _norms(grads, norm_type)], max_norm, norm_type)
 
 
 def clip_everywhere(
@@ -30,24 +33,44 @@ def clip_everywhere(
     """The same for a model in parts: `parameters` are all of them, `mine` those that are here, and the norms of those
     `counted` nobody else adds.
     """
-    norms = torch.zeros(2, len(parameters), dtype=torch.float64)
-    for number, parameter in enumerate(parameters):
-        if parameter in counted and parameter.grad is not None:
-            norms[0, number] = unsharded(torch.linalg.vector_norm(parameter.grad, norm_type)).double().cpu()
-            norms[1, number] = 1
+    found = torch.zeros(2, len(parameters), dtype=torch.float64)  # each norm, and its dtype
+    here = {each: grad for each in counted if (grad := each.grad) is not None}
+    numbers = {each: number for number, each in enumerate(parameters)}
+    norms = _norms(list(here.values()), norm_type)
+    values = torch.stack([norm.double() for norm in norms]).tolist() if norms else []  # from a GPU in one copy
+    for parameter, norm, value in zip(here, norms, values, strict=True):
+        found[:, numbers[parameter]] = torch.tensor([value, 1 + _DTYPES.index(norm.dtype)], dtype=torch.float64)
     if group is not None:
-        group.allreduce([norms]).wait()
-    there = norms[1] > 0
-    if not there.any():
-        return torch.tensor(0.0)
-    first = parameters[int(there.nonzero()[0])]
+        group.allreduce([found]).wait()
     grads = [parameter.grad for parameter in parameters if parameter in mine and parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
-    return _scale(grads, norms[0, there].to(first.dtype).to(device), max_norm, norm_type)
+    there = [(norm, _DTYPES[int(dtype) - 1]) for norm, dtype in found.t().tolist() if dtype]
+    norms = [torch.tensor(norm, dtype=dtype, device=device) for norm, dtype in there]
+    return _scale(grads, norms, max_norm, norm_type) if norms else torch.tensor(0.0)
 
 
-def _scale(grads: Sequence[Tensor], norms: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+def _norms(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """By the kernels that torch's own function takes; of a sharded one, the whole."""
+    found = {number: unsharded(torch.linalg.vector_norm(each, norm_type)) for number, each in _sharded(grads)}
+    plain = [number for number in range(len(grads)) if number not in found]
+    for [each], places in _grouped([grads[number] for number in plain]):
+        norms = torch._foreach_norm(each, norm_type)
+        found |= {plain[place]: norm for place, norm in zip(places, norms, strict=True)}
+    return [found[number] for number in range(len(grads))]
+
+
+def _sharded(grads: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    return [(number, grad) for number, grad in enumerate(grads) if hasattr(grad, "full_tensor")]
+
+
+def _grouped(tensors: list[Tensor]) -> Any:
+    """Those of one device and dtype after another, in torch's order of these, and where they were."""
+    return _group_tensors_by_device_and_dtype([tensors], with_indices=True).values() if tensors else ()  # type: ignore[list-item]
+
+
+def _scale(grads: Sequence[Tensor], norms: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    ordered = [norm for [group], _ in _grouped(norms) for norm in group]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
         local(grad).mul_(scale.to(grad.device))
