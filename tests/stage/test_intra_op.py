@@ -55,22 +55,22 @@ def test_devices_of_one_thread_start_no_others() -> None:
 
 
 def test_it_is_put_back_and_concerns_the_calling_thread_alone() -> None:
-    before, levels = torch.get_num_threads(), _levels()
+    before, dynamic = torch.get_num_threads(), _dynamic()
     with intra_op_threads(1):
         assert torch.get_num_threads() == 1
         elsewhere: list[int | None] = []
-        _in_a_thread(lambda: elsewhere.append(_levels()))
-        assert elsewhere == [levels]
+        _in_a_thread(lambda: elsewhere.append(_dynamic()))
+        assert elsewhere == [dynamic]
         with intra_op_threads(2):
             assert torch.get_num_threads() == 2
-            assert _levels() == levels
+            assert _dynamic() == dynamic
         assert torch.get_num_threads() == 1
-    assert (torch.get_num_threads(), _levels()) == (before, levels)
+    assert (torch.get_num_threads(), _dynamic()) == (before, dynamic)
 
 
-def _levels() -> int | None:
+def _dynamic() -> int | None:
     openmp = _openmp()
-    return None if openmp is None else openmp.omp_get_max_active_levels()
+    return None if openmp is None else openmp.omp_get_dynamic()
 
 
 def test_a_library_in_a_folder_with_a_space_stops_nobody(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Not all of them obey torch.set_num_threads: on ARM, matrix products go through oneDNN to the Arm Compute Library, which
 asks OpenMP for a thread per core whatever was set, and devices side by side would have more threads than there are
-cores. Where one thread is meant, OpenMP is told to run nothing in parallel, which it keeps for each thread by
-itself. Bits stay the same: the work is cut as before, and done one piece after another.
+cores. Where one thread is meant, OpenMP is told that a number asked for is a wish ("dynamic"), so that what was set
+bounds it. It keeps both for each thread by itself; the number of nested levels, which would do too, some keep once for
+all. Bits stay the same: the work is cut as before, and done one piece after another.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ def set_intra_op_threads(count: int) -> None:
     torch.set_num_threads(count)
     openmp = _openmp()
     if openmp is not None:
-        openmp.omp_set_max_active_levels(0 if count == 1 else 1)
+        openmp.omp_set_dynamic(count == 1)
 
 
 @contextlib.contextmanager
@@ -31,14 +32,14 @@ def intra_op_threads(count: int) -> Iterator[None]:
     """For as long as it holds, for the calling thread; then as before."""
     before = torch.get_num_threads()
     openmp = _openmp()
-    levels = openmp.omp_get_max_active_levels() if openmp is not None else 0
+    dynamic = openmp.omp_get_dynamic() if openmp is not None else 0
     set_intra_op_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
         if openmp is not None:
-            openmp.omp_set_max_active_levels(levels)
+            openmp.omp_set_dynamic(dynamic)
 
 
 @cache
