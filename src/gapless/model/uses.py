@@ -71,7 +71,7 @@ def tie(
 
     def stray(place: Place, parameter: torch.Tensor) -> None:
         """A place uses it though no module there has it: a penalty on all weights in the loss, a function that takes a
-        weight from outside. A run shows that, before any backward of its step, and it is tied then.
+        weight from outside. A forward shows that, before its backward, and it is tied then.
         """
         assert isinstance(parameter, nn.Parameter)
         with lock:
@@ -98,6 +98,9 @@ def tie(
                 known.begin()
             else:
                 stages[place[0]].join(known, place[1])
+            if any(stages[stage].has_deferred(parameter) for stage in known.followers):
+                known.hold()
+                stages[known.stages[0]].exclude(parameter)
             for stage in known.followers:
                 stages[stage].exclude(parameter)
 

@@ -80,6 +80,8 @@ class Calls:
         self._casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
+        # Whether some of it is not torch's own, so that it may use what it likes.
+        self.is_open = any(way in (Way.INSIDE, Way.COMPILED) for way in ways)
         self.one_thread = False  # no other one of this process computes
         self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)

@@ -25,7 +25,7 @@ from .deferred import given
 from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
 from .mode import Restart
-from .reach import Reached
+from .reach import Reached, nodes_made
 from .tie import Place, Tie, running
 
 Stray = Callable[[Place, Tensor], None]
@@ -57,19 +57,20 @@ class Cell:
         self._step = -1
         self._cast_anew: tuple[Tie, ...] = ()  # in this step; one that is found in the middle of it waits for the next
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
-        self._own: set[Tensor] = set()
+        self._own: dict[int, Tensor] = {}  # parameters, by id
         self._stray: Stray | None = None
-        self._next_look = [0, 0]  # the step after which the graph is walked again: without deferral, with it
+        self._graphs: set[tuple[bool, int]] = set()  # of torch's own modules: how many nodes those had that were walked
 
     def tie(self, stage: int, ties: Sequence[Tie], stray: Stray | None) -> None:
         """Tells the cell which of its parameters other places use too, and whom to tell of those that it should not
         know.
         """
-        self._own = set(self._calls.parameters_of(self._layers, with_loss=self._with_loss))
+        own = self._calls.parameters_of(self._layers, with_loss=self._with_loss)
+        self._own = {id(each): each for each in own}
         self._place = (stage, self._place[1])
-        self._ties = tuple(each for each in ties if each.parameter in self._own)
+        self._ties = tuple(each for each in ties if id(each.parameter) in self._own)
         self._stray = stray
-        self._next_look = [0, 0]
+        self._graphs.clear()
         self._step = -1
         for each in self._ties:
             each.settle(*self._place)
@@ -81,15 +82,20 @@ class Cell:
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether it is one of its layers or of its loss."""
-        return parameter in self._own
+        return id(parameter) in self._own
+
+    def has_deferred(self, parameter: Tensor) -> bool:
+        """Whether it waits for a W in this step."""
+        return id(parameter) in self._deferring
 
     def refuse_strays(self, refuse: Stray) -> None:
         """Whom to tell of parameters that it should not know, from the next forward on."""
-        self._stray, self._next_look = refuse, [0, 0]
+        self._stray = refuse
+        self._graphs.clear()
 
     def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """More parameters, each in the place of one that it may have."""
-        self._own.update(copy for copy, of in copies.items() if of in self._own)
+        self._own.update((id(copy), copy) for copy, of in copies.items() if id(of) in self._own)
 
     def join(self, tie: Tie) -> None:
         """One more that other places use too."""
@@ -191,7 +197,7 @@ class Cell:
         """Where the sums of later places go on."""
         place, parameter = self._place, tie.parameter
         waits = id(parameter) in work.deferred
-        if work.defer and tie.is_first(place):  # a microbatch that skips it keeps its turn among those whose W adds it
+        if work.defer and tie.may_wait(place):  # a microbatch that skips it keeps its turn among those whose W adds it
             waits = waits or id(parameter) in self._deferring
         cast = kept.casts.get(tie) if tie.shares_cast(place) and not waits else None
         high, low = tie.goes_on(place, work.microbatch, cast, hooks, waits=waits)
@@ -279,6 +285,7 @@ class Cell:
             Added() as added,
             watch or nullcontext(),
         ):
+            start = nodes_made()
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
@@ -288,9 +295,10 @@ class Cell:
                 loss = calls.loss(value, work.target)
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
-        if work.step >= self._next_look[defer]:
+            graph = defer, nodes_made() - start
+        if calls.is_open or graph not in self._graphs:
             self._look(kept)
-            self._next_look[defer] = max(work.step + 1, 2 * work.step)
+            self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
             self._deferring.update(mode.deferred)
@@ -308,18 +316,19 @@ class Cell:
         now too, and one of another place.
         """
         mode, found = self._calls.mode, Reached(kept.edges or ())
-        if both := [each for each in found.parameters if id(each) in mode.deferred]:
+        deferred, own = mode.deferred, self._own
+        if both := [each for each in found.parameters if id(each) in deferred]:
             mode.exclude(both)
             raise Restart
-        used = dict.fromkeys([*found.parameters, *(each for each, _ in mode.deferred.values())])
         if self._stray is not None:
-            known = {*self._own, *(tie.parameter for tie in self._ties)}
+            used = [each for each in found.parameters if id(each) not in own]
+            used += [each for key, (each, _) in deferred.items() if key not in own]
             for each in used:
-                if each not in known:
-                    self._stray(self._place, each)
-            if any(id(tie.parameter) in mode.deferred and not tie.is_first(self._place) for tie in self._ties):
+                self._stray(self._place, each)
+                own[id(each)] = each
+            if any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
                 raise Restart
-        if not self._intake.casts and any(leaf in found.casts for leaf in kept.leaves):
+        if not self._intake.casts and any(id(leaf) in found.casts for leaf in kept.leaves):
             self._intake.casts = True
             raise Restart
         if casts_are_kept():
@@ -330,7 +339,7 @@ class Cell:
         contributions depends on it, every forward must make the cast anew, as it does where other places use it too.
         Two are enough: a penalty in the loss may turn out to be the third.
         """
-        often = [parameter for parameter in found.casts if found.uses[parameter] > 1]
+        often = [parameter for key, parameter in found.casts.items() if found.uses[key] > 1]
         news = [self._calls.mode.casts_anew(parameter, unless_deferred=True) for parameter in often]
         if any(news):
             raise Restart

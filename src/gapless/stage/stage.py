@@ -139,6 +139,10 @@ class Stage:
         """Leaves the gradient of a parameter to autograd."""
         self._calls.mode.exclude([parameter])
 
+    def has_deferred(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradients wait for a W, those of some microbatches of this step at least."""
+        return any(cell.has_deferred(parameter) for cell in self._cells)
+
     @property
     def live(self) -> int:
         """The number of microbatches of which something is kept: from their forward to the end of their backward."""

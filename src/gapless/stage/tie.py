@@ -75,6 +75,7 @@ class Tie:
         self._caught: dict[Now, Sums] = {}
         self._carried: dict[int, tuple[Sums, Any]] = {}  # and on an accelerator the event after which it is there
         self._sums: dict[int, Tensor] = {}  # by stage
+        self._held: dict[int, Tensor] | None = None  # by microbatch: what the first place adds when the step ends
         self._node: Any = None
         self._handle: Any = None
 
@@ -100,6 +101,16 @@ class Tie:
         """Whether nothing uses it before this place: here the gradient is accumulated."""
         return place == self._places[0]
 
+    def may_wait(self, place: Place) -> bool:
+        """Whether the gradient may wait for a W there."""
+        return self.is_first(place) and self._held is None
+
+    def hold(self) -> None:
+        """In the middle of a step a place was found before others whose gradients wait: those come before all that
+        arrives from now on, which is added when the step ends.
+        """
+        self._held = {} if self._held is None else self._held
+
     def casts(self, place: Place) -> None:
         """This place uses autocast's cast of the parameter."""
         self._casters.add(place)
@@ -118,6 +129,7 @@ class Tie:
         self._carried.clear()
         self._caught.clear()
         self._sums.clear()
+        self._held = None
         parameter = self.parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(
@@ -137,6 +149,10 @@ class Tie:
                     self._hand(self.stages[0], stage, Sums(self._sums.get(stage)))
         elif self._summed:
             self._meet()
+        with torch.no_grad():
+            for _, grad in sorted((self._held or {}).items()):
+                add_grad(self.parameter, grad, shared=True)
+        self._held = None
         self._sums.clear()
         self._carried.clear()
 
@@ -187,10 +203,13 @@ class Tie:
         grad = grads[0]
         if now is None or grad is None:
             return None
-        place, _ = now
+        place, microbatch = now
         stage = place[0]
         if self.is_first(place) or (self._summed and stage == self._places[0][0]):
-            return None
+            if self._held is None:
+                return None
+            self._held[microbatch] = grad
+            return (None,)
         if not self._summed:
             self._caught[now] = self._caught.get(now, Sums())._replace(high=grad)
         elif stage in self._sums:

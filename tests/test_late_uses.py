@@ -1,0 +1,172 @@
+"""Weights of other stages that a loss or a layer begins to use later, or now and then: each was off until the next look
+at the graph, some steps on. All are compared with the loop that a user would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.errors import ConfigError
+
+from .random_models.blocks import Do
+
+WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 6, 7, 3, 5, 5
+When = Callable[[int, int], bool]  # a step and a microbatch
+Loss = Callable[[Tensor, Tensor], Tensor]
+Made = tuple[list[nn.Module], Loss]
+
+
+class Clock:
+    """What a training script counts."""
+
+    step = 0
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def late_penalty(clock: Clock, when: When) -> Made:
+    """On all weights."""
+    layers = [linear(), nn.LayerNorm(WIDTH), linear(), linear()]
+    weights = list(nn.ModuleList(layers).parameters())
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        plain = F.mse_loss(out, target)
+        if not when(clock.step, int(target[0, 0])):
+            return plain
+        return plain + 0.01 * torch.stack([weight.square().sum() for weight in weights[:4]]).sum()
+
+    return layers, loss
+
+
+def another_penalty_each_time(clock: Clock, when: When) -> Made:
+    """Graphs of the same size, of which each uses another weight."""
+    layers = [linear(), nn.LayerNorm(WIDTH), linear(), linear()]
+    weights = list(nn.ModuleList(layers).parameters())[:4]
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        number = clock.step + int(target[0, 0])
+        return F.mse_loss(out, target) + 0.01 * weights[number % len(weights)].square().sum()
+
+    return layers, loss
+
+
+def by_the_coin(clock: Clock, when: When) -> bool:
+    return when(clock.step, int(torch.rand(()) * MICROBATCHES))
+
+
+def a_weight_of_the_stage_before(clock: Clock, when: When) -> Made:
+    first = linear()
+    hidden = Do(lambda part, x: part(x) + F.linear(x, first.weight) if by_the_coin(clock, when) else part(x), linear())
+    return [first, nn.Tanh(), hidden, linear()], F.mse_loss
+
+
+def a_weight_of_the_stage_behind(clock: Clock, when: When) -> Made:
+    last = linear()
+    hidden = Do(lambda part, x: part(x) + F.linear(x, last.weight) if by_the_coin(clock, when) else part(x), linear())
+    return [hidden, nn.Tanh(), linear(), last], F.mse_loss
+
+
+def two_weights_that_change_places(clock: Clock, when: When) -> Made:
+    one, other = linear(), linear()
+
+    def pick(first: nn.Linear, second: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, (second if by_the_coin(clock, when) else first).weight)
+
+    return [Do(lambda x: pick(one, other, x)), one, nn.Tanh(), Do(lambda x: pick(other, one, x)), other], F.mse_loss
+
+
+def gradients(make: Callable[[Clock, When], Made], when: When, piped: bool, **options: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    clock = Clock()
+    layers, loss = make(clock, when)
+    parameters = list(nn.ModuleList(layers).parameters())
+    x, y = torch.randn(2, STEPS, SAMPLES, WIDTH)
+    for microbatch, part in enumerate(y.tensor_split(MICROBATCHES, 1)):
+        part[:, :, 0] = microbatch
+    found: list[Tensor] = []
+
+    def done() -> None:
+        found.extend(each.grad.clone() for each in parameters if each.grad is not None)
+        for each in parameters:
+            each.grad = None
+
+    if piped:
+        with gapless.Pipeline(
+            layers, devices=2, microbatches=MICROBATCHES, loss=loss, seed=SEED, intra_op_threads=1, **options
+        ) as pipe:
+            for clock.step in range(STEPS):
+                pipe.step(x[clock.step], y[clock.step])
+                done()
+        return found
+    for clock.step in range(STEPS):
+        parts = zip(x[clock.step].tensor_split(MICROBATCHES), y[clock.step].tensor_split(MICROBATCHES), strict=True)
+        for microbatch, (value, target) in enumerate(parts):
+            for number, layer in enumerate(layers):
+                torch.manual_seed(gapless.seed_of(SEED, clock.step, microbatch, number))
+                value = layer(value)
+            (loss(value, target) * (len(target) / SAMPLES)).backward()
+        done()
+    return found
+
+
+@pytest.mark.parametrize(
+    "when",
+    [lambda step, _: step >= 3, lambda step, _: step % 3 == 2, lambda step, microbatch: step > 1 and microbatch == 1],
+    ids=["from a step on", "every third step", "in some microbatches"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        late_penalty,
+        another_penalty_each_time,
+        a_weight_of_the_stage_before,
+        a_weight_of_the_stage_behind,
+        two_weights_that_change_places,
+    ],
+)
+def test_a_use_that_begins_later_is_exact_in_the_step_in_which_it_begins(make: Any, when: When) -> None:
+    plain = gradients(make, when, piped=False)
+    for options in ({"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "remat": "stage"}):
+        if options["schedule"] == "zb-v" and make is not a_weight_of_the_stage_behind:
+            continue  # once is enough
+        ours = gradients(make, when, piped=True, **options)
+        assert len(ours) == len(plain)
+        assert all(map(torch.equal, ours, plain)), options
+
+
+def test_a_hook_that_begins_to_use_a_weight_of_another_stage() -> None:
+    """Graphs of torch's own modules are walked only where their number of nodes is new."""
+
+    def make(clock: Clock, when: When) -> Made:
+        first, last = linear(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        last[0].register_forward_hook(lambda _, args, out: out * first.weight.mean() if clock.step > 2 else None)
+        return [first, nn.Tanh(), last], F.mse_loss
+
+    for schedule in ("1f1b", "zb-h1"):
+        ours, plain = (gradients(make, lambda *_: True, piped, schedule=schedule) for piped in (True, False))
+        assert all(map(torch.equal, ours, plain))
+
+
+def test_a_stream_refuses_a_penalty_in_the_minibatch_in_which_it_begins() -> None:
+    clock = Clock()
+    layers, loss = late_penalty(clock, lambda step, _: step >= 3)
+    with gapless.Pipeline(layers, devices=2, schedule="pipedream", microbatches=1, loss=loss) as pipe:
+        stream = pipe.stream(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for clock.step in range(5):
+                stream.drain()
+                yield torch.randn(SAMPLES, WIDTH), torch.zeros(SAMPLES, WIDTH)
+
+        with pytest.raises(ConfigError, match="uses weights of another stage"):
+            list(stream.run(batches()))
+    assert clock.step == 3
