@@ -177,11 +177,13 @@ def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
         show_progress(f"{progress.seconds:6.1f} s  best {float(progress.value):g}  bound {float(progress.bound):g}")
 
     try:
-        found = recipes.solve(_request(arguments, "optimal", costs), show)
+        asked = _request(arguments, "optimal", costs)
+        found = recipes.solve(asked, show)
     finally:
         show_progress("")
     arguments.optimum = found
-    claim = "proven optimal" if found.proven else f"gap {100 * found.gap:.2f}%"
+    shapes = ", ".join(sorted(placement.shape for placement in recipes.auto.possible_placements(asked)))
+    claim = f"proven optimal among {shapes}" if found.proven else f"not proven, gap {100 * found.gap:.2f}%"
     say(
         f"{arguments.objective} {float(found.value):g}, bound {float(found.bound):g}: {claim} ({found.seconds:.1f} s)",
         sys.stderr,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.placement import line, vee
+from gapless.schedule.placement import Placement, line, loop, vee
 from gapless.schedule.recipes import RECIPES, make_schedule
 from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
@@ -20,10 +20,7 @@ from gapless.schedule.timeline import Objective, Timeline
 from gapless.schedule.verify import verify
 
 TRANSFORMER = Costs(forward=1.0, input_grad=1.0, weight_grad=0.75, latency=0.03)
-NAMED = {
-    1: ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
-    2: ("zb-v", "v-half", "v-min", "dualpipe-v"),
-}
+NAMED = [name for name, recipe in RECIPES.items() if recipe.synchronous and name not in ("auto", "optimal")]
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 
 
@@ -64,6 +61,7 @@ def questions(draw: st.DrawFn) -> tuple[int, int, int, Costs, Number | None, Obj
 
     costs = Costs(
         forward=per_stage(number),
+        backward=None if draw(st.booleans()) else per_stage(number),
         input_grad=per_stage(number),
         weight_grad=per_stage(number),
         latency=draw(number),
@@ -77,9 +75,11 @@ def questions(draw: st.DrawFn) -> tuple[int, int, int, Costs, Number | None, Obj
 
 
 def smallest_peak(costs: Costs, devices: int, stages_per_device: int) -> Number:
-    placement = line(devices) if stages_per_device == 1 else vee(devices)
-    sizes = costs.per_stage("activation", placement)
-    return max(sum(sizes[stage] for stage in stages) for stages in placement.stages)
+    def smallest(placement: Placement) -> Number:
+        sizes = costs.per_stage("activation", placement)
+        return max(sum(sizes[stage] for stage in stages) for stages in placement.stages)
+
+    return min(map(smallest, (line(devices),) if stages_per_device == 1 else (vee(devices), loop(devices, 2))))
 
 
 def value(timeline: Timeline, objective: Objective) -> Number:
@@ -125,16 +125,30 @@ def keeps_its_promises(question: tuple[int, int, int, Costs, Number | None, Obje
     assert verify(schedule, microbatches, devices * stages_per_device).ok
     assert in_microbatch_order(schedule)
     assert limit is None or max(timeline.peak) <= limit
-    for name in NAMED[stages_per_device]:
-        other = simulate(make(name), costs)
+    for name in NAMED:
+        try:
+            other = simulate(make(name), costs)
+        except ConfigError:
+            continue  # it has another number of stages
         if limit is None or max(other.peak) <= limit:
             assert value(timeline, objective) <= value(other, objective), name
     assert make("auto") == schedule, "the same question has the same answer"
 
 
-def test_every_recipe_of_these_placements_is_one_that_auto_competes_with() -> None:
-    rivals = {name for name, recipe in RECIPES.items() if recipe.synchronous and recipe.placement in ("line", "vee")}
-    assert rivals == {*NAMED[1], *NAMED[2]}
+def test_whole_backwards_and_loops_are_tried_too() -> None:
+    """At K = M = 2 and costs of 1, also of a whole backward, it found 5.5; interleaved takes 5."""
+    costs = Costs(backward=1)
+    assert simulate(make_schedule("auto", devices=2, microbatches=2, costs=costs), costs).makespan == 5
+    slow_ends = Costs([4, 1, 1, 4], [4, 1, 1, 4], [4, 1, 1, 4])  # which a vee puts on one device
+    schedule = make_schedule("auto", devices=2, microbatches=8, costs=slow_ends)
+    assert schedule.placement.shape == "loop"
+    assert simulate(schedule, slow_ends).makespan < 8 * 3 * 8
+
+
+def test_a_few_whole_backwards_are_fused_where_only_those_are_cheaper() -> None:
+    costs = Costs(1, 1, 1, backward=[1.2, 2, 2], latency=0.1)
+    schedule = make_schedule("auto", devices=3, microbatches=6, costs=costs)
+    assert {action.stage for action in schedule.actions if action.kind is Kind.BACKWARD} == {0}
 
 
 @pytest.mark.parametrize("devices", [8, 16])

@@ -12,16 +12,17 @@ from gapless.errors import PlanError, ScheduleError
 from gapless.plan.cut.stage_costs import Stages
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import make_schedule
+from gapless.schedule.recipes.auto import auto
+from gapless.schedule.recipes.request import Request
 from gapless.units import show_bytes
 
 
 def auto_order(stages: Stages, rooms: Sequence[float | None], sizes: Mapping[str, Any]) -> Schedule:
-    """`rooms`: bytes for activations on each device, None without a limit; `sizes`: what else `make_schedule` takes."""
+    """`rooms`: bytes for activations on each device, None without a limit; `sizes`: what else a `Request` takes."""
     least = min((room for room in rooms if room is not None), default=None)
     costs = _ordered_costs(stages, [least / room if least and room else 0.0 if least else 1.0 for room in rooms])
     try:
-        made = make_schedule("auto", costs=costs, memory_limit=least, **sizes)
+        made = auto(Request(costs=costs, memory_limit=least, **sizes), [stages.placement])
     except ScheduleError:
         left = show_bytes(least or 0)
         raise PlanError(f"no order was found that keeps within the {left} left for activations") from None

@@ -58,13 +58,13 @@ def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Reques
 
 
 def solve(request: Request, progress: "Callable[[SolverProgress], None] | None" = None) -> "Optimum":
-    """The exact answer to what `auto` is asked, with its answer as the hint; on a vee if that is what `auto` chose."""
+    """The exact answer to what `auto` is asked, with its answer as the hint."""
     from gapless.schedule.recipes.optimal import optimal
 
     _check(RECIPES["optimal"], request)
     hint = auto.auto(request)
     return optimal(
-        hint.placement,
+        auto.possible_placements(request),
         request.microbatches,
         request.costs,
         memory_limit=request.limit,
@@ -94,7 +94,7 @@ _TABLE = (
     Recipe("dualpipe-v", "vee", "as zb-v, run serially", "K+1/2", "F and B may overlap", _plain(vee.dualpipe_v), (2,)),
     Recipe(
         "auto",
-        "line or vee",
+        "line, vee or loop",
         "searched from the costs",
         "the limit",
         "the best found for these costs and this memory",
@@ -103,8 +103,8 @@ _TABLE = (
     ),
     Recipe(
         "optimal",
-        "line or vee",
-        "the least there is",
+        "line, vee or loop",
+        "the least of all these",
         "the limit",
         "proven, for small K and M; needs gapless[optimal]",
         lambda request: solve(request).schedule,

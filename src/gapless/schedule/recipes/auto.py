@@ -4,25 +4,31 @@ List scheduling is tried with several policies, and each schedule it finds is ju
 start, the other none at the end. The named recipes are tried too, so that none is ever better. What a bound proves to
 be worse than the best so far is left out: that keeps it quick. So is the justification of a large schedule that is far
 behind the best.
+
+Where a whole backward costs less than its halves, all is tried in two ways: in halves, which are fused afterwards where
+that gains; and with whole backwards, which are to the search an I that takes as long as B, and a W of no time.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
+from operator import add
 
 from gapless.errors import ConfigError, ScheduleError
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule import placement as placing
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
+from gapless.schedule.dependencies import completes
+from gapless.schedule.lower.fusion import fuse
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
-from gapless.schedule.placement import line as line_placement
-from gapless.schedule.placement import vee as vee_placement
-from gapless.schedule.recipes import line, vee, zero_bubble
+from gapless.schedule.recipes import line, loop, vee, zero_bubble
 from gapless.schedule.recipes.building_block import v_two_thirds
 from gapless.schedule.recipes.greedy import Policy, greedy
 from gapless.schedule.recipes.justification import justified
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Objective, Timeline
+from gapless.schedule.timeline import Timeline
 from gapless.units import show_count
 
 # The most useful first: large schedules get no further than `_EFFORT` actions in all allow, but at least to the fourth.
@@ -63,76 +69,88 @@ _HOPELESS = 1.1  # justification rarely gains more than a tenth, and what starts
 _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
 
-def auto(request: Request) -> Schedule:
-    """The best schedule found: 1 stage per device is a line, 2 are a vee, None tries both where the costs allow."""
-    limit = request.limit
-    search = _Tries(request.microbatches, request.costs, limit, request.objective)
-    placements = _placements(request.devices, request.costs, request.stages_per_device)
-    least = [search.run(placement) for placement in placements]
-    if search.best is None:
-        assert limit is not None
+def auto(request: Request, placements: Sequence[Placement] | None = None) -> Schedule:
+    """The best schedule found on these placements, or on all that the request allows."""
+    placements = placements or possible_placements(request)
+    best: Timeline | None = None
+    for placement in placements:
+        for costs in _ways_to_count(request.costs, placement):
+            tries = _Tries(request, placement, costs, best)
+            tries.run()
+            best = tries.best
+    if best is None:
+        assert request.limit is not None
+        least = min(_smallest_peak(request.costs, placement) for placement in placements)
         raise ScheduleError(
             f"no schedule of {show_count(request.devices, 'device')} and "
-            f"{show_count(request.microbatches, 'microbatch')} fits a memory limit of {float(limit):g}: the smallest "
-            f"peak, one microbatch at a time, is {float(min(least)):g}"
+            f"{show_count(request.microbatches, 'microbatch')} fits a memory limit of {float(request.limit):g}: the "
+            f"smallest peak, one microbatch at a time, is {float(least):g}"
         )
-    search.polish(search.best)
-    return search.best.schedule.renamed("auto")
+    made = _Tries(request, best.schedule.placement, best.costs, best).polished()
+    return _with_whole_backwards(made, request.costs).renamed("auto")
 
 
 class _Tries:
-    """Keeps the best of the schedules tried that fit."""
+    """Keeps the best of the schedules of one placement that are tried and fit."""
 
-    def __init__(self, num_microbatches: int, costs: Costs, limit: Number | None, objective: Objective) -> None:
-        self.num_microbatches, self.costs, self.limit, self.objective = num_microbatches, costs, limit, objective
-        self.best: Timeline | None = None
+    def __init__(self, request: Request, placement: Placement, costs: Costs, best: Timeline | None) -> None:
+        self.num_microbatches, self.limit, self.objective = request.microbatches, request.limit, request.objective
+        self.placement, self.costs, self.best = placement, costs, best
+        self.is_large = 3 * placement.num_stages * self.num_microbatches > _LARGE
+        self.gains_by_fusing = bool(_cheaper_whole(costs, placement))
 
-    def run(self, placement: Placement) -> Number:
-        """Try all that may be better on this placement; returns the smallest peak a schedule can have there."""
-        # One microbatch alone fills all stages of a device before any of them gives something back.
-        sizes = self.costs.per_stage("activation", placement)
-        least = max(sum(sizes[stage] for stage in stages) for stages in placement.stages)
-        if self.limit is None or least <= self.limit:
-            bounds = self._bounds(placement, self._deferrable(placement))
-            if not self._is_below(bounds):
-                for recipe in _quick_recipes(placement):
-                    self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
-            if self._is_large(placement):
-                self._try_slow(placement)
-                self._try_policies(placement, bounds)
-            else:
-                self._try_policies(placement, bounds)
-                self._try_slow(placement)
-        return least
+    def run(self) -> None:
+        """Try all that may be better."""
+        if self.limit is not None and _smallest_peak(self.costs, self.placement) > self.limit:
+            return
+        bounds = self._bounds(self._deferrable())
+        if not self._is_below(bounds):
+            for recipe in _quick_recipes(self.placement):
+                self._try_recipe(recipe(self.placement.num_devices, self.num_microbatches))
+        if self.is_large:
+            self._try_slow()
+            self._try_policies(bounds)
+        else:
+            self._try_policies(bounds)
+            self._try_slow()
 
-    def _try_slow(self, placement: Placement) -> None:
-        for recipe, most in _slow_recipes(placement, self.costs):
-            if not self._is_below(self._bounds(placement, self._deferrable(placement, most))):
-                self._try_with_justification(recipe(placement.num_devices, self.num_microbatches), self.limit)
+    def _try_slow(self) -> None:
+        for recipe, most in _slow_recipes(self.placement, self.costs):
+            if not self._is_below(self._bounds(self._deferrable(most))):
+                self._try_recipe(recipe(self.placement.num_devices, self.num_microbatches))
 
-    def _is_large(self, placement: Placement) -> bool:
-        return 3 * placement.num_stages * self.num_microbatches > _LARGE
+    def _try_recipe(self, schedule: Schedule) -> None:
+        """As it is, and with its backwards in halves."""
+        if Kind.BACKWARD in schedule.kinds:
+            self._try(schedule)
+            schedule = schedule.with_rows(
+                [half for action in row for half in completes(action)] for row in schedule.rows
+            )
+        self._try_with_justification(schedule, self.limit)
 
-    def _try_policies(self, placement: Placement, bounds: tuple[Number, Number]) -> None:
-        policies = dict.fromkeys(_FIRST[placement.shape] + _REST)
-        passes = max(4, _EFFORT // (3 * placement.num_stages * self.num_microbatches))
-        if self._is_large(placement) and self.limit is not None and _slow_recipes(placement, self.costs):
+    def _try_policies(self, bounds: tuple[Number, Number]) -> None:
+        first = _FIRST["line" if self.placement.shape == "line" else "vee"]
+        policies = dict.fromkeys(first + _REST)
+        passes = max(4, _EFFORT // (3 * self.placement.num_stages * self.num_microbatches))
+        if self.is_large and self.limit is not None and _slow_recipes(self.placement, self.costs):
             passes = _FEW
+        if self.placement.shape == "loop":
+            passes = 0 if self.is_large else _FEW
         seen: set[Schedule] = set()
         for policy in islice(policies, passes):
             if self._is_below(bounds) or self._reaches(bounds):
                 return
-            for limit in self._limits(placement):
-                schedule = greedy(placement, self.num_microbatches, self.costs, limit, policy)
+            for limit in self._limits():
+                schedule = greedy(self.placement, self.num_microbatches, self.costs, limit, policy)
                 if schedule is not None and schedule not in seen:
                     seen.add(schedule)
                     if self._try_with_justification(schedule, limit):
                         break
 
-    def _limits(self, placement: Placement) -> list[Number | None]:
+    def _limits(self) -> list[Number | None]:
         """Sums of floats such as 0.6 vary with their order, so what is justified may miss the limit by a hair."""
-        sizes = self.costs.per_stage("activation", placement)
-        sizes += self.costs.per_stage("kept_for_weight_grad", placement)
+        sizes = self.costs.per_stage("activation", self.placement)
+        sizes += self.costs.per_stage("kept_for_weight_grad", self.placement)
         exact = all(not isinstance(size, float) or (size * 1024).is_integer() for size in sizes)
         return [self.limit] if exact or self.limit is None else [self.limit, self.limit * (1 - _ROUNDING)]
 
@@ -143,18 +161,26 @@ class _Tries:
             return False
         assert self.best is not None
         far_behind = self._value(timeline)[0] > _HOPELESS * self._value(self.best)[0]
-        if far_behind and self._is_large(schedule.placement):
+        if far_behind and self.is_large:
             return False
-        return self._try(self._justified(timeline, limit)) is not None
+        justified_too = self._try(self._justified(timeline, limit))
+        if self.gains_by_fusing:
+            for each in (timeline, justified_too):
+                if each is not None:
+                    self._try(fuse(each.schedule, self.costs))
+        return justified_too is not None
 
-    def polish(self, best: Timeline) -> None:
-        """Justify the best again as long as that gains something."""
+    def polished(self) -> Timeline:
+        """The best, justified again as long as that gains something."""
         for _ in range(2):
-            if Kind.BACKWARD not in best.schedule.kinds:
-                self._try(self._justified(best, self.limit))
-            if self.best is None or self.best is best:
-                return
-            best = self.best
+            before = self.best
+            assert before is not None
+            if Kind.BACKWARD not in before.schedule.kinds:
+                self._try_with_justification(before.schedule, self.limit)
+            if self.best is before:
+                break
+        assert self.best is not None
+        return self.best
 
     def _justified(self, timeline: Timeline, limit: Number | None) -> Schedule:
         return justified(timeline, limit, ends_together=self.objective == "makespan")
@@ -183,31 +209,35 @@ class _Tries:
         pairs = zip(self._value(self.best), bounds, strict=False)
         return all(value <= bound * (1 + _ROUNDING) for value, bound in pairs)
 
-    def _bounds(self, placement: Placement, deferrable: Iterable[Number]) -> tuple[Number, Number]:
+    def _bounds(self, deferrable: Iterable[Number]) -> tuple[Number, Number]:
         """What no schedule can be below if a device has at most so much work left after its last I, all of it W.
 
         device 0   |-- F down to r --|                                     |-- I up from r --|W|
         device r                     |-- all its work but what it defers --|-- deferred W --|
         """
-        durations = self.costs.durations(placement)
-        forward, inputs, weights = (durations[kind] for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
-        between = self.costs.hops(placement)
+        durations = self.costs.durations(self.placement)
+        forward, inputs, weights, whole = (
+            durations[kind] for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BACKWARD)
+        )
+        handed_on = tuple(map(min, inputs, whole))
+        both = tuple(map(min, map(add, inputs, weights), whole))
+        between = self.costs.hops(self.placement)
         makespan: Number = 0
         span: Number = 0
-        for stages, left in zip(placement.stages, deferrable, strict=True):
+        for stages, left in zip(self.placement.stages, deferrable, strict=True):
             first = stages[0]
-            work = self.num_microbatches * sum(forward[s] + inputs[s] + weights[s] for s in stages)
+            work = self.num_microbatches * sum(forward[s] + both[s] for s in stages)
             head = sum(forward[:first]) + sum(between[: first + 1])
-            tail = sum(inputs[:first]) + sum(between[: first + 1]) + weights[0]
+            tail = both[0] + sum(handed_on[1:first]) + sum(between[: first + 1])
             makespan = max(makespan, head + work)
             span = max(span, work, head + work - left + tail if first else 0)
         return self._ranked(max(makespan, span), span)
 
-    def _deferrable(self, placement: Placement, most: int | None = None) -> Iterator[Number]:
+    def _deferrable(self, most: int | None = None) -> Iterator[Number]:
         """Per device how much work in W it can put off at once, by the limit and, where given, at `most` so many W."""
-        weights = self.costs.durations(placement)[Kind.WEIGHT_GRAD]
-        sizes = self.costs.per_stage("kept_for_weight_grad", placement)
-        for stages in placement.stages:
+        weights = self.costs.durations(self.placement)[Kind.WEIGHT_GRAD]
+        sizes = self.costs.per_stage("kept_for_weight_grad", self.placement)
+        for stages in self.placement.stages:
             work: Number = self.num_microbatches * sum(weights[s] for s in stages)
             if most is not None:
                 work = min(work, most * max(weights[s] for s in stages))
@@ -216,19 +246,71 @@ class _Tries:
             yield work
 
 
-def _placements(K: int, costs: Costs, stages_per_device: int | None) -> Iterator[Placement]:
-    """The vee first: it is rarely worse, and what it reaches may rule out the line."""
-    lengths = {len(value) for value in vars(costs).values() if isinstance(value, tuple)}
-    if stages_per_device is None and not (lengths <= {K} or lengths <= {2 * K}):
+def possible_placements(request: Request) -> list[Placement]:
+    """1 stage per device is a line; 2 are a vee or a loop; None is all of these where the costs allow. The vee first:
+    it is rarely worse, and what it reaches may rule out the others.
+    """
+    K, asked = request.devices, request.stages_per_device
+    lengths = {len(value) for value in vars(request.costs).values() if isinstance(value, tuple)}
+    if asked is None and not (lengths <= {K} or lengths <= {2 * K}):
         raise ConfigError(f"costs list {sorted(lengths)} stages, but auto places {K} in a line or {2 * K} in a vee")
-    for each, placement in ((2, vee_placement), (1, line_placement)):
-        if stages_per_device == each or (stages_per_device is None and lengths <= {each * K}):
-            yield placement(K)
+    every = ((2, placing.vee(K)), (1, placing.line(K)), (2, placing.loop(K, 2)))
+    allowed = [placement for each, placement in every if asked == each or (asked is None and lengths <= {each * K})]
+    return list(dict.fromkeys(allowed))
+
+
+def _smallest_peak(costs: Costs, placement: Placement) -> Number:
+    """One microbatch alone fills all stages of a device before any of them gives something back."""
+    sizes = costs.per_stage("activation", placement)
+    return max(sum(sizes[stage] for stage in stages) for stages in placement.stages)
+
+
+def _cheaper_whole(costs: Costs, placement: Placement) -> set[int]:
+    """The stages of which a whole backward costs less than its halves."""
+    times = costs.durations(placement)
+    parts = zip(times[Kind.BACKWARD], times[Kind.INPUT_GRAD], times[Kind.WEIGHT_GRAD], strict=True)
+    return {stage for stage, (whole, inputs, weights) in enumerate(parts) if whole < inputs + weights}
+
+
+def _ways_to_count(costs: Costs, placement: Placement) -> list[Costs]:
+    """The costs, and where that makes a difference those in which a cheaper whole backward is all in its I."""
+    whole = _cheaper_whole(costs, placement)
+    if not whole:
+        return [costs]
+    times, stages = costs.durations(placement), range(placement.num_stages)
+    kept = costs.per_stage("kept_for_weight_grad", placement)
+    in_one = replace(
+        costs,
+        input_grad=[times[Kind.BACKWARD if stage in whole else Kind.INPUT_GRAD][stage] for stage in stages],
+        weight_grad=[0 if stage in whole else times[Kind.WEIGHT_GRAD][stage] for stage in stages],
+        kept_for_weight_grad=[0 if stage in whole else kept[stage] for stage in stages],
+        backward=times[Kind.BACKWARD],
+    )
+    return [costs, in_one]
+
+
+def _with_whole_backwards(timeline: Timeline, costs: Costs) -> Schedule:
+    """What a timeline stands for that may have been counted in another way than these costs."""
+    schedule = timeline.schedule
+    if timeline.costs is costs:
+        return schedule
+    whole = _cheaper_whole(costs, schedule.placement)
+
+    def made(action: Action) -> Action:
+        joined = action.kind is Kind.INPUT_GRAD and action.stage in whole
+        return Action(action.stage, Kind.BACKWARD, action.microbatch) if joined else action
+
+    return schedule.with_rows(
+        [made(action) for action in row if not (action.kind is Kind.WEIGHT_GRAD and action.stage in whole)]
+        for row in schedule.rows
+    )
 
 
 def _quick_recipes(placement: Placement) -> list[Callable[[int, int], Schedule]]:
     if placement.shape == "vee":
         return [vee.zb_v, vee.dualpipe_v]
+    if placement.shape == "loop":
+        return [loop.interleaved, loop.looped_bfs]
     return [
         line.naive,
         line.gpipe,

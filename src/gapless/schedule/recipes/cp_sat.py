@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from gapless.errors import ConfigError
 from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.dependencies import completes
 from gapless.schedule.memory import changes
 from gapless.schedule.recipes.exact_problem import ExactProblem
 from gapless.schedule.timeline import Timeline
 
-_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 _MOST_TICKS = 2**31  # in a whole schedule
 _MOST_UNITS = 2**40  # of memory
 _METHODS = 8  # at once, more than there may be cores: one of them has the proof
@@ -47,22 +48,38 @@ def _unit(numbers: Iterable[Fraction], whole: Fraction, most: int) -> tuple[Frac
 
 
 class Model:
-    """A start per action and the objective, with everything that ties them."""
+    """A start per action and the objective, with everything that ties them. Where a whole backward is the cheaper one,
+    each has a switch, `whole`: its I then takes as long as B does, and its W no time right behind it.
 
-    def __init__(self, cp: Any, asked: ExactProblem, best: Timeline, hinted: bool) -> None:
-        self.asked = asked
+    cutoff  what is not above this is looked for
+    """
+
+    def __init__(self, cp: Any, asked: ExactProblem, cutoff: Fraction, hint: Timeline | None) -> None:
+        self.asked, self.cutoff, self.is_possible = asked, cutoff, hint is not None
         slowest = Fraction(asked.timeline(asked.naive).makespan)
-        times = list(map(asked.duration, asked.naive.actions))
+        times = [time for kind in (_F, _I, _W, _B) for time in asked.durations[kind]]
         self.tick, self.exact = _unit([*times, *asked.hops], slowest, _MOST_TICKS)
         self.cp = cp.CpModel()
-        horizon = self.down(slowest)
-        self.starts = {action: self.cp.new_int_var(0, horizon, str(action)) for action in asked.naive.actions}
+        self.horizon = self.down(slowest)
+        self.starts = {action: self._moment(str(action)) for action in asked.naive.actions}
+        self.whole = {
+            action: self.cp.new_bool_var(f"{action} whole")
+            for action in asked.naive.actions
+            if action.kind is _I and asked.is_cheaper_whole(action.stage)
+        }
+        self._sizes: dict[Action, Any] = {}  # where they depend on a switch
+        self._ends: dict[Action, Any] = {}
+        self._choices()
         self._order()
-        self._memory(horizon)
-        self._objective(asked.value(best))
-        if hinted:
-            for action, start, _ in best.all_spans:
-                self.cp.add_hint(self.starts[action], self.down(Fraction(start)))
+        self._memory()
+        self._objective()
+        for action, start, end in hint.all_spans if hint else ():
+            first, *rest = completes(action)
+            self.cp.add_hint(self.starts[first], self.down(Fraction(start)))
+            for half in rest:
+                self.cp.add_hint(self.starts[half], self.down(Fraction(end)))
+            if first in self.whole:
+                self.cp.add_hint(self.whole[first], bool(rest))
 
     def down(self, number: Fraction) -> int:
         return math.floor(number / self.tick)
@@ -72,22 +89,47 @@ class Model:
         rounded = not self.exact and self.asked.objective == "span"  # a first start rounded down makes a span longer
         return (math.ceil(ticks - 1e-6) - rounded) * self.tick
 
+    def ticks(self, action: Action) -> int:
+        return self.down(self.asked.duration(action))
+
     def end(self, action: Action) -> Any:
-        return self.starts[action] + self.down(self.asked.duration(action))
+        return self._ends[action] if action in self._ends else self.starts[action] + self.ticks(action)
+
+    def _moment(self, name: str = "") -> Any:
+        return self.cp.new_int_var(0, self.horizon, name)
+
+    def _choices(self) -> None:
+        """What the halves of a backward that may be whole are tied to."""
+        for first, whole in self.whole.items():
+            stage, _, microbatch = first
+            second = Action(stage, _W, microbatch)
+            longer = self.ticks(Action(stage, _B, microbatch)) - self.ticks(first)
+            self._sizes[first] = self.ticks(first) + longer * whole
+            self._sizes[second] = self.ticks(second) - self.ticks(second) * whole
+            for half in (first, second):
+                self._ends[half] = self._moment()
+                self.cp.add(self._ends[half] == self.starts[half] + self._sizes[half])
+            self.cp.add(self.starts[second] == self._ends[first]).only_enforce_if(whole)
 
     def _order(self) -> None:
         asked = self.asked
         for before, after in asked.edges():
-            self.cp.add(self.starts[after] >= self.starts[before] + self.down(asked.lag(before, after)))
+            self.cp.add(self.starts[after] >= self.end(before) + self.down(asked.hop(before, after)))
+            first = Action(after.stage, _I, after.microbatch)
+            if before.kind is after.kind is _W and first in self.whole:  # no B goes ahead of the W before it
+                self.cp.add(self.starts[first] >= self.end(before)).only_enforce_if(self.whole[first])
         for row in asked.naive.rows:
-            self.cp.add_no_overlap(
-                self.cp.new_fixed_size_interval_var(self.starts[action], self.down(asked.duration(action)), "")
-                for action in row
-            )
+            self.cp.add_no_overlap(map(self._interval, row))
         for action, start in asked.fixed.items():
             self.cp.add(self.starts[action] == self.down(start))
 
-    def _memory(self, horizon: int) -> None:
+    def _interval(self, action: Action) -> Any:
+        """When a device is busy with it."""
+        if action in self._sizes:
+            return self.cp.new_interval_var(self.starts[action], self._sizes[action], self._ends[action], "")
+        return self.cp.new_fixed_size_interval_var(self.starts[action], self.ticks(action), "")
+
+    def _memory(self) -> None:
         """What an I or a W gives back was held from the start of its F to its own end."""
         limit = self.asked.limit
         if limit is None:
@@ -102,7 +144,7 @@ class Model:
             unit, _ = _unit([*gives.values()], max(limit, sum(gives.values(), Fraction(0))), _MOST_UNITS)
             held = [
                 self.cp.new_interval_var(
-                    self.starts[Action(a.stage, _F, a.microbatch)], self.cp.new_int_var(0, horizon, ""), self.end(a), ""
+                    self.starts[Action(a.stage, _F, a.microbatch)], self._moment(), self.end(a), ""
                 )
                 for a in gives
             ]
@@ -128,10 +170,11 @@ class Model:
                     for before, after in zip(chains[stage, kind], chains[stage, _F][int(most) :], strict=False):
                         self.cp.add(self.starts[after] >= self.end(before))
 
-    def _objective(self, cutoff: Fraction) -> None:
+    def _objective(self) -> None:
         span = self.asked.objective == "span"
         rounding = 0 if self.exact else 1
-        self.goal = self.cp.new_int_var(self.down(self.asked.least), self.down(cutoff) + rounding, self.asked.objective)
+        most = self.down(self.cutoff) + rounding
+        self.goal = self.cp.new_int_var(self.down(self.asked.least), most, self.asked.objective)
         for row in self.asked.naive.rows:
             chains = {(action.stage, action.kind): action for action in reversed(row)}  # the first action of each
             last = {(action.stage, action.kind): action for action in row}
@@ -142,17 +185,23 @@ class Model:
                         self.cp.add(self.goal >= self.end(action) - begin)
         self.cp.minimize(self.goal)
 
-    def schedule(self, starts: dict[Action, int]) -> Schedule:
+    def schedule(self, value: Callable[[Any], int]) -> Schedule:
         """Each device's actions by start. Those that take no time may share one: the microbatch's own order decides."""
         stages = self.asked.placement.num_stages
         within = {_F: lambda s: s, _I: lambda s: 2 * stages - s, _W: lambda s: 3 * stages - s}
-
-        def key(action: Action) -> tuple[int, ...]:
-            stage, kind, microbatch = action
-            end = starts[action] + self.down(self.asked.duration(action))
-            return starts[action], end, microbatch, within[kind](stage)
-
-        return self.asked.naive.with_rows(sorted(row, key=key) for row in self.asked.naive.rows)
+        whole = {action for action, switch in self.whole.items() if value(switch)}
+        rows = []
+        for row in self.asked.naive.rows:
+            timed = []
+            for action in row:
+                stage, kind, microbatch = action
+                if kind is _W and Action(stage, _I, microbatch) in whole:
+                    continue
+                made = Action(stage, _B, microbatch) if action in whole else action
+                start = value(self.starts[action])
+                timed.append(((start, start + self.ticks(made), microbatch, within[kind](stage)), made))
+            rows.append([made for _, made in sorted(timed)])
+        return self.asked.naive.with_rows(rows)
 
 
 class _News(NamedTuple):
@@ -160,13 +209,14 @@ class _News(NamedTuple):
 
     bound: float
     value: float | None = None
-    starts: dict[Action, int] | None = None
+    schedule: Schedule | None = None
 
 
 def search(
     module: Any, model: Model, time_limit: float, told: Callable[[Fraction | None, Fraction], None]
 ) -> tuple[Schedule | None, Fraction]:
-    """The best schedule and bound of one run of the solver; every better value and bound is told.
+    """The best schedule and bound of one run of the solver; every better value and bound is told. Where nothing is
+    below the model's cutoff, that is the bound.
 
     It has a thread of its own, so that Ctrl-C and what is told stay in the caller's. The solver looks at its clock and
     at our request to stop only now and then, seconds apart in a large model. We don't wait for that: it ends by itself,
@@ -179,7 +229,7 @@ def search(
     def hear(each: _News) -> None:
         nonlocal schedule, bound
         bound = max(bound, model.true(each.bound))
-        schedule = schedule if each.starts is None else model.schedule(each.starts)
+        schedule = each.schedule or schedule
         told(None if each.value is None else round(each.value) * model.tick, bound)
 
     solver = _solver(module, time_limit)
@@ -194,12 +244,14 @@ def search(
     finally:
         solver.stop_search()
         thread.join(_GRACE)
-    if not thread.is_alive():
-        assert solver.response_proto.status != module.INFEASIBLE, "a schedule that exists was ruled out"
+    ended = not thread.is_alive()
+    impossible = ended and solver.response_proto.status == module.INFEASIBLE
+    assert not (impossible and model.is_possible), "a schedule that exists was ruled out"
+    if ended and not impossible:
         news.put(_News(solver.best_objective_bound))
     while not news.empty():
         hear(news.get())
-    return schedule, bound
+    return schedule, model.cutoff if impossible else bound
 
 
 def _solver(module: Any, time_limit: float) -> Any:
@@ -214,7 +266,6 @@ def _solver(module: Any, time_limit: float) -> Any:
 def _listener(module: Any, model: Model, news: "queue.SimpleQueue[_News]") -> Any:
     class Listener(module.CpSolverSolutionCallback):  # type: ignore[misc]
         def on_solution_callback(self) -> None:
-            starts = {action: self.value(variable) for action, variable in model.starts.items()}
-            news.put(_News(self.best_objective_bound, self.objective_value, starts))
+            news.put(_News(self.best_objective_bound, self.objective_value, model.schedule(self.value)))
 
     return Listener()

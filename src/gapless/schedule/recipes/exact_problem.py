@@ -1,5 +1,8 @@
 """The problem that `optimal` solves, in exact numbers: which actions there are, what comes first, what is allowed.
 
+Every backward may run as its halves, or whole where that costs less than they do. Where it does not, the halves do
+whatever it does, and sooner.
+
 Times stay fractions here. Whole numbers are the solver's business, and simulated ones with rounding errors would make
 a proof of nothing.
 """
@@ -20,7 +23,7 @@ from gapless.schedule.placement import Placement
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective, Timeline
 
-_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+_F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 
 
 def fraction(number: Any) -> Any:
@@ -53,7 +56,7 @@ class ExactProblem:
 
     @cached_property
     def naive(self) -> Schedule:
-        """One microbatch after the other: always possible if anything is, and the list of all actions."""
+        """One microbatch after the other in halves: always possible if anything is, and the list of all actions."""
         rows: list[list[Action]] = [[] for _ in range(self.placement.num_devices)]
         stages = range(self.placement.num_stages)
         for m in range(self.num_microbatches):
@@ -74,14 +77,22 @@ class ExactProblem:
     def duration(self, action: Action) -> Fraction:
         return self.durations[action.kind][action.stage]
 
+    def is_cheaper_whole(self, stage: int) -> bool:
+        """Whether a backward of this stage takes less than its halves."""
+        inputs, weights, whole = (self.durations[kind][stage] for kind in (_I, _W, _B))
+        return whole < inputs + weights
+
+    def work(self, stage: int) -> Fraction:
+        """The least that a microbatch takes there."""
+        times = {kind: self.durations[kind][stage] for kind in (_F, _I, _W, _B)}
+        return times[_F] + min(times[_I] + times[_W], times[_B])
+
     def device(self, action: Action) -> int:
         return self.placement.device(action.stage, action.microbatch)
 
-    def lag(self, before: Action, after: Action) -> Fraction:
-        """The least time from the start of an action to the start of one that needs it."""
-        if self.device(before) == self.device(after):
-            return self.duration(before)
-        return self.duration(before) + self.hops[max(before.stage, after.stage)]
+    def hop(self, before: Action, after: Action) -> Fraction:
+        """The least time from the end of an action to the start of one that needs it."""
+        return self.hops[max(before.stage, after.stage)] if self.device(before) != self.device(after) else Fraction(0)
 
     def edges(self) -> Iterator[tuple[Action, Action]]:
         """What an action needs, and of one kind, stage and device the microbatch before."""
@@ -103,7 +114,8 @@ class ExactProblem:
                 break
             devices.add(device)
             starts[first] = start
-            start += self.lag(first, following) if stage + 1 < self.placement.num_stages else 0
+            start += self.duration(first)
+            start += self.hop(first, following) if stage + 1 < self.placement.num_stages else 0
         return starts
 
     @cached_property
@@ -111,12 +123,13 @@ class ExactProblem:
         """A bound without a search: the work of a device, for the makespan after the earliest start there."""
         heads = [Fraction(0)]
         for stage in range(1, self.placement.num_stages):
-            lags = [self.lag(Action(stage - 1, _F, m), Action(stage, _F, m)) for m in range(self.num_microbatches)]
-            heads.append(heads[-1] + min(lags))
+            hops = [self.hop(Action(stage - 1, _F, m), Action(stage, _F, m)) for m in range(self.num_microbatches)]
+            heads.append(heads[-1] + self.durations[_F][stage - 1] + min(hops))
         found = Fraction(0)
         for row in self.naive.rows:
             head = min((heads[action.stage] for action in row), default=Fraction(0))
-            found = max(found, sum(map(self.duration, row), head if self.objective == "makespan" else Fraction(0)))
+            work = sum((self.work(action.stage) for action in row if action.kind is _F), Fraction(0))
+            found = max(found, work + head if self.objective == "makespan" else work)
         return found
 
     def timeline(self, schedule: Schedule) -> Timeline:
@@ -125,28 +138,35 @@ class ExactProblem:
     def value(self, timeline: Timeline) -> Fraction:
         return Fraction(getattr(timeline, self.objective))
 
-    def refuse_tight_limit(self) -> None:
+    @cached_property
+    def smallest(self) -> tuple[Fraction, int]:
+        """The smallest limit that anything fits, and the device that needs it: there one microbatch takes as much."""
         held = peaks(self.naive, self.costs)
-        if self.limit is not None and max(held) > self.limit:
-            fullest = held.index(max(held))
-            raise ScheduleError(
-                f"no schedule fits a memory limit of {plain(self.limit)}: one microbatch alone takes "
-                f"{plain(Fraction(max(held)))} on device {fullest}, so that is the smallest limit"
-            )
+        return Fraction(max(held)), held.index(max(held))
+
+    @property
+    def is_possible(self) -> bool:
+        return self.limit is None or self.smallest[0] <= self.limit
 
     def accepted(self, schedule: Schedule | None) -> Timeline | None:
-        """The schedule simulated, if it has just these actions in microbatch order and stays within the limit."""
+        """The schedule simulated, if it has just these actions in microbatch order and stays within the limit. Its
+        whole backwards are split where they cost no less.
+        """
         if schedule is None or schedule.num_devices != self.placement.num_devices:
             return None
-        rows = tuple(tuple(gift for action in row for gift in completes(action)) for row in schedule.rows)
-        for row, wanted in zip(rows, self.naive.rows, strict=True):
-            by_chain = sorted(row, key=lambda action: action[:2])  # a stable sort: leaves each chain in its order
+        for row, wanted in zip(schedule.rows, self.naive.rows, strict=True):
+            halves = [half for action in row for half in completes(action)]
+            by_chain = sorted(halves, key=lambda action: action[:2])  # a stable sort: leaves each chain in its order
             if by_chain != sorted(wanted, key=lambda action: action[:2]):
                 return None
-        made = Schedule(rows, self.placement)
+        rows = [[each for action in row for each in self._quickest(action)] for row in schedule.rows]
+        made = Schedule(tuple(map(tuple, rows)), self.placement)
         if self.limit is not None and max(peaks(made, self.costs)) > self.limit:
             return None
         try:
             return self.timeline(made)
         except ScheduleError:
             return None
+
+    def _quickest(self, action: Action) -> tuple[Action, ...]:
+        return (action,) if self.is_cheaper_whole(action.stage) else completes(action)

@@ -8,16 +8,21 @@ its F to the end of its W, of which a device may hold no more than the limit at 
     held by 0F0    |-----------------|
     held by 0F1        |---------------------------|
 
-What comes back is a schedule, what it takes by our own simulator, and a bound that no schedule can be below. Where
-both are the same the schedule is proven best; when the time is up first, the gap between them says how much may be
-left.
+A backward runs whole or in halves, each as it is best. Several placements are searched one after the other, each for
+something better than the best so far.
+
+What comes back is a schedule, what it takes by our own simulator, and a bound that no schedule of these placements can
+be below, if every stage takes its microbatches in order. Where both are the same the schedule is proven best; when the
+time is up first, the gap between them says how much may be left.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NoReturn
 
+from gapless.errors import ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
@@ -58,7 +63,7 @@ class Optimum:
 
 
 def optimal(
-    placement: Placement,
+    placements: Placement | Sequence[Placement],
     num_microbatches: int,
     costs: Costs | None = None,
     *,
@@ -81,31 +86,52 @@ def optimal(
     module = solver_module()
     costs = costs or Costs()
     limit = None if memory_limit is None else fraction(memory_limit)
-    asked = ExactProblem(placement, num_microbatches, exact(costs), limit, objective)
-    asked.refuse_tight_limit()
-    hinted = asked.accepted(hint)
-    best = hinted or asked.timeline(asked.naive)
-    lowest = asked.least
+    asked = [
+        ExactProblem(placement, num_microbatches, exact(costs), limit, objective)
+        for placement in ([placements] if isinstance(placements, Placement) else placements)
+    ]
+    problems = [problem for problem in asked if problem.is_possible] or _refuse_tight_limit(asked)
+    wanted = hint.placement if hint else None  # comes last: what the others leave of their time is its own.
+    problems.sort(key=lambda problem: (problem.placement.num_stages, problem.placement == wanted))
+    hints = [found for problem in problems if (found := problem.accepted(hint))]
+    best = min(hints or [problem.timeline(problem.naive) for problem in problems], key=problems[0].value)
+    value = problems[0].value(best)
+    bounds = [problem.least for problem in problems]
+    told = value, min(bounds)
 
-    told = asked.value(best), lowest
+    for number, problem in enumerate(problems):
+        if bounds[number] >= value:
+            continue
 
-    def report(value: Fraction | None, bound: Fraction) -> None:
-        """Passes better values and bounds on, and only those."""
-        nonlocal told
-        better = told[0] if value is None else min(told[0], value), max(told[1], bound)
-        if progress is not None and better != told:
-            progress(SolverProgress(time.monotonic() - began, *map(plain, better)))
-        told = better
+        def report(found: Fraction | None, bound: Fraction, number: int = number) -> None:
+            """Passes better values and bounds on, and only those."""
+            nonlocal told
+            bounds[number] = max(bounds[number], bound)
+            best_yet = told[0] if found is None else min(told[0], found)
+            better = best_yet, min(best_yet, *bounds)
+            if progress is not None and better != told:
+                progress(SolverProgress(time.monotonic() - began, *map(plain, better)))
+            told = better
 
-    if asked.value(best) > lowest:
-        model = Model(module, asked, best, hinted is not None)
-        left = max(0.1, time_limit - (time.monotonic() - began))
-        made, bound = search(module, model, left, report)
-        lowest = max(lowest, bound)
-        found = asked.accepted(made)
-        if found is not None and asked.value(found) < asked.value(best):
-            best = found
+        model = Model(module, problem, value, best if best.schedule.placement == problem.placement else None)
+        left = (time_limit - (time.monotonic() - began)) / (len(problems) - number)
+        made, bound = search(module, model, max(0.1, left), report)
+        bounds[number] = max(bounds[number], bound)
+        found = problem.accepted(made)
+        if found is not None and problem.value(found) < value:
+            best, value = found, problem.value(found)
     schedule = best.schedule.renamed("optimal")
-    value: Number = getattr(simulate(schedule, costs), objective)
-    proven = value if lowest >= asked.value(best) else min(value, plain(lowest))
-    return Optimum(schedule, value, proven, time.monotonic() - began)
+    simulated: Number = getattr(simulate(schedule, costs), objective)
+    lowest = min(bounds)
+    proven = simulated if lowest >= value else min(simulated, plain(lowest))
+    return Optimum(schedule, simulated, proven, time.monotonic() - began)
+
+
+def _refuse_tight_limit(asked: Sequence[ExactProblem]) -> NoReturn:
+    problem = min(asked, key=lambda problem: problem.smallest)
+    least, device = problem.smallest
+    assert problem.limit is not None
+    raise ScheduleError(
+        f"no schedule fits a memory limit of {plain(problem.limit)}: one microbatch alone takes {plain(least)} on "
+        f"device {device}, so that is the smallest limit"
+    )
