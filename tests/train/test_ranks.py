@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from gapless.train.run_folder import RunFolder
 from gapless.train.torchrun import Ranks
 from gapless.train.training import make_trainer, prepared
 from tests.cli.test_main import environment
-from tests.programs import Programs
+from tests.programs import Program, Programs
 from tests.run.crew import free_port
 from tests.run.forked import Launch
 from tests.train.configs import CONFIG, write
@@ -89,6 +89,35 @@ def test_two_ranks_train_as_one_process_does_bit_for_bit(tmp_path: Path, program
     assert json.loads(first.out)["ended"] == "all steps are done"
     assert second.out == ""
     assert_same(config, tmp_path / "one", tmp_path / "ranks")
+
+
+def test_a_refusal_on_ranks_leaves_no_folder_and_the_timeout_of_the_config_holds(
+    tmp_path: Path, programs: Programs
+) -> None:
+    """Rank 1 never gets as far as its pipeline. Nothing could shorten the ten minutes that rank 0 waited."""
+    config = write(tmp_path, ("mine.py:make", "mine.py:late"))
+    with (tmp_path / "mine.py").open("a") as mine:
+        mine.write("\ndef late(**rest):\n    import os, time\n")
+        mine.write("    time.sleep(600 if os.environ['RANK'] == '1' else 0)\n    return make(**rest)\n")
+    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+    def started(rank: str, port: str, *words: str) -> AbstractContextManager[Program]:
+        environment = {**common, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+        return programs.start("gapless", "train", str(config), *words, *_SET, cwd=tmp_path, environment=environment)
+
+    port = free_port()
+    words = ("--set", "pipeline.timeout=3")
+    with started("0", port, *words) as first, started("1", port, *words) as second:
+        told = first.ended(100.0)
+        second.send_signal(signal.SIGKILL)
+    assert told.code == 2, told
+    assert "has waited 3 s for rank 1 to make the same pipeline" in told.err
+    assert not (tmp_path / "runs").exists()
+    port = free_port()
+    words = ("--resume", "missing", "--set", "model.name=mine.py:make")
+    with started("0", port, *words) as first, started("1", port, *words) as second:
+        assert [rank.ended(100.0).code for rank in (first, second)] == [2, 2]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -175,6 +175,7 @@ def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
             "optimizer.arguments do not fit mine.py:number: too many positional arguments",
         ),
         ([('["cpu", "cpu"]', '["cuda:77"]')], "device cuda:77 is not there: this machine has"),
+        ([('["cpu", "cpu"]', '["cuda:256"]')], "device cuda:256 is not there: this machine has"),
         (
             [("microbatches = 4", "")],
             "pipeline.microbatches is missing: into how many parts is a minibatch cut, as 8? Or set plan =",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import gapless
 from gapless.cli import main
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, GaplessError
 from gapless.train.config import Config, read_config
 from gapless.train.data import make_feeds
 from gapless.train.evaluation import mean_loss
@@ -447,3 +447,66 @@ def test_10_000_steps_take_no_more_memory_files_or_threads_than_1_000(tmp_path: 
     assert last[1:] == first[1:], seen
     assert (last[0] - first[0]) * os.sysconf("SC_PAGE_SIZE") < 8 * 2**20, seen
     print(seen)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def below(folder: Path) -> set[str]:
+    """Everything there, but for what Python keeps of modules."""
+    return {str(each.relative_to(folder)) for each in folder.rglob("*") if "__pycache__" not in each.parts}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_refused_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    config_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no-checkpoint").mkdir()
+    if there:
+        (tmp_path / "runs" / "mine").mkdir(parents=True)
+        (tmp_path / "runs" / "mine" / "notes.txt").write_text("my own")
+    before = below(tmp_path)
+    refused = [
+        ["missing.toml"],
+        ["--resume"],
+        ["--resume", "missing"],
+        ["--resume", "no-checkpoint"],
+        ["--plan", "missing.json"],
+        ["--folder", "mine.toml/run"],
+        ["--schedule", "2bw"],
+    ]
+    settings = [
+        "train.steps=0",
+        "train.colour=1",
+        "model.name=mine.py:missing",
+        "model.name=mine.py:failing",
+        "model.name=missing.py:make",
+        "data.name=mine.py:nothing",
+        "data.name=mine.py:triples",
+        "data.name=text",
+        "evaluate.every=1",
+        'pipeline.devices=["cuda:900"]',
+        "pipeline.microbatches=9",
+        "pipeline.partition=[1, 2]",
+        "pipeline.plan=missing.json",
+        "loss.name=mine.py:missing",
+        "optimizer.arguments={ lr = -1 }",
+        "scheduler.name=StepLR",
+        "run.wandb=project",
+    ]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for words in [*refused, *(["--set", setting] for setting in settings)]:
+        files = [] if words[0].endswith(".toml") else ["mine.toml"]
+        assert main(["train", *files, *words, "--set", "run.tensorboard=false"]) == 2, words
+        assert below(tmp_path) == before, words
+    capsys.readouterr()
+
+
+def test_a_run_that_goes_on_and_is_refused_stays_as_it_was(tmp_path: Path) -> None:
+    run(config_of(tmp_path), tmp_path / "run")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("run.json", "metrics.jsonl")}
+    with pytest.raises(GaplessError):
+        run(config_of(tmp_path, "pipeline.partition=[1, 2]"), tmp_path / "run")
+    assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}

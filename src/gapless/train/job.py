@@ -91,6 +91,7 @@ class Job:
                 optimizer=self.optimizer,
                 seconds=seconds,
                 progress=progress,
+                timeout=self.config.pipeline.timeout,
             )
 
     def _wanted(self, wanted: Wanted) -> Wanted:
@@ -159,6 +160,7 @@ class Job:
                 example=mb.split(self.first[0], self.ranks.replicas)[0],
                 tied="exact",
                 intra_op_threads=threads_of(self.config),
+                timeout=layout.timeout,
             )
 
     def _check(self, microbatches: int | None) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gapless.checkpoint.disk import naming, replace_file
-from gapless.errors import ConfigError
 from gapless.train.callbacks import Callback, Loop, Step
 from gapless.train.gauge import Gauge
 
@@ -155,10 +154,8 @@ class WeightsAndBiases(_Scalars):
 
     def __init__(self, project: str, name: str, config: dict[str, Any], gauge: Gauge | None) -> None:
         super().__init__(gauge)
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(f"run.wandb is {project!r}, but wandb is not installed: pip install wandb") from None
+        import wandb
+
         self._run = wandb.init(project=project, name=name, config=config, resume="allow")
 
     def draw(self, step: int, numbers: dict[str, float]) -> None:

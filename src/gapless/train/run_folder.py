@@ -76,14 +76,27 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def missing(self) -> list[Path]:
+        """What of it is not there yet, the innermost first."""
+        return [each for each in (self.checkpoints, self.path, *self.path.parents) if not each.exists()]
+
+    def look(self, config: Config) -> HeldFolder | None:
+        """Hold it if it is there, as `open` does. One that is not is only made once nothing can be refused any more:
+        here it is asked whether it could be.
+        """
+        if self.path.exists():
+            return self.open(config)
+        nearest = next(each for each in self.path.absolute().parents if each.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = "can't be written to" if nearest.is_dir() else "is no folder"
+            raise ConfigError(f"run.folder: {self.path} can't be made: {nearest} {reason}")
+        return None
+
     def open(self, config: Config) -> HeldFolder | None:
         """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its
         numbers would be neither's.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
         held = self._held()
         try:
             self._check(config)
@@ -106,9 +119,12 @@ class RunFolder:
         until = time.monotonic() + _LOCK_WITHIN
         while True:
             try:
+                self.path.mkdir(parents=True, exist_ok=True)
                 return HeldFolder.of(self.path)
             except BlockingIOError:
                 pass
+            except OSError as error:
+                raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
             if time.monotonic() > until:
                 raise ConfigError(
                     f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "

@@ -246,6 +246,12 @@ class Layout:
         example="1",
         usual="the cores of the machine, shared by its devices; what it had for a run that goes on",
     )
+    timeout: float = key(
+        positive,
+        "under torchrun: seconds without a sign of life or progress from some rank before all give up",
+        600.0,
+        example="120",
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -105,7 +106,8 @@ def joined(config: Config) -> Iterator[Ranks]:
         else:
             mesh = init_device_mesh(kind, (devices,), mesh_dim_names=("pp",))
         rank = dist.get_rank()
-        yield Ranks(rank, size, rank // devices, size // devices, mesh, dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.pipeline.timeout))
+        yield Ranks(rank, size, rank // devices, size // devices, mesh, group)
     finally:
         dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Progress
+from gapless.schedule.recipes import find_recipe
 from gapless.stage.intra_op import intra_op_threads
 from gapless.train import user_code as own
 from gapless.train.callbacks import Callback
@@ -78,11 +80,12 @@ def prepared(
     progress: Progress | None = None,
 ) -> Iterator[Training]:
     """Everything that a run needs, made in the order in which it can fail. A run that the folder holds goes on; `start`
-    is a checkpoint of another one to begin with.
+    is a checkpoint of another one to begin with. Nothing is written before all of it is there.
     """
     _check(config, ranks)
+    ranks.together(partial(_check_writers, config))
     with ExitStack() as stack:
-        held = ranks.together(partial(folder.open, config))
+        held = ranks.together(partial(folder.look, config))
         if held is not None:
             stack.callback(held.give_back)
         config = config.changed(threads=config.pipeline.threads or ranks.decided(folder.threads))
@@ -94,15 +97,22 @@ def prepared(
         job = build(config, ranks)
         plan = _plan(job, folder, progress)
         pipe = stack.enter_context(job.pipeline(plan))
+        missing = folder.missing if ranks.first else []
+        opened = ranks.together(lambda: held or folder.open(config))
+        if opened is not None:
+            stack.callback(opened.give_back)
+        stack.callback(_remove_empty, missing)
         keys = config.checkpoint
         store = stack.enter_context(
             Checkpoints(folder.checkpoints, pipe, keep=keys.keep, best=int(keys.best), background=keys.background)
         )
-        ranks.together(partial(folder.say, config, pipe, threads, ranks.size))
         gauge, interrupts = Gauge(config.run.timeline, ranks), Interrupts(alone=ranks.mesh is None)
         trainer, early = make_trainer(config, job, pipe), EarlyStop(config.evaluate.patience)
         saver = Saver(store, config, early, ranks)
         saver.go_on(trainer, job.batches, start if store.latest is None else None)
+        ranks.together(partial(folder.say, config, pipe, threads, ranks.size))
+        if plan is not None and config.pipeline.plan == "auto":
+            ranks.together(partial(folder.keep_plan, plan))
         trainer.callbacks += [early, gauge, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
             trainer.callbacks += _writers(config, folder, gauge)
@@ -122,9 +132,7 @@ def _plan(job: Job, folder: RunFolder, progress: Progress | None) -> Plan | None
             return before
         if before.mesh.replicas == ranks.replicas:
             microbatches = before.microbatches
-    plan = job.made_plan(progress, microbatches=microbatches)
-    ranks.together(partial(folder.keep_plan, plan))
-    return plan
+    return job.made_plan(progress, microbatches=microbatches)
 
 
 def _check(config: Config, ranks: Ranks) -> None:
@@ -133,10 +141,31 @@ def _check(config: Config, ranks: Ranks) -> None:
             "train.precision is fp16, and its loss scaler must see the gradients of all ranks, which it does in one "
             "process only: use bf16, which needs no scaler, or run without torchrun"
         )
+    schedule = config.pipeline.schedule
+    if schedule is not None and not find_recipe(schedule).synchronous:
+        raise ConfigError(
+            f"pipeline.schedule is {schedule}, which updates weights on the way and has no steps: choose one with a "
+            "flush, or write a program with pipe.stream()"
+        )
     if config.minibatch < ranks.replicas:
         raise ConfigError(
             f"data.minibatch is {config.minibatch}, but there are {ranks.replicas} replicas: make it larger"
         )
+
+
+def _check_writers(config: Config) -> None:
+    """What they need is installed, or said before anything is built."""
+    if config.run.tensorboard and not tensorboard_is_installed():
+        raise ConfigError("run.tensorboard is true, but tensorboard is not installed: pip install tensorboard")
+    if config.run.wandb is not None and find_spec("wandb") is None:
+        raise ConfigError(f"run.wandb is {config.run.wandb!r}, but wandb is not installed: pip install wandb")
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Those that were made for a run in which nothing was written: it was refused."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
@@ -183,8 +212,6 @@ def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], A
 def _writers(config: Config, folder: RunFolder, gauge: Gauge) -> list[Callback]:
     found: list[Callback] = [Metrics(folder.metrics, gauge)]
     asked = config.run.tensorboard
-    if asked and not tensorboard_is_installed():
-        raise ConfigError("run.tensorboard is true, but tensorboard is not installed: pip install tensorboard")
     if asked or (asked is None and tensorboard_is_installed()):
         found.append(TensorBoard(folder.tensorboard, gauge))
     if config.run.wandb is not None:
