@@ -1,9 +1,13 @@
 """`gapless explore`: it says where it is, serves until Ctrl-C, and needs neither a terminal nor a browser."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 from tests.cli.conftest import Command
@@ -19,15 +23,28 @@ PROGRAM = (
 def test_it_serves_without_a_terminal_until_ctrl_c_and_ends_with_0() -> None:
     words = [sys.executable, "-c", PROGRAM, "explore", "--json"]
     with subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         address = json.loads(process.stdout.readline())["address"]
         with build_opener(ProxyHandler({})).open(address, timeout=60) as answer:  # no proxy leads here
             assert b"<title>gapless explore</title>" in answer.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=60) as busy:
+            token = address.partition("token=")[2]
+            headers = f"Host: {urlsplit(address).netloc}\r\nX-Gapless-Token: {token}\r\n\r\n"
+            for schedule in ("1f1b&devices=2", "auto&devices=64&microbatches=32&memory_limit=20&latency=0.03"):
+                busy.sendall(f"GET /answer?schedule={schedule} HTTP/1.1\r\n{headers}".encode())
+            busy.recv(1)  # the first is answered, and the second soon under way
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            assert process.wait(60) == 0
+        # Its workers have ended too: they would hold these open.
         assert (process.stdout.read(), process.stderr.read().strip()) == ("", "")
 
 

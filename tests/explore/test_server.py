@@ -2,11 +2,16 @@
 
 import json
 import socket
+import time
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPResponse
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from gapless.errors import ConfigError
+from gapless.explore import workers
 from gapless.explore.server import ExploreServer
 
 
@@ -93,3 +98,66 @@ def test_it_listens_on_this_machine_alone_and_a_port_in_use_is_said(explorer: Ex
     with socket.socket() as other:  # a connection that says nothing stops nobody
         other.connect(("127.0.0.1", explorer.server_port))
         assert get(explorer, f"/?token={explorer.token}")[0].status == 200
+
+
+HEAVY = "/answer?schedule=auto&devices=64&microbatches=32&memory_limit=20&weight_grad=0.75&latency=0.03"
+
+
+def asked(server: ExploreServer, path: str) -> HTTPConnection:
+    """A connection that has asked, and waits."""
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=100)
+    connection.request("GET", path, headers={"X-Gapless-Token": server.token})
+    return connection
+
+
+def said(connection: HTTPConnection) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+def until(reached: Callable[[], bool], within: float = 30.0) -> None:
+    deadline = time.monotonic() + within
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_long_search_holds_up_nobody_and_is_answered_or_told_off(
+    explorer: ExploreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 clients timed out while one looked for `auto` on 64 devices."""
+    said(asked(explorer, "/answer?schedule=gpipe"))  # there is a worker
+    monkeypatch.setattr(workers, "SECONDS", 3.0)
+    heavy = asked(explorer, HEAVY)
+    until(lambda: explorer.workers.busy > 0)
+    others = [asked(explorer, f"/answer?schedule=1f1b&devices=4&microbatches={4 + m}") for m in range(20)]
+    assert all(said(other)["makespan"] > 0 for other in others)
+    found = said(heavy)
+    assert "makespan" in found or found["error"] == (
+        "auto was not found within 3 s, so the search was stopped: use fewer devices or microbatches, or run `gapless "
+        "show auto --devices 64 --microbatches 32 --memory-limit 20 --weight-grad 0.75 --latency 0.03`"
+    )
+
+
+def test_a_search_that_nobody_waits_for_any_more_ends(explorer: ExploreServer) -> None:
+    until(lambda: explorer.workers.busy == 0)
+    many = [asked(explorer, f"{HEAVY}&forward=1.{n}") for n in range(workers.MOST + 2)]  # more than there are workers
+    until(lambda: explorer.workers.busy == workers.MOST)
+    for connection in many:
+        connection.close()
+    until(lambda: explorer.workers.busy == 0)
+    assert said(asked(explorer, "/answer?schedule=1f1b&devices=2&microbatches=2"))["makespan"] == 9
+
+
+def test_its_end_is_that_of_its_workers() -> None:
+    with ExploreServer() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        connection = asked(server, HEAVY)
+        until(lambda: bool(server.workers.alive))
+        (process,) = server.workers.alive
+        server.shutdown()
+        thread.join()
+    connection.close()
+    until(lambda: not process.is_alive())

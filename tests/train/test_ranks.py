@@ -114,8 +114,8 @@ def test_a_refusal_on_ranks_leaves_no_folder_and_the_timeout_of_the_config_holds
     assert "has waited 3 s for rank 1 to make the same pipeline" in told.err
     assert not (tmp_path / "runs").exists()
     port = free_port()
-    words = ("--resume", "missing", "--set", "model.name=mine.py:make")
-    with started("0", port, *words) as first, started("1", port, *words) as second:
+    others = ("--resume", "missing", "--set", "model.name=mine.py:make")
+    with started("0", port, *others) as first, started("1", port, *others) as second:
         assert [rank.ended(100.0).code for rank in (first, second)] == [2, 2]
     assert not (tmp_path / "runs").exists()
 

@@ -3,6 +3,7 @@
 question      what the page asks: a schedule, its sizes and its costs, within limits
 answer        the timeline for it, the command and the Python line that give the same
 explore_page  the page itself: the page of timelines, with a panel of sliders
+workers       processes that make the answers
 server        serves the page and its answers to this machine, and to nobody else
 
 explore.js    sends what the sliders say, and shows the answers

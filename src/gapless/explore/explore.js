@@ -4,6 +4,7 @@
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const form = element("sliders");
 const SLOW = 250; // milliseconds after which answers are drawn as they come
+const PATIENCE = 1000; // milliseconds after which a slider that has moved breaks off what is under way
 let underWay = false;
 let movedAt = null; // when a slider was moved that nothing has been drawn for
 let redrawn = null; // milliseconds from a slider's move to the picture, the last time
@@ -35,10 +36,10 @@ function tell() {
   document.title = document.querySelector("h1").textContent = words.filter(Boolean).join(" · ");
 }
 
-async function ask(schedule, words) {
+async function ask(schedule, words, signal) {
   const asked = new URLSearchParams(words);
   asked.set("schedule", schedule);
-  const response = await fetch(`answer?${asked}`, { headers: { "X-Gapless-Token": token }, cache: "no-store" });
+  const response = await fetch(`answer?${asked}`, { headers: { "X-Gapless-Token": token }, cache: "no-store", signal });
   if (!response.ok) throw new Error(await response.text());
   const found = await response.json();
   return found.error ? found : { ...found, data: await readTimeline(found, found.packed) };
@@ -55,8 +56,11 @@ async function round() {
     const chosen = boxes.filter((box) => box.checked).map((box) => box.value);
     const found = new Map();
     const slow = setTimeout(() => draw(new Map(chosen.map((name) => [name, found.get(name) ?? answers.get(name)]))), SLOW);
+    const broken = new AbortController();
+    const asked = performance.now();
+    const looks = setInterval(() => movedAt !== null && performance.now() - asked > PATIENCE && broken.abort(), SLOW);
     try {
-      await Promise.all(chosen.map(async (name) => found.set(name, await ask(name, words))));
+      await Promise.all(chosen.map(async (name) => found.set(name, await ask(name, words, broken.signal))));
       clearTimeout(slow);
       say("");
       draw(new Map(chosen.map((name) => [name, found.get(name)])));
@@ -66,8 +70,9 @@ async function round() {
       redrawn = performance.now() - began;
     } catch (error) {
       clearTimeout(slow);
-      say(error instanceof TypeError ? "The server does not answer: it has ended. Start `gapless explore` again, and open the address that it prints." : error.message);
+      if (!broken.signal.aborted) say(error instanceof TypeError ? "The server does not answer: it has ended. Start `gapless explore` again, and open the address that it prints." : error.message);
     }
+    clearInterval(looks);
   }
   underWay = false;
 }

@@ -11,14 +11,13 @@ from hmac import compare_digest
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
-from threading import Lock
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from gapless.errors import ConfigError, GaplessError
 from gapless.explore import explore_page
-from gapless.explore.answer import answer
 from gapless.explore.question import read_question
+from gapless.explore.workers import ClientGoneError, Workers
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -38,12 +37,17 @@ class ExploreServer(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, port: int = 0) -> None:
+        self.workers = Workers()
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"port {port} can't be used ({error}): leave --port out for any that is free") from None
         self.token = token_urlsafe(24)
-        self.working = Lock()  # one schedule at a time, however many ask
+
+    def server_close(self) -> None:
+        """Nobody works on after it."""
+        super().server_close()
+        self.workers.close()
 
     @property
     def address(self) -> str:
@@ -74,7 +78,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif where.path == "/":
             self._send(HTTPStatus.OK, explore_page.render(), "text/html")
         elif where.path == "/answer":
-            self._send(HTTPStatus.OK, json.dumps(self._answer(where.query)), "application/json")
+            try:
+                self._send(HTTPStatus.OK, self._answer(where.query), "application/json")
+            except ClientGoneError:
+                self.close_connection = True
         else:
             self._send(HTTPStatus.NOT_FOUND, "there is nothing here", "text/plain")
 
@@ -93,13 +100,11 @@ class _Handler(BaseHTTPRequestHandler):
             return "the token is wrong: open the address that `gapless explore` printed"
         return ""
 
-    def _answer(self, query: str) -> dict[str, Any]:
+    def _answer(self, query: str) -> str:
         try:
-            question = read_question(query)
-            with self.server.working:
-                return answer(question)
+            return self.server.workers.answer(read_question(query), self.connection)
         except GaplessError as error:
-            return {"error": str(error)}
+            return json.dumps({"error": str(error)})
 
     def _send(self, status: HTTPStatus, text: str, kind: str) -> None:
         body = text.encode("utf-8")

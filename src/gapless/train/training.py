@@ -116,6 +116,7 @@ def prepared(
         trainer.callbacks += [early, gauge, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
             trainer.callbacks += _writers(config, folder, gauge)
+        missing.clear()  # they hold a run now
         yield Training(config, folder, job, plan, pipe, trainer, gauge, interrupts, trainer.step)
 
 
