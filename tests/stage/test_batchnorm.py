@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
@@ -219,3 +221,79 @@ def test_what_cannot_be_deferred_is_refused() -> None:
         gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss, batchnorm="deferred")
     with pytest.raises(ConfigError, match="batchnorm is 'later', but it must be 'deferred', 'microbatch' or 'error'"):
         gapless.plain_step(model, *batch(), loss=F.mse_loss, microbatches=2, batchnorm="later")  # type: ignore[arg-type]
+
+
+class Checkpointed(nn.Module):
+    """Its parts inside as many checkpoints as asked for."""
+
+    def __init__(self, *parts: nn.Module, depth: int = 1, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.parts, self.depth, self.use_reentrant = nn.Sequential(*parts), depth, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        call: Any = self.parts
+        for _ in range(self.depth):
+            call = functools.partial(checkpoint, call, use_reentrant=self.use_reentrant)
+        y: Tensor = call(x)
+        return y
+
+
+def checkpointed(momentum: float | None = 0.1, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [
+        Checkpointed(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Tanh(), nn.Linear(6, 6), **options)
+        for _ in range(3)
+    ]
+    return nn.Sequential(nn.Linear(6, 6), *blocks)
+
+
+def plain_loop(model: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> None:
+    for part, target in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+        (F.mse_loss(model(part), target) * (len(part) / len(x))).backward()
+
+
+@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("use_reentrant", "depth", "momentum"), [(False, 1, 0.1), (True, 1, 0.1), (True, 2, 0.1), (False, 1, None)]
+)
+def test_a_batch_norm_in_a_checkpoint_moves_as_often_as_in_the_plain_loop(
+    use_reentrant: bool, depth: int, momentum: float | None, schedule: str, remat: Any
+) -> None:
+    """The recompute moved the statistics after forwards of later microbatches had; with remat torch refused it."""
+    model = checkpointed(momentum, depth=depth, use_reentrant=use_reentrant)
+    reference = copy.deepcopy(model)
+    with gapless.Pipeline(
+        model, devices=2, schedule=schedule, microbatches=4, loss=F.mse_loss, remat=remat, intra_op_threads=1
+    ) as pipe:
+        for step in range(2):
+            x, y = batch()
+            pipe.step(x, y)
+            plain_loop(reference, x, y, 4)
+            assert_same_gradients(model, reference, f"step {step}")
+            assert_same(buffers_of(model), buffers_of(reference), f"step {step}, buffers")
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_does_not_count_for_deferred_statistics(
+    use_reentrant: bool, remat: Any
+) -> None:
+    model = checkpointed(depth=2, use_reentrant=use_reentrant)
+    without = checkpointed(depth=0)
+    for each in (model, without):
+        torch.manual_seed(1)
+        assert_exact(each, batchnorm="deferred", devices=2, schedule="1f1b", remat=remat)
+    assert_same(buffers_of(model), buffers_of(without), "buffers")
+
+
+def test_a_batch_norm_that_is_computed_again_in_an_order_that_nobody_knows_is_refused() -> None:
+    twice = nn.BatchNorm1d(6)
+    shared = Checkpointed(twice, nn.Linear(6, 6), twice, nn.Linear(6, 6))
+    dead = Do(lambda part, linear, x: (part(x), linear(x))[1], Checkpointed(nn.BatchNorm1d(6)), nn.Linear(6, 6))
+    for layer, message in ((shared, "is used twice in one forward"), (dead, "was not computed again as often")):
+        with (
+            gapless.Pipeline([nn.Linear(6, 6), layer], devices=2, microbatches=3, loss=F.mse_loss) as pipe,
+            pytest.raises(ConfigError, match=f"a batch norm inside torch.utils.checkpoint {message}.* or use remat="),
+        ):
+            pipe.step(*batch())

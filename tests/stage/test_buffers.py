@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import gapless
 from tests.pipelines import assert_same, assert_same_gradients
@@ -131,3 +132,40 @@ def norm_twice_in_eval_mode() -> list[nn.Module]:
 def test_a_buffer_that_two_stages_only_read_is_exact(make: Any) -> None:
     model = nn.Sequential(*make())
     assert_exact(model, copy.deepcopy(model), schedule="1f1b")
+
+
+class InCheckpoint(Average):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: torch.tanh(super(InCheckpoint, self).forward(x)), x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_a_buffer_that_a_recompute_changes_too_late_is_refused(remat: Any) -> None:
+    """A backward changed it after forwards of later microbatches, which a plain loop never does."""
+    layers = [InCheckpoint(), nn.Linear(6, 6)]
+    with (
+        gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss, remat=remat, intra_op_threads=1) as pipe,
+        pytest.raises(gapless.GaplessError, match=r"a backward of stage 0 has changed a buffer, .* or use remat="),
+    ):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_a_weight_that_a_forward_changes_may_not_be_computed_with_again(remat: Any) -> None:
+    """An embedding with max_norm shrinks what it reads, and then sometimes once more by a bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 6, max_norm=1.0), nn.Linear(6, 6))
+    reference, x, y = copy.deepcopy(model), torch.randint(10, (16,)), torch.randn(16, 6)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, remat=remat, intra_op_threads=1) as pipe:
+        if remat == "stage":
+            with pytest.raises(
+                gapless.GaplessError, match=r"a weight of stage 0 was changed in the middle .* max_norm"
+            ):
+                pipe.step(x, y)
+            return
+        pipe.step(x, y)
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        (F.mse_loss(reference(part), target) / 4).backward()
+    assert_same_gradients(model, reference, "gradients")
+    assert_same(model.state_dict(), reference.state_dict(), "weights")

@@ -10,10 +10,15 @@ statistics, which evaluation will use. `batchnorm=` says how these move:
 
 A forward that starts again, and one that is repeated for remat, must not count. Both make the same calls in the same
 order as the run that did, so the calls are numbered and those below the mark of what has been counted are not counted.
+
+`torch.utils.checkpoint` in a layer runs a batch norm again in the backward, and in a plain loop that moves the running
+statistics once more. Here other forwards have run by then. So the forward makes these moves too, and the backward none;
+when the minibatch is over, there must have been as many. With "deferred", what is computed again does not count.
 """
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,10 +32,12 @@ from torch.overrides import TorchFunctionMode
 from gapless.errors import ConfigError
 
 from .compiled import is_compiled
-from .signature import bound, signature_of
+from .draws import checkpoints_around
+from .signature import bound, opened, signature_of
 
 BatchNorm = Literal["deferred", "microbatch", "error"]
 _COUNTER = "num_batches_tracked"
+_open_backward = opened(torch.autograd.backward)
 _FUNCTIONAL = signature_of(F.batch_norm)
 _OPERATOR = dict.fromkeys(
     ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
@@ -61,7 +68,7 @@ class Statistics:
         self._microbatch = -1
         self._seen = 0  # calls in this run
         self._counted = 0  # calls in this run or in one before it that counted
-        self._uses: dict[int, int] = {}  # of each batch norm by this microbatch
+        self._uses: dict[int, int] = {}  # of each batch norm by this microbatch, if deferred or in a checkpoint
         # In this minibatch: by batch norm and by which of its calls it is, the moments of each microbatch; by counter
         # the microbatch that moves it; and the counters as often as they moved.
         self._moments: dict[tuple[int, int], dict[int, _Moments]] = {}
@@ -70,6 +77,10 @@ class Statistics:
         self._weights: dict[Any, Tensor] = {}
         self.moved: set[int] = set()  # running means and counters that calls were seen to move, by id
         self.asked = 0  # how often there was a call of a batch norm, in training or not
+        self.in_checkpoints = False  # whether calls were seen that the backward makes again
+        self._recomputing = False
+        # In this minibatch, by running mean: how many calls the backward is to make again, less those that it has made.
+        self._to_come: Counter[int] = Counter()
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A microbatch comes, or comes again for remat; its forward may take several runs."""
@@ -86,8 +97,24 @@ class Statistics:
         """A run starts."""
         self._seen = 0
 
-    def finish(self) -> None:
-        """The minibatch is over: what was deferred moves the running statistics."""
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Around a backward: what a checkpoint computes again there was counted."""
+        counted, self._counted, self._recomputing = self._counted, sys.maxsize, True
+        try:
+            with PlainMode(self):
+                yield
+        finally:
+            self._counted, self._recomputing = counted, False
+
+    def finish(self, *, whole: bool = True) -> None:
+        """The minibatch is over: what was deferred moves the running statistics. `whole`: no other is under way."""
+        if whole and any(self._to_come.values()):
+            raise ConfigError(
+                "a batch norm inside torch.utils.checkpoint was not computed again as often as it has checkpoints "
+                "around it, so its running statistics are not those of plain training: take it out of the checkpoint, "
+                "or use remat= in place of the checkpoint"
+            )
         with torch.no_grad() if self._moments else contextlib.nullcontext():
             for parts in self._moments.values():
                 factor = next(iter(parts.values())).factor  # an average over all minibatches has it from the counter
@@ -103,6 +130,7 @@ class Statistics:
         self._movers.clear()
         self._moments.clear()
         self._uses.clear()
+        self._to_come.clear()
         self._microbatch = -1
 
     def counts(self, moving: Tensor) -> bool:
@@ -113,6 +141,42 @@ class Statistics:
         self._counted = self._seen
         self.moved.add(id(moving))
         return True
+
+    @property
+    def counters(self) -> list[tuple[nn.Module, str]]:
+        """Those that calls were seen to raise, and perhaps more, by the modules that have them."""
+        return [(module, _COUNTER) for module in self._counting]
+
+    def repeats(self, running_mean: Tensor) -> int:
+        """How often the backward makes the call again that is being made, and counts."""
+        if id(running_mean) in self._uses and self.option != "deferred":
+            raise ConfigError(
+                "a batch norm inside torch.utils.checkpoint is used twice in one forward, and which use the backward "
+                "computes again first is not known: give each use a batch norm of its own, or use remat= in place of "
+                "the checkpoint"
+            )
+        times = checkpoints_around()
+        self.in_checkpoints = self.in_checkpoints or times > 0
+        if not times or self.option == "deferred":
+            return 0
+        self._to_come[id(running_mean)] += times
+        self._uses[id(running_mean)] = 1
+        return times
+
+    def computed_again(self, running_mean: Tensor) -> None:
+        """A call that does not count."""
+        if self._recomputing and self.option != "deferred":
+            self._to_come[id(running_mean)] -= 1
+
+    def factor(self, running_mean: Tensor, factor: float) -> float:
+        """A batch norm counts a call once more; the weight of that in its average."""
+        for module in self._modules():
+            if any(buffer is running_mean for buffer in module._buffers.values()) and _COUNTER in module._buffers:
+                counter = module._buffers[_COUNTER]
+                if counter is not None:
+                    counter.add_(1)
+                    return 1.0 / float(counter) if getattr(module, "momentum", factor) is None else factor
+        return factor
 
     @property
     def moves(self) -> bool:
@@ -185,6 +249,9 @@ class PlainMode(TorchFunctionMode):
         self.statistics = statistics
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.backward:  # of a checkpoint inside another
+            with self:
+                return _open_backward(*args, **kwargs or {})
         handler = HANDLERS.get(func)
         if handler is None or detect_fake_mode() is not None:  # a model that is being traced computes nothing
             return self.plain(func, args, kwargs or {})
@@ -205,10 +272,18 @@ def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[
     if not given["training"] or running_mean is None or running_var is None:
         return mode.plain(func, args, kwargs)
     if not statistics.counts(running_mean):
-        without = given | {"running_mean": None, "running_var": None}
-        return mode.plain(func, tuple(without.values()), {})
+        statistics.computed_again(running_mean)
+        # As many tensors are saved as by the first call: a checkpoint compares that.
+        apart = given | {"running_mean": running_mean.clone(), "running_var": running_var.clone()}
+        return mode.plain(func, tuple(apart.values()), {})
+    repeats = statistics.repeats(running_mean)
     if statistics.option != "deferred":
-        return mode.plain(func, args, kwargs)
+        result = mode.plain(func, args, kwargs)
+        for _ in range(repeats):
+            with torch.no_grad():
+                again = given | {"momentum": statistics.factor(running_mean, given["momentum"])}
+                func(*again.values())
+        return result
     # An update of zeros with all the weight on the new leaves the moments themselves, as the kernel computed them.
     mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
     moved = given | {"running_mean": mean, "running_var": var, "momentum": 1.0}

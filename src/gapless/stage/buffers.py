@@ -40,6 +40,7 @@ class Copy(NamedTuple):
 
 Taken = list[Copy]
 Owned = tuple[nn.Module, str]  # a buffer by the module that has it, since a forward may put another tensor there
+Marks = list[tuple[Owned, Tensor, int]]  # tensors in their places, and how often they had changed
 
 
 class Buffers:
@@ -114,6 +115,19 @@ class Buffers:
                 if norm:
                     self.changing[module, name] = None  # a kernel changes them without telling
                 yield module, name, value
+
+
+def marks_of(buffers: Iterable[Owned]) -> Marks:
+    """Where they stand."""
+    values = ((owned, owned[0]._buffers.get(owned[1])) for owned in buffers)
+    return [(owned, value, value._version) for owned, value in values if value is not None]
+
+
+def have_moved(marks: Marks) -> bool:
+    """Whether any of them has changed since."""
+    return any(
+        module._buffers.get(name) is not value or value._version != version for (module, name), value, version in marks
+    )
 
 
 def owned_by(layer: nn.Module) -> Iterable[Owned]:

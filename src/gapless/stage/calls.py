@@ -90,6 +90,7 @@ class Calls:
         if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
             self._bare = list(layers)
         self._forwards = [layer.forward for layer in self._bare or []]
+        self.may_change_buffers = self._bare is None  # which none of torch's own modules does that is called barely
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
@@ -261,7 +262,12 @@ class Calls:
                 start = time.perf_counter()
                 self._backward_with_care(records, edges, grads)
                 self._cold_seconds += time.perf_counter() - start
-        elif autocast_is_on() or self.mode.alone or (self._split and not grads[0].is_cpu):
+        elif (
+            autocast_is_on()
+            or self.mode.alone
+            or self.statistics.in_checkpoints
+            or (self._split and not grads[0].is_cpu)
+        ):
             self._backward_with_care(records, edges, grads)
         elif self._split:
             with recording.here(records):
@@ -273,6 +279,7 @@ class Calls:
         with (
             without_autocast(),
             alone() if self.mode.alone else _NOTHING,
+            self.statistics.recomputed() if self.statistics.in_checkpoints else _NOTHING,
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
             _backward(edges, grads)

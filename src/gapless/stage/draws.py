@@ -8,7 +8,7 @@ private one, under a lock. The caller's own generators are left as they were.
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .exclusive import exclusively
 from .seeds import seed_of
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class UncapturableError(Exception):
@@ -222,11 +224,14 @@ def draws_by_tag(operator: Any) -> bool:
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
-def inside_checkpoint() -> bool:
-    """Whether `torch.utils.checkpoint` runs the code that called us."""
-    frame: Any = sys._getframe(1)
+def checkpoints_around() -> int:
+    """How many calls of `torch.utils.checkpoint` run the code that called us, one inside the other. Around each there
+    are hooks on what is saved, or no gradients, so that elsewhere the stack need not be walked.
+    """
+    if _top_hooks(False) is None and torch.is_grad_enabled():
+        return 0
+    frame, found = sys._getframe(1).f_back, 0
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
+        found += frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
         frame = frame.f_back
-    return False
+    return found

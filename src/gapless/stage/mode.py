@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .autocast import casts_are_kept, runs_low
 from .batchnorm import Statistics
 from .deferred import Records
-from .draws import Draws, device_of, draws_by_tag, inside_checkpoint
+from .draws import Draws, checkpoints_around, device_of, draws_by_tag
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -241,7 +241,7 @@ class Mode(TorchFunctionMode):
         """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from
         these.
         """
-        if (_top_hooks(False) is not None or not torch.is_grad_enabled()) and inside_checkpoint():
+        if checkpoints_around():
             self.alone = True
             raise Restart
 

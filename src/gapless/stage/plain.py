@@ -77,10 +77,8 @@ def plain_step(
             value_of_loss = value_of_loss if aux is None else value_of_loss + aux
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
-        if share:
-            _backward([value_of_loss * share])
-        else:
-            _backward(without_loss(value, aux))
+        with statistics.recomputed() if statistics.in_checkpoints else contextlib.nullcontext():
+            _backward([value_of_loss * share] if share else without_loss(value, aux))
     statistics.finish()
     total = sum_in_order(losses, weights)
     there = own(outputs[0]) if own is not None else None

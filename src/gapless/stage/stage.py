@@ -22,7 +22,7 @@ from gapless.errors import ConfigError, GaplessError
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
-from .buffers import Owned
+from .buffers import Owned, have_moved, marks_of
 from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced
@@ -87,6 +87,8 @@ class Stage:
         self._shared_buffers: Mapping[Owned, str] = {}
         self._number = 0
         self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
+        self._changed_late = False  # a backward has changed buffers after forwards of later microbatches had
+        self._noted: tuple[int, list[tuple[nn.Parameter, int]]] = (-1, [])  # weights that this step must not change
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that its layers and its loss use, each once."""
@@ -181,6 +183,8 @@ class Stage:
             raise GaplessError(
                 f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
             )
+        if step != self._noted[0]:
+            self._noted = step, self._read_again()
         place = microbatch if place is None else place
         work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
@@ -219,9 +223,17 @@ class Stage:
         """
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
+        marks = marks_of(self._changing()) if self._calls.may_change_buffers else None
         for cell in self._cells_back:
             grads = cell.backward(work, grads)
-        return self._first_cell.backward(work, grads, then)
+        grads = self._first_cell.backward(work, grads, then)
+        if marks and have_moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
+            self._changed_late |= any(later > microbatch for later in self._work)
+        return grads
+
+    def _changing(self) -> list[Owned]:
+        """Buffers that forwards were seen to change."""
+        return [*(each for cell in self._cells for each in cell.changing), *self._calls.statistics.counters]
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""
@@ -250,18 +262,36 @@ class Stage:
                     "plain training: choose a partition that keeps its layers in one stage, or give each layer a "
                     "buffer of its own"
                 )
+        if self._changed_late:
+            raise ConfigError(
+                f"a backward of stage {self._number} has changed a buffer, as torch.utils.checkpoint does when it runs "
+                "a layer again, after forwards of later microbatches have: take what changes it out of the checkpoint, "
+                "or use remat= in place of the checkpoint"
+            )
+        if any(weight._version != version for weight, version in self._noted[1]):
+            raise ConfigError(
+                f"a weight of stage {self._number} was changed in the middle of a step, as a forward of nn.Embedding "
+                "does with max_norm, and remat or another stage computes with it again: use remat='none', and a weight "
+                "that no other stage shares"
+            )
         if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
                 f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "
                 "change buffers that depend on that order: choose a schedule with forwards in order"
             )
-        statistics.finish()
+        statistics.finish(whole=not self._work)
         self._calls.stored.clear()
+
+    def _read_again(self) -> list[tuple[nn.Parameter, int]]:
+        """Weights that are used later than in their microbatch's turn, and how often they have changed so far."""
+        weights = [each.parameter for each in self._shared] if self.remat == "none" else self.parameters()
+        return [(weight, weight._version) for weight in weights]
 
     def drop(self) -> None:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""
         for microbatch in list(self._work):
             self._forget(microbatch)
+        self._changed_late = False
         self._calls.forget()
         self._calls.statistics.clear()
         self._calls.stored.clear()

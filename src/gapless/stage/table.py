@@ -1,6 +1,5 @@
 """The torch calls that a stage answers itself, each with what answers it."""
 
-import types
 from typing import Any
 
 import torch
@@ -12,18 +11,12 @@ from .convolution import CONVOLUTIONS, convolution, embedding
 from .linear import addmm, linear, matmul
 from .mode import Handler, Mode
 from .random_calls import RANDOM, RECURRENT, attention, dropout, recurrent
-
-_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+from .signature import opened
 
 
 def _opened(function: Any) -> Handler:
-    """A handler for one of torch's own Python functions that hides the calls of the table: it runs a copy of the
-    function that does not ask for modes, with the mode on."""
-    scope = {**function.__globals__, **dict.fromkeys(_ASKING, lambda *_: False)}
-    copy: Any = types.FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
+    """A handler for one of torch's own Python functions that hides the calls of the table: it runs with the mode on."""
+    copy = opened(function)
 
     def handler(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:

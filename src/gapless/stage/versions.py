@@ -45,6 +45,7 @@ class Versions:
         self._free: list[list[nn.Parameter]] = [[] for _ in self.parameters]  # leaves without data, to be used again
         self.newest = 0
         self._installed = -1  # the user's own
+        self._updated = False  # since they were as `_left` says
         self._left = [self._mark(parameter) for parameter in self.parameters]
         self._shares = [True] * len(self.parameters)  # whether the newest leaf has the memory of the parameter
         self._known: dict[int, Leaves] = {0: [self._leaf(place, each.data) for place, each in enumerate(found)]}
@@ -140,6 +141,7 @@ class Versions:
             ]
             self._known[version] = after
         self.put_back()
+        self._updated = False
 
     def _mark(self, parameter: nn.Parameter) -> tuple[Any, ...]:
         return parameter._version, parameter.data_ptr(), parameter.requires_grad, _sums(parameter)
@@ -148,6 +150,24 @@ class Versions:
         for parameter, places in zip(parameters, self._places, strict=True):
             for module, name in places:
                 module._parameters[name] = parameter
+
+    def check_forwards(self, version: int) -> None:
+        """Raises if forwards that used this one have changed weights where they are: the other versions would not have
+        the change, or have it too early. What leaves no trace but in the numbers is looked for before the first update.
+        """
+        changed = [name for name, leaf in zip(self.names, self._known[version], strict=True) if leaf._version]
+        if not changed and not self._updated:
+            changed = [
+                name
+                for name, parameter, left in zip(self.names, self.parameters, self._left, strict=True)
+                if self._mark(parameter) != left
+            ]
+        self._updated = True
+        if changed:
+            raise ConfigError(
+                f"a forward has changed the weight {changed[0]}, as nn.Embedding does with max_norm, but a stream has "
+                "several versions of it, which would differ: do without, or use a schedule that is synchronous"
+            )
 
     def grads(self, version: int) -> list[Tensor | None]:
         """What backwards have added to this one since they were taken last."""

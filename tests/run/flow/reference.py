@@ -7,7 +7,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -128,7 +128,6 @@ def trained(
                 values = fresh[stage][minibatch - anew]
             for each, value in zip(group, values, strict=True):
                 each.data, each.grad = value.clone(), None
-        total = torch.zeros(())
         parts = []
         for number, (hidden, target) in enumerate(
             zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
@@ -138,7 +137,7 @@ def trained(
                 value = loss(_outputs(model, hidden, partial(gapless.seed_of, seed, minibatch, number)), target)
             (value * share).backward()
             parts.append(value.detach() * share)
-        losses.append(total if not parts else torch.stack(parts).sum())
+        losses.append(reduce(torch.add, parts))
         for stage, group in enumerate(own):  # applied to the newest there are
             grads = [each.grad for each in group]
             for each, value, grad in zip(group, history[stage][minibatch], grads, strict=True):
@@ -201,7 +200,7 @@ def replicated(
                 value = loss(hidden, target)
                 (value * share).backward()
                 parts.append(value.detach() * share)
-            losses[replica].append(torch.stack(parts).sum())
+            losses[replica].append(reduce(torch.add, parts))
             came.append([[each.grad for each in group if each.grad is not None] for group in own])
         for stage, group in enumerate(own):
             for place, each in enumerate(group):

@@ -4,13 +4,14 @@ import copy
 import gc
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError, GaplessError, TransportError
@@ -129,6 +130,62 @@ def test_2bw_has_the_weights_of_its_formula(devices: int, microbatches: int, mod
 @pytest.mark.parametrize("kind", ["stashing", "2bw"])
 def test_remat_finds_the_version_of_its_forward(remat: Any, kind: str) -> None:
     check(kind, make("dropout"), 3, 7, momentum, microbatches=4 if kind == "2bw" else 1, remat=remat)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layer again in the backward, by itself."""
+
+    def __init__(self, layer: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("remat", ["none", "stage"])
+@pytest.mark.parametrize("kind", ["stashing", "2bw"])
+def test_a_checkpoint_in_a_layer_finds_the_version_of_its_forward(kind: str, remat: Any, use_reentrant: bool) -> None:
+    """It computed with the weights that were newest when its backward came."""
+    blocks = [
+        layer if number % 2 else Checkpointed(layer, use_reentrant) for number, layer in enumerate(make("blocks"))
+    ]
+    model = nn.Sequential(nn.Linear(6, 6), *blocks)
+    check(kind, model, 3, 7, momentum, microbatches=4 if kind == "2bw" else 1, remat=remat)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_weight_that_a_forward_changes_is_refused(schedule: str) -> None:
+    """Each version of it changed on its own, and some changes were lost."""
+    model = nn.Sequential(nn.Embedding(10, 6, max_norm=1.0), *make("linear", 3))
+    data = [(torch.randint(10, (8,)), torch.randn(8, 6)) for _ in range(6)]
+    with (
+        gapless.Pipeline(
+            model, devices=2, schedule=schedule, loss=F.mse_loss, microbatches=1 + (schedule == "2bw")
+        ) as p,
+        pytest.raises(
+            ConfigError, match=r"a forward has changed the weight 0\.weight, as nn\.Embedding does with max_norm"
+        ),
+        p.stream(optimizer=momentum) as stream,
+    ):
+        list(stream.run(data))
+
+
+def test_the_loss_of_a_minibatch_is_added_in_the_order_of_its_microbatches() -> None:
+    """Torch's sum of many numbers adds them in an order of its own."""
+    model, data = make("linear", 2), batches(8, size=32)
+    with (
+        gapless.Pipeline(model, devices=2, schedule="2bw", microbatches=32, loss=F.mse_loss) as pipe,
+        pipe.stream(optimizer=lambda params: torch.optim.SGD(params, lr=0.0)) as stream,
+    ):
+        found = [result.loss for result in stream.run(data)]
+    expected = [
+        reduce(torch.add, [F.mse_loss(model(x), y).detach() / 32 for x, y in zip(a.split(1), b.split(1), strict=True)])
+        for a, b in data
+    ]
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])

@@ -20,6 +20,7 @@ from gapless.run.flow.earlier_buffers import EarlierBuffers
 from gapless.run.flow.rule import Rule
 from gapless.run.flow.siblings import Grads, Siblings
 from gapless.run.flow.updater import Updater
+from gapless.stage.plain import sum_in_order
 from gapless.stage.stage import Stage
 from gapless.stage.versions import Versions
 
@@ -82,7 +83,7 @@ class FlowDevice:
         self._neighbours = neighbours
         self._first, self._last = rule.stage == 0, rule.stage == rule.stages - 1
         self._begun = self._ended = 0  # microbatches: forwards, and backwards
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Tensor, float]] = []
         self._buffers = EarlierBuffers()
         self._at = ("before its first forward", -1)
         self.idle = False  # it waits for the caller, or for its replicas
@@ -208,11 +209,10 @@ class FlowDevice:
         return True
 
     def _note(self, number: int, loss: Tensor, weight: float) -> None:
-        # One without any weight does not count, whatever it is: a mean over nothing is no number.
-        self._losses.append(loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss))
+        self._losses.append((loss, weight))
         minibatch, place = divmod(number, self.rule.microbatches)
         if place == self.rule.microbatches - 1:
-            total = torch.stack(self._losses).sum() if place else self._losses[0]
+            total = sum_in_order(*zip(*self._losses, strict=True))
             self._neighbours.say(self.rule.counted(minibatch), total)
             self._losses.clear()
 
@@ -228,8 +228,7 @@ class FlowDevice:
         if grads is END:
             return False
         self._at = ("in the backward", self.rule.number(minibatch))
-        if self.stage.remat != "none":
-            self.versions.use(self.rule.version(minibatch))
+        self.versions.use(self.rule.version(minibatch))  # a recompute, or a hook, looks for the weights of its forward
         self.stage.backward(number, grads, None if self._first else neighbours.hand_back)
         self._ended += 1
         if place == self.rule.microbatches - 1:
@@ -240,6 +239,7 @@ class FlowDevice:
         versions, began = self.versions, time.thread_time()
         self._at = ("in the update", self.rule.number(minibatch))
         assert versions.newest == minibatch
+        versions.check_forwards(self.rule.version(minibatch))
         self.gradient = versions.grads(self.rule.version(minibatch))
         for parameter in versions.parameters:
             if parameter.grad is not None:
