@@ -46,7 +46,7 @@ class CpuLane:
 
     def unpack(self, parcel: Parcel) -> Any:
         """What another lane, or the caller, made, as tensors of this one."""
-        tensors, shape = mb.flatten(parcel.tree)
+        tensors, shape = mb.flatten(parcel.tree, views=True)
         gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
         if not gpus:
             return parcel.tree
@@ -95,7 +95,7 @@ class CudaLane:
         return Parcel(tree, event)
 
     def unpack(self, parcel: Parcel) -> Any:
-        tensors, shape = mb.flatten(parcel.tree)
+        tensors, shape = mb.flatten(parcel.tree, views=True)
         if all(tensor.device == self.device for tensor in tensors):
             if parcel.event is not None:
                 self.stream.wait_event(parcel.event)

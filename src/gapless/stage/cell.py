@@ -69,9 +69,7 @@ class Cell:
         self._own = {id(each): each for each in own}
         self._place = (stage, self._place[1])
         self._ties = tuple(each for each in ties if id(each.parameter) in self._own)
-        self._stray = stray
-        self._graphs.clear()
-        self._step = -1
+        self._stray, self._graphs, self._step = stray, set(), -1
         for each in self._ties:
             each.settle(*self._place)
 
@@ -90,8 +88,7 @@ class Cell:
 
     def refuse_strays(self, refuse: Stray) -> None:
         """Whom to tell of parameters that it should not know, from the next forward on."""
-        self._stray = refuse
-        self._graphs.clear()
+        self._stray, self._graphs = refuse, set()
 
     def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """More parameters, each in the place of one that it may have."""
@@ -106,7 +103,7 @@ class Cell:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
         if type(inputs) is Tensor and (layers := self._calls.bare(work.target)) is not None and not autocast_is_on():
             return self._run_bare(work, layers, inputs, then)
-        tensors, shape = mb.flatten(inputs)
+        tensors, shape = mb.flatten(inputs, views=True)
         kept = Kept.of(tensors, shape)
         handed = self._build(work, kept)
         if then is not None:
@@ -244,11 +241,12 @@ class Cell:
             tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]
             versions = [tensor._version for tensor in tensors]
             was_copied = self._intake.copies
-            taken = self._buffers.taken()
+            taken, leaves = self._buffers.taken(), self._intake.taken(kept.leaves)
             try:
                 handed = self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
             except Restart:
                 self._buffers.put_back(taken)
+                self._intake.put_back(leaves)
                 continue
             except RuntimeError as error:
                 if _ON_META in str(error):
@@ -260,6 +258,7 @@ class Cell:
                 if self._intake.guarded or _IN_PLACE_ON_LEAF not in str(error):
                     raise
                 self._buffers.put_back(taken)
+                self._intake.put_back(leaves)
                 self._intake.guarded = True
                 continue
             kept.buffers = self._buffers.learn(taken)
@@ -345,6 +344,6 @@ class Cell:
             raise Restart
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
-        tensors, shape = mb.flatten(value)
+        tensors, shape = mb.flatten(value, views=True)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)

@@ -1,5 +1,6 @@
 """How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,24 @@ class Intake:
         if result.stride() != leaf.stride():  # of a dimension of size one, by which kernels are chosen too
             result = torch.ops.aten.alias.default(leaf)
         return result
+
+    def taken(self, leaves: Sequence[Tensor]) -> list[tuple[Tensor, int, Tensor | None]]:
+        """Before a run that may start again: each leaf, how often it had changed, and its numbers while nobody knows
+        whether a layer changes them.
+        """
+        return [(leaf, leaf._version, None if self.tried else leaf.detach().clone()) for leaf in leaves]
+
+    def put_back(self, taken: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
+        """The run did not come to its end: what it has changed is as before."""
+        for leaf, version, numbers in taken:
+            if leaf._version == version:
+                continue
+            if numbers is None:
+                raise GaplessError(
+                    "a layer has changed its input in place, and its forward must start again, since something in it "
+                    "was seen for the first time: make it return a new tensor."
+                )
+            leaf.detach().copy_(numbers)
 
     def learn(self, changed: bool, *, seen: bool) -> None:
         """Learns from a run whether the layers change their input."""

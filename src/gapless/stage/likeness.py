@@ -133,6 +133,8 @@ class Likenesses:
 
 def _made(tree: Any) -> Any:
     """What graphs depend on of a tree: how its tensors are made, and what else is in it."""
-    tensors, shape = mb.flatten(tree)
+    tensors, shape = mb.flatten(tree, views=True)
     made = tuple([(each.shape, each.stride(), each.dtype, each.requires_grad) for each in tensors])
-    return made if shape is None else (made, shape.spec, tuple(shape.leaves), tuple(shape.again))
+    if shape is None:
+        return made
+    return made, shape.spec, tuple(shape.leaves), tuple(shape.again), repr(shape.views)

@@ -15,26 +15,31 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 
+from .aliases import View, with_views
+
+_NOWHERE = -1  # the place of a tensor that only views are made of
 _CONSTANTS = frozenset((bool, int, float, str))
 LossWeight = Callable[[Any], Any] | Literal["sum"] | None
 
 
 class Shape(NamedTuple):
     """What is left of a tree when its tensors are taken out; `tensors` are the places they go back to, and `again` has
-    further places, each with the number of the tensor that is there too.
+    further places, each with the number of the tensor that is there too. `views` has places of views of these.
     """
 
     spec: pytree.TreeSpec
     leaves: list[Any]
     tensors: list[int]
     again: Sequence[tuple[int, int]] = ()
+    views: Sequence[tuple[int, View]] = ()
 
 
-def flatten(tree: Any, *, once: bool = True) -> tuple[list[Tensor], Shape | None]:
+def flatten(tree: Any, *, once: bool = True, views: bool = False) -> tuple[list[Tensor], Shape | None]:
     """The tensors of a tree in order, and the shape that `unflatten` needs. A lone tensor has the shape None.
 
     A tensor that is there twice comes once, and stays one: the gradients of all its uses are summed in one place, in
-    autograd's order. Without `once` it comes twice: each place may be cut in its own way.
+    autograd's order. Without `once` it comes twice: each place may be cut in its own way. With `views`, what shares
+    memory with another tensor does not come, but is a view of it.
     """
     if isinstance(tree, Tensor):
         return [tree], None
@@ -54,19 +59,41 @@ def flatten(tree: Any, *, once: bool = True) -> tuple[list[Tensor], Shape | None
             leaves[place] = None
         elif leaf is not None and type(leaf) not in _CONSTANTS:
             _refuse_hidden_tensors(leaf)
+    if views and len(tensors) > 1:
+        return _with_views(tensors, Shape(spec, leaves, places, again))
     return tensors, Shape(spec, leaves, places, again)
+
+
+def _with_views(tensors: list[Tensor], shape: Shape) -> tuple[list[Tensor], Shape]:
+    bases, ways = with_views(tensors)
+    if len(bases) == len(tensors) and all(type(way) is int for way in ways):
+        return tensors, shape
+    places, views = [_NOWHERE] * len(bases), []
+    all_places = [*enumerate(shape.tensors), *((number, place) for place, number in shape.again)]
+    again = []
+    for number, place in all_places:
+        way = ways[number]
+        if isinstance(way, View):
+            views.append((place, way))
+        elif places[way] == _NOWHERE:
+            places[way] = place
+        else:
+            again.append((place, way))
+    return bases, Shape(shape.spec, shape.leaves, places, again, views)
 
 
 def unflatten(tensors: Sequence[Any], shape: Shape | None) -> Any:
     """The tree of that shape with these tensors (or anything else) in the places of its own."""
     if shape is None:
         return tensors[0]
-    leaves = list(shape.leaves)
+    leaves = [*shape.leaves, None]
     for place, tensor in zip(shape.tensors, tensors, strict=True):
         leaves[place] = tensor
     for place, number in shape.again:
         leaves[place] = tensors[number]
-    return pytree.tree_unflatten(leaves, shape.spec)
+    for place, view in shape.views:
+        leaves[place] = view.of(tensors[view.number])
+    return pytree.tree_unflatten(leaves[:_NOWHERE], shape.spec)
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:

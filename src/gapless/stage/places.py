@@ -19,7 +19,7 @@ class FixedTree:
     """A tree of tensors that graphs read: its values change, its places do not."""
 
     def __init__(self, tree: Any) -> None:
-        given, shape = mb.flatten(tree)
+        given, shape = mb.flatten(tree, views=True)
         tensors = [_empty(each).requires_grad_(each.requires_grad) for each in given]
         self.tree = mb.unflatten(tensors, shape)
         self._places = [each.detach() for each in tensors]
@@ -27,7 +27,7 @@ class FixedTree:
 
     def copied(self) -> Any:
         """Another one, which nobody overwrites."""
-        tensors, shape = mb.flatten(self.tree)
+        tensors, shape = mb.flatten(self.tree, views=True)
         return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)
 
     @property
@@ -37,14 +37,14 @@ class FixedTree:
 
     def take(self, tree: Any) -> None:
         """The values of another one that is made alike."""
-        _copy(self._places, mb.flatten(tree)[0])
+        _copy(self._places, mb.flatten(tree, views=True)[0])
 
 
 class LeftTree:
     """A tree of tensors that a graph leaves: copied at once, since the next graph may write there."""
 
     def __init__(self, tree: Any) -> None:
-        tensors, self._shape = mb.flatten(tree)
+        tensors, self._shape = mb.flatten(tree, views=True)
         self._wanted = [each.requires_grad for each in tensors]
         self._places = [_place(each) for each in tensors]
 

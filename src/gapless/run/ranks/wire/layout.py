@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
+from gapless.stage.aliases import View
 
 ALIGNMENT = 64
 _SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact
@@ -69,6 +70,7 @@ class TreeLayout:
         self._leaves = [_constant_from(leaf) for leaf in described.get("leaves", ())]
         self._leaf_of: list[int] = described.get("places", [])
         self._again: list[tuple[int, int]] = described.get("again", [])
+        self._views = [(place, View(*view)) for place, view in described.get("views", [])]
         self.places: list[TensorPlace] = []
         self.is_dense = True  # every tensor fills its memory
         end = 0
@@ -84,6 +86,8 @@ class TreeLayout:
         """With these tensors in it."""
         if self._spec is None:
             return tensors[0]
+        if self._views:
+            return mb.unflatten(tensors, mb.Shape(self._spec, self._leaves, self._leaf_of, self._again, self._views))
         leaves = list(self._leaves)
         for place, tensor in zip(self._leaf_of, tensors, strict=True):
             leaves[place] = tensor
@@ -102,11 +106,12 @@ def key_of(tree: Any) -> tuple[list[Tensor], Any]:
     if _is_flat(tree):
         tensors = [item for item in tree if item is not None]
         return tensors, ("list", *(None if item is None else key_of(item)[1] for item in tree))
-    tensors, shape = mb.flatten(tree)
-    leaves, spec, again = (shape.leaves, shape.spec, tuple(shape.again)) if shape is not None else ([], None, ())
-    constants = tuple((type(leaf), repr(leaf)) for leaf in leaves)
+    tensors, shape = mb.flatten(tree, views=True)
     kinds = [(t.dtype, t.shape, t.stride(), t.requires_grad, signs_of(t)) for t in tensors]
-    return tensors, (spec, constants, again, *kinds)
+    if shape is None:
+        return tensors, (None, *kinds)
+    constants = tuple((type(leaf), repr(leaf)) for leaf in shape.leaves)
+    return tensors, (shape.spec, constants, tuple(shape.again), repr(shape.views) if shape.views else "", *kinds)
 
 
 def signs_of(tensor: Tensor) -> int:
@@ -138,7 +143,7 @@ def _is_flat(tree: Any) -> bool:
 def describe(tree: Any) -> dict[str, Any]:
     """What `TreeLayout` is made from, as JSON can say it."""
     described: dict[str, Any] = {}
-    tensors, shape = mb.flatten(tree)
+    tensors, shape = mb.flatten(tree, views=True)
     if shape is not None:
         described = {
             "spec": _spec_to(shape.spec),
@@ -146,6 +151,7 @@ def describe(tree: Any) -> dict[str, Any]:
             "leaves": [_constant(leaf) for leaf in shape.leaves],
             "places": shape.tensors,
             "again": shape.again,
+            "views": shape.views,
         }
     described["tensors"] = [
         [
