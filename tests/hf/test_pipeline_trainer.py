@@ -106,11 +106,22 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["smoothed", "a function", "a subclass"])
-def test_every_way_to_a_loss_is_trainer_s(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "bf16"),
+    [
+        ("smoothed", True),
+        *(pytest.param(way, True, marks=pytest.mark.slow) for way in ("a function", "a subclass")),
+        *(pytest.param(way, False, marks=pytest.mark.slow) for way in ("smoothed", "a function", "a subclass")),
+    ],
+)
+def test_every_way_to_a_loss_is_trainer_s(way: str, bf16: bool, tmp_path: Path) -> None:
+    """In bfloat16 the loss was computed inside autocast, from logits that Trainer turns to float32."""
     args = arguments(
-        tmp_path, eval_strategy="steps", eval_steps=2, label_smoothing_factor=0.1 if way == "smoothed" else 0.0
+        tmp_path,
+        bf16=bf16,
+        eval_strategy="steps",
+        eval_steps=2,
+        label_smoothing_factor=0.1 if way == "smoothed" else 0.0,
     )
     more: dict[str, Any] = {"compute_loss_func": summed} if way == "a function" else {}
     both(gpt2(), args, OwnLoss if way == "a subclass" else None, eval_dataset=rows(4), **more)

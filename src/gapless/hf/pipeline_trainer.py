@@ -10,6 +10,7 @@ Trainer fetches the batches of an update together (`get_batch_samples`) and then
     clipping, the optimizer, the scheduler, callbacks, checkpoints         Trainer's own
 """
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from gapless.pipeline.arguments import at_least_one
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.plan.plan import Plan
+from gapless.stage.autocast import without_autocast
 from gapless.stage.devices import Devices
 from gapless.stage.stage import Remat
 from gapless.units import show_count
@@ -161,8 +163,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return [(loss / share if share > 1 else loss).to(self.args.device) for loss in result.losses]
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
-        """Of a microbatch, on the last stage."""
-        loss: Tensor = answered(partial(self._compute_loss, target), self.model, outputs)
+        """Of a microbatch, on the last stage. Autocast is around Trainer's model, and not around what it makes of the
+        outputs, which are float32.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.accelerator.native_amp:
+                outputs = convert_outputs_to_fp32(lambda: outputs)()
+                stack.enter_context(without_autocast())
+                stack.enter_context(self.compute_loss_context_manager())
+            loss: Tensor = answered(partial(self._compute_loss, target), self.model, outputs)
         return loss
 
     def _compute_loss(self, target: Any, model: Any) -> Any:
