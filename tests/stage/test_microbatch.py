@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import UserDict
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
 from gapless.stage.counted import Weighed, told
+from gapless.stage.minibatch import Minibatch
 from gapless.stage.plain import sum_in_order
 from gapless.stage.share import Share
 
@@ -189,3 +192,58 @@ def test_a_target_with_the_rows_of_one_microbatch_is_refused(samples: int, rows:
 @pytest.mark.parametrize("target", [torch.zeros(5), torch.zeros(()), (torch.zeros(8), torch.zeros(2))], ids=str)
 def test_a_target_that_can_not_be_taken_for_rows_goes_to_every_microbatch(target: object) -> None:
     assert len(mb.split(target, 4, size=8)) == 4
+
+
+def test_a_table_before_the_samples_is_not_taken_for_them() -> None:
+    """The table was cut, and the samples went whole to every microbatch."""
+    table, x, y = torch.zeros(5, 16), torch.zeros(12, 16), torch.zeros(12)
+    cut = partial(Minibatch.cut, microbatches=4, target_dims=None)
+    shapes = r"inputs\['table'\] \(5, 16\), \['x'\] \(12, 16\); target \(12,\); .* with batch_dims="
+    with pytest.raises(ConfigError, match=shapes):
+        cut({"table": table, "x": x}, y, batch_dims=None)
+    told = cut({"table": table, "x": x}, y, batch_dims={"x": 0})
+    assert [tuple(part["table"].shape) for part in told.parts] == [(5, 16)] * 4
+    assert list(cut({"x": x, "table": table}, y, batch_dims=None).sizes) == [3, 3, 3, 3]
+    with pytest.raises(ConfigError, match="can't tell which of them counts the samples"):  # nothing confirms either
+        cut({"x": x, "table": table}, None, batch_dims=None)
+    positions = {"position_ids": torch.zeros(1, 7), "input_ids": torch.zeros(12, 7), "labels": torch.zeros(12, 7)}
+    with pytest.raises(ConfigError, match="can't tell"):  # it was one microbatch
+        cut(positions, None, batch_dims=None)
+    with pytest.raises(ConfigError, match="can't tell"):  # each counted as one sample
+        Minibatch.given([positions] * 2, None, 2, None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_samples_of_a_random_tree_are_cut_or_it_is_refused(seed: int) -> None:
+    """Whatever the order: a tensor that counts samples is never given whole, and none else is cut. Tables of one tree
+    have sizes of their own; more tables of one size than samples could not be told from them.
+    """
+    chance = random.Random(seed)
+    size, count = chance.randint(2, 12), chance.randint(1, 4)
+
+    def leaf(key: str, extra: list[int]) -> Tensor:
+        rows = {"sample": (size, 3), "table": (extra.pop(), 3), "scalar": ()}[key]
+        return torch.full(rows, 1.0 if key == "sample" else 0.0)
+
+    def tree(keys: list[str]) -> Any:
+        chance.shuffle(keys)
+        extra = chance.sample([n for n in range(1, 15) if n != size], k=8)
+        parts: list[Any] = [leaf(key, extra) for key in keys]
+        if len(parts) > 1 and chance.random() < 0.5:
+            parts = [parts[0], tuple(parts[1:])] if chance.random() < 0.5 else [{"a": parts[0], "b": parts[1:]}]
+        return {str(number): part for number, part in enumerate(parts)} if chance.random() < 0.5 else tuple(parts)
+
+    kinds = ["table", "scalar", "sample"]
+    inputs = tree(["sample", *chance.choices(kinds, k=chance.randint(0, 3))])
+    target = None if chance.random() < 0.3 else tree(["sample", *chance.choices(kinds[:2], k=chance.randint(0, 1))])
+    try:
+        batch = Minibatch.cut(inputs, target, count, None, None)
+    except ConfigError as error:
+        assert "batch_dims=" in str(error)  # noqa: PT017
+        return
+    assert list(batch.sizes) == mb.sizes(size, count)
+    whole = mb.flatten(inputs, once=False)[0]
+    for part, rows in zip(batch.parts, batch.sizes, strict=True):
+        for tensor, came in zip(mb.flatten(part, once=False)[0], whole, strict=True):
+            is_sample = bool(came.dim() and came[0, 0])
+            assert tensor.shape == ((rows, 3) if is_sample else came.shape)

@@ -148,6 +148,34 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
     )
 
 
+def samples(inputs: Any, target: Any, batch_dims: Any = None) -> int:
+    """The `batch_size` of the inputs. Where nothing is said and their first dimensions differ, it must be the one size
+    that the targets have too or, if these don't tell, the one that most tensors have.
+    """
+    size = batch_size(inputs, batch_dims)
+    tensors = [tensor for tensor in flatten(as_dict(inputs), once=False)[0] if tensor.dim()]
+    sizes_of = {tensor.size(0) for tensor in tensors}
+    if batch_dims is not None or len(sizes_of) < 2:
+        return size
+    targets = [tensor for tensor in flatten(as_dict(target), once=False)[0] if tensor.dim()]
+    shared = sizes_of & {tensor.size(0) for tensor in targets}
+    votes = {each: sum(tensor.size(0) == each for tensor in (*tensors, *targets)) for each in sizes_of}
+    others = max(number for each, number in votes.items() if each != size)
+    if shared != {size} and (len(shared) == 1 or votes[size] <= others):
+        raise ConfigError(
+            "the first dimensions of the inputs differ, and gapless can't tell which of them counts the samples: "
+            f"inputs{_shapes(inputs)}{f'; target{_shapes(target)}' if targets else ''}; name the tensors that are to "
+            "be cut with batch_dims=, as {'x': 0} or (0, None)"
+        )
+    return size
+
+
+def _shapes(tree: Any) -> str:
+    leaves = pytree.tree_flatten_with_path(as_dict(tree))[0]
+    found = [f"{pytree.keystr(path)} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, Tensor)]
+    return ", ".join([*found[:8], *(["..."] if len(found) > 8 else [])])
+
+
 def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int | None = None) -> list[Any]:
     """Cuts a minibatch into microbatches, as many as asked or, if it has fewer samples, one per sample.
 

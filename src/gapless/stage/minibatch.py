@@ -25,7 +25,7 @@ class Minibatch:
         cls, inputs: Any, target: Any, microbatches: int, batch_dims: Any, target_dims: Any, *, needed: bool = True
     ) -> "Minibatch":
         """`needed`: this process uses the inputs, whatever is in them."""
-        size = mb.batch_size(inputs, batch_dims)
+        size = mb.samples(inputs, target, batch_dims)
         count = min(size, microbatches)
         parts: list[Any] = [None] * count
         if needed or size == 0 or target is None:
@@ -36,8 +36,12 @@ class Minibatch:
         return cls(inputs, target, parts, targets, mb.sizes(size, count))
 
     @classmethod
-    def given(cls, inputs: Any, target: Any, microbatches: int, batch_dims: Any) -> "Minibatch":
-        """Of microbatches that the caller has made, each with shapes of its own; at most so many."""
+    def given(
+        cls, inputs: Any, target: Any, microbatches: int, batch_dims: Any, *, weighed: bool = False
+    ) -> "Minibatch":
+        """Of microbatches that the caller has made, each with shapes of its own; at most so many. `weighed`: it matters
+        little how many samples they have, since somebody tells what they count.
+        """
         for word, value in (("inputs", inputs), ("target", target)):
             if not (isinstance(value, list) or (value is None and word == "target")):
                 raise ConfigError(
@@ -53,7 +57,11 @@ class Minibatch:
                 f"the number of microbatches is {len(inputs)}, and of targets {len(target)}: give one for each"
             )
         parts = [mb.as_dict(part) for part in inputs]
-        sizes = [mb.batch_size(part, batch_dims) for part in parts]
+        goals = [None] * len(parts) if target is None else target
+        sizes = [
+            mb.batch_size(part, batch_dims) if weighed else mb.samples(part, goal, batch_dims)
+            for part, goal in zip(parts, goals, strict=True)
+        ]
         if 0 in sizes:
             raise ConfigError(f"microbatch {sizes.index(0)} is empty (0 samples): leave it out")
         targets = [None] * len(parts) if target is None else [mb.as_dict(each) for each in target]
