@@ -26,13 +26,7 @@ from .trace import Trace
 
 T = TypeVar("T")
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
-_LEAVING_OUT = (
-    aten.cross_entropy_loss.default,
-    aten.nll_loss_nd.default,
-    aten.nll_loss.default,
-    aten.nll_loss2d.default,
-)
+_MEAN, _SUM = (1, "mean"), (2, "sum")
 _MOVING = (aten.to.dtype_layout, aten.to.device, aten._to_copy.default)
 
 
@@ -44,11 +38,11 @@ class Counting:
         loss = loss_in(pytree.tree_unflatten(trace.results, trace.out_spec), Node)
         self.has_loss = loss is not None
         before = set() if loss is None else needed([loss])
-        losses = [node for node in trace.nodes if node in before and node.target in _LEAVING_OUT]
+        losses = [node for node in trace.nodes if node in before and _leaves_out(node)]
         asked = [_asked(node) for node in losses]
         reductions = {each["reduction"] for each in asked}
-        self.summed = reductions == {_SUM}
-        self.known = reductions == {_MEAN}
+        self.summed = bool(reductions) and reductions <= set(_SUM)
+        self.known = bool(reductions) and reductions <= set(_MEAN)
         self.num_losses = len(losses)
         if self.known:
             self._build(asked, model)
@@ -132,13 +126,19 @@ def _shown(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
 
 
+def _leaves_out(node: Node) -> bool:
+    """Whether it is a cross entropy: an operator with targets of which some are ignored."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and {"target", "ignore_index"} <= {arg.name for arg in schema.arguments}
+
+
 def _asked(node: Node) -> dict[str, Any]:
     """The arguments of a loss, under their names."""
     named = dict(zip((arg.name for arg in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)  # type: ignore[union-attr]
     return {
         "target": named["target"],
         "weight": named.get("weight"),
-        "reduction": named.get("reduction", _MEAN),
+        "reduction": named.get("reduction", _MEAN[0]),
         "ignored": named.get("ignore_index", IGNORED),
     }
 

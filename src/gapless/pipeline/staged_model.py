@@ -28,7 +28,7 @@ from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.lower import forward_only
 from gapless.schedule.simulate import simulate
 from gapless.stage.compiled import compiled
-from gapless.stage.counted import Weighed, weighed
+from gapless.stage.counted import Weighed, is_known, weighed
 from gapless.stage.graphed import GraphedStage
 from gapless.stage.minibatch import Minibatch
 from gapless.stage.plain import sum_in_order
@@ -135,7 +135,7 @@ class StagedModel:
         """What a caller gives, in microbatches; without `cut` it is a list of them already."""
         dims, most = self._options.batch_dims, self._options.microbatches
         if not cut:
-            return Minibatch.given(inputs, target, most, dims)
+            return Minibatch.given(inputs, target, most, dims, weighed=self._options.loss_weight is not None)
         needed = self.has_first or isinstance(self.model, Captured)
         return Minibatch.cut(inputs, target, most, dims, self._options.target_dims, needed=needed)
 
@@ -285,6 +285,8 @@ class StagedModel:
                 first_microbatch=self._world.replica * options.microbatches,
                 stored=stored,
             )
+        if len(parts) - 1 in stages and not (options.loss_weight or options.loss is own_loss or is_known(options.loss)):
+            stages[len(parts) - 1].watch_divisors()
         shared = shared_buffers(model.module, self._parts())
         for made in stages.values():
             made.share_buffers(shared)

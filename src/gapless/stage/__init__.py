@@ -4,7 +4,8 @@ The reference, and what enters a stage
     seeds          the seed of each (step, microbatch, layer)
     microbatch     trees of tensors: cut, merged; `minibatch`: what a step is given, cut
     aliases        tensors of a tree that share memory
-    counted        what a loss takes its mean over; `share`: a step as a part of a larger minibatch
+    counted        what a loss takes its mean over; `divisors`: of a user's own, read from its graph
+    share          a step as a part of a larger minibatch
     plain          the plain loop that everything is compared with, bit by bit
     devices        those that a user asks for; `intra_op`: how many threads their kernels take
 

@@ -20,6 +20,7 @@ from .autocast import alone_with_casts, autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .deferred import Records, recording
+from .divisors import Divisors
 from .draws import Draws, alone, default_generators
 from .linear import linear
 from .mode import Mode, Restart
@@ -62,6 +63,7 @@ class Calls:
         self.stored = Stored() if stored is None else stored
         self._layers: list[tuple[Any, Way]] = [(layer, way_of(layer, split)) for layer in layers]
         self._loss = loss
+        self.divisors: Divisors | None = None  # of a loss of which it is not known what it counts
         self._loss_way = Way.OUTSIDE if loss is None else way_of(loss, split)
         self._spread = spread
         self._split = split

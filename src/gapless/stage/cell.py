@@ -292,6 +292,8 @@ class Cell:
                 handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             else:
                 loss = calls.loss(value, work.target)
+                if calls.divisors is not None:
+                    calls.divisors.note(work.step, work.weight, value, loss)
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
             graph = defer, nodes_made() - start

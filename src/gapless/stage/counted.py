@@ -2,8 +2,9 @@
 
 The mean of a minibatch is the sum of its microbatches' means, each times its share of what the mean is over. That is
 the samples, unless the loss leaves targets out (those that are -100, as a rule): then it is the targets that are left.
-Torch's own losses tell which these are. Of any other function nothing is known; where it matters it is refused, since a
-mean of means would train on with wrong numbers.
+Of torch's own losses it is known which these are, and one that is not in the lists here is asked about. Of any other
+function the graph tells (`divisors`), or its targets; where that is not enough it is refused, since a mean of means
+would train on with wrong numbers.
 """
 
 import dataclasses
@@ -20,9 +21,33 @@ from gapless.errors import ConfigError
 
 from . import microbatch as mb
 from .minibatch import Minibatch
+from .way import has_hooks, is_plainly_called
 
 IGNORED = -100
-_LEAVING_OUT = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def _code_of(names: str) -> frozenset[Any]:
+    """What runs when these are called: functions, and the forwards of classes; some came with later versions."""
+    found: list[Any] = [getattr(F, name, None) or getattr(nn, name, None) for name in names.split()]
+    return frozenset(getattr(each, "forward", each) for each in found if each is not None)
+
+
+# Means over the targets that count, each with the weight of its class.
+_OVER_TARGETS = _code_of(
+    "cross_entropy nll_loss linear_cross_entropy CrossEntropyLoss NLLLoss NLLLoss2d LinearCrossEntropyLoss"
+)
+# Means over samples, or over their elements; the first ones multiply by weights that may have a row for each sample.
+_WITH_ROWS = _code_of(
+    "binary_cross_entropy binary_cross_entropy_with_logits multilabel_soft_margin_loss BCELoss BCEWithLogitsLoss "
+    "MultiLabelSoftMarginLoss"
+)
+_OVER_SAMPLES = _WITH_ROWS | _code_of(
+    "cosine_embedding_loss ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss "
+    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss poisson_nll_loss smooth_l1_loss "
+    "soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss CosineEmbeddingLoss CTCLoss "
+    "GaussianNLLLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss MarginRankingLoss MSELoss MultiMarginLoss "
+    "MultiLabelMarginLoss PoissonNLLLoss SmoothL1Loss SoftMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +79,36 @@ def weighed(loss: Any, loss_weight: mb.LossWeight, batch: Minibatch) -> Weighed:
     known = _options(loss)
     if known is None:
         return unknown(counts, targets, came)
-    if known.get("reduction", "mean") == "sum":
+    code, reduction = known["code"], known.get("reduction", "mean")
+    if reduction == "sum":
         return Weighed([1.0] * len(counts), summed=True)
-    if known.get("reduction", "mean") == "mean" and "ignore_index" in known and _are_classes(came):
-        ignored, weight = known["ignore_index"], known["weight"]
+    if code not in _OVER_SAMPLES | _OVER_TARGETS:
+        raise ConfigError(
+            f"gapless does not know what the mean of {_name_of(code)} is over: pass loss_weight=, a function of a "
+            "microbatch's target that counts it, such as len for samples"
+        )
+    if code in _OVER_TARGETS and reduction == "mean" and _are_classes(came):
+        ignored, weight = known.get("ignore_index"), known.get("weight")
+        ignored = IGNORED if ignored is None else ignored
         if weight is not None or any(bool((each == ignored).any()) for each in came):
             return Weighed(torch.stack([number_of(target, ignored, weight) for target in targets]).tolist())
+    if code in _WITH_ROWS:
+        _refuse_rows([known.get("weight"), known.get("pos_weight")], came)
     return Weighed([float(count) for count in counts])
+
+
+def _refuse_rows(weights: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Weights of all samples fit a microbatch of one sample too, which would get them all."""
+    for weight in weights:
+        for target in targets:
+            if not isinstance(weight, Tensor) or not isinstance(target, Tensor) or weight.dim() < target.dim():
+                continue
+            if target.dim() and weight.size(weight.dim() - target.dim()) > 1:
+                raise ConfigError(
+                    f"the loss has a weight of shape {tuple(weight.shape)} for a target of shape "
+                    f"{tuple(target.shape)}, which is a row for each sample, and it would go whole to every "
+                    "microbatch: give the weights with the target, and a loss that takes them from there"
+                )
 
 
 def _are_classes(targets: Sequence[Any]) -> bool:
@@ -117,26 +165,30 @@ def number_of(target: Tensor, ignored: int, weight: Tensor | None = None) -> Ten
     return kept.sum() if weight is None else weight.to(target.device)[target[kept]].sum()
 
 
+def is_known(loss: Any) -> bool:
+    """Whether it is torch's own, so that `weighed` knows what it counts, or asks."""
+    return _options(loss) is not None
+
+
 def _options(loss: Any) -> dict[str, Any] | None:
-    """Of a loss that is torch's own: how it reduces, and what it leaves out. None for any other."""
+    """Of a loss that is torch's own, what runs (`code`), how it reduces, and what it leaves out. None for any other."""
     loss = getattr(loss, "_orig_mod", loss)  # compiled, it counts the same
     if isinstance(loss, functools.partial) and not loss.args:
         inner = _options(loss.func)
         return None if inner is None or {"size_average", "reduce"} & loss.keywords.keys() else inner | loss.keywords
-    if loss in _LEAVING_OUT:
-        return {"ignore_index": IGNORED, "weight": None}
-    if _is_torchs(loss) and isinstance(loss, nn.Module):
-        names = ("reduction", "ignore_index", "weight") if type(loss) in _LEAVING_OUT else ("reduction",)
-        return {name: getattr(loss, name) for name in names if hasattr(loss, name)}
-    return {} if _is_torchs(loss) else None
+    if not isinstance(loss, nn.Module):
+        own = getattr(F, getattr(loss, "__name__", ""), None) is loss
+        return {"code": loss} if own else None
+    code = type(loss).forward
+    if has_hooks(loss) or not is_plainly_called(loss) or getattr(code, "__module__", "") != "torch.nn.modules.loss":
+        return None
+    return {"code": code} | {
+        name: getattr(loss, name, None) for name in ("reduction", "ignore_index", "weight", "pos_weight")
+    }
 
 
-def _is_torchs(loss: Any) -> bool:
-    """A function of torch.nn.functional, or a module of torch.nn.modules.loss, and not a class made from one."""
-    if isinstance(loss, nn.Module):
-        hooked = loss._forward_hooks or loss._forward_pre_hooks
-        return type(loss).__module__ == "torch.nn.modules.loss" and not hooked
-    return getattr(F, getattr(loss, "__name__", ""), None) is loss
+def _name_of(code: Any) -> str:
+    return str(getattr(code, "__qualname__", code)).removesuffix(".forward")
 
 
 Weigh = Callable[[Minibatch], Weighed]

@@ -16,7 +16,8 @@ from gapless.errors import GaplessError
 from . import microbatch as mb
 from .auxiliary import Added
 from .batchnorm import BatchNorm, PlainMode, Statistics
-from .counted import Weigh, weighed
+from .counted import Weigh, is_known, weighed
+from .divisors import Divisors
 from .minibatch import Minibatch
 from .seeds import seed_of
 from .share import Share
@@ -58,10 +59,11 @@ def plain_step(
     if cut:
         batch = Minibatch.cut(inputs, target, microbatches, batch_dims, target_dims)
     else:
-        batch = Minibatch.given(inputs, target, microbatches, batch_dims)
+        batch = Minibatch.given(inputs, target, microbatches, batch_dims, weighed=loss_weight is not None)
     counted = weighed(loss, loss_weight, batch) if weigh is None else weigh(batch)
     counted.check_kept()
     weights = Share.of(weight, True).shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
+    divisors = None if weigh is not None or loss_weight is not None or is_known(loss) else Divisors()
     losses, outputs = [], []
     statistics = Statistics(batchnorm, layers)
     mode = PlainMode(statistics) if batchnorm != "microbatch" else contextlib.nullcontext()
@@ -73,6 +75,8 @@ def plain_step(
                 torch.manual_seed(seed_of(seed, step, microbatch, number))
                 value = apply_first(layer, value) if number == 0 else layer(value)
             value_of_loss = loss(value, goal)
+            if divisors is not None:
+                divisors.note(step, share, value, value_of_loss)
             aux = added.to(None)
             value_of_loss = value_of_loss if aux is None else value_of_loss + aux
         losses.append(value_of_loss.detach())
@@ -80,6 +84,8 @@ def plain_step(
         with statistics.recomputed() if statistics.in_checkpoints else contextlib.nullcontext():
             _backward([value_of_loss * share] if share else without_loss(value, aux))
     statistics.finish()
+    if divisors is not None:
+        divisors.finish()
     total = sum_in_order(losses, weights)
     there = own(outputs[0]) if own is not None else None
     return PlainResult(total, losses, batch.merged(outputs, {} if there is None else {id(there): total}))

@@ -27,6 +27,7 @@ from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced
 from .deferred import Records
+from .divisors import Divisors
 from .kept import Work
 from .plain import apply_first
 from .remat import cells_of
@@ -247,6 +248,10 @@ class Stage:
         clear_casts()
         return inputs
 
+    def watch_divisors(self) -> None:
+        """Microbatches count by their samples, and it is not known whether that is right for the loss."""
+        self._calls.divisors = Divisors()
+
     def compute_alone(self, alone: bool) -> None:
         """Tells the stage whether no other thread of this process computes."""
         self._calls.one_thread = alone
@@ -281,6 +286,8 @@ class Stage:
             )
         statistics.finish(whole=not self._work)
         self._calls.stored.clear()
+        if self._calls.divisors is not None:
+            self._calls.divisors.finish()
 
     def _read_again(self) -> list[tuple[nn.Parameter, int]]:
         """Weights that are used later than in their microbatch's turn, and how often they have changed so far."""
@@ -295,6 +302,8 @@ class Stage:
         self._calls.forget()
         self._calls.statistics.clear()
         self._calls.stored.clear()
+        if self._calls.divisors is not None:
+            self._calls.divisors.drop()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()
