@@ -205,7 +205,8 @@ def test_a_table_before_the_samples_is_not_taken_for_them() -> None:
     assert [tuple(part["table"].shape) for part in told.parts] == [(5, 16)] * 4
     assert list(cut({"x": x, "table": table}, y, batch_dims=None).sizes) == [3, 3, 3, 3]
     with pytest.raises(ConfigError, match="can't tell which of them counts the samples"):  # nothing confirms either
-        cut({"x": x, "table": table}, None, batch_dims=None)
+        cut({"table": table, "x": x}, torch.zeros(84), batch_dims=None)
+    assert list(cut({"x": x, "table": table}, None, batch_dims=None).sizes) == [3, 3, 3, 3]
     positions = {"position_ids": torch.zeros(1, 7), "input_ids": torch.zeros(12, 7), "labels": torch.zeros(12, 7)}
     with pytest.raises(ConfigError, match="can't tell"):  # it was one microbatch
         cut(positions, None, batch_dims=None)
@@ -215,8 +216,8 @@ def test_a_table_before_the_samples_is_not_taken_for_them() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_samples_of_a_random_tree_are_cut_or_it_is_refused(seed: int) -> None:
-    """Whatever the order: a tensor that counts samples is never given whole, and none else is cut. Tables of one tree
-    have sizes of their own; more tables of one size than samples could not be told from them.
+    """Whatever the order, if there are targets: a tensor that counts samples is never given whole, and none else is
+    cut. Tables of one tree have sizes of their own; more tables of one size than samples could not be told from them.
     """
     chance = random.Random(seed)
     size, count = chance.randint(2, 12), chance.randint(1, 4)
@@ -225,8 +226,9 @@ def test_the_samples_of_a_random_tree_are_cut_or_it_is_refused(seed: int) -> Non
         rows = {"sample": (size, 3), "table": (extra.pop(), 3), "scalar": ()}[key]
         return torch.full(rows, 1.0 if key == "sample" else 0.0)
 
-    def tree(keys: list[str]) -> Any:
-        chance.shuffle(keys)
+    def tree(keys: list[str], *, mixed: bool) -> Any:
+        if mixed:
+            chance.shuffle(keys)
         extra = chance.sample([n for n in range(1, 15) if n != size], k=8)
         parts: list[Any] = [leaf(key, extra) for key in keys]
         if len(parts) > 1 and chance.random() < 0.5:
@@ -234,8 +236,9 @@ def test_the_samples_of_a_random_tree_are_cut_or_it_is_refused(seed: int) -> Non
         return {str(number): part for number, part in enumerate(parts)} if chance.random() < 0.5 else tuple(parts)
 
     kinds = ["table", "scalar", "sample"]
-    inputs = tree(["sample", *chance.choices(kinds, k=chance.randint(0, 3))])
-    target = None if chance.random() < 0.3 else tree(["sample", *chance.choices(kinds[:2], k=chance.randint(0, 1))])
+    has_target = chance.random() < 0.7
+    inputs = tree(["sample", *chance.choices(kinds, k=chance.randint(0, 3))], mixed=has_target)
+    target = tree(["sample", *chance.choices(kinds[:2], k=chance.randint(0, 1))], mixed=True) if has_target else None
     try:
         batch = Minibatch.cut(inputs, target, count, None, None)
     except ConfigError as error:

@@ -22,6 +22,7 @@ from .compiled import CompiledCalls, is_compiled, is_traced
 from .deferred import Records, recording
 from .divisors import Divisors
 from .draws import Draws, alone, default_generators
+from .kept import Work
 from .linear import linear
 from .mode import Mode, Restart
 from .plain import apply_first, check_scalar, note_rows
@@ -235,9 +236,10 @@ class Calls:
             self.mode.alone = True
             raise Restart
 
-    def loss(self, outputs: Any, target: Any) -> Any:
+    def loss(self, outputs: Any, work: Work) -> Any:
         """Calls the loss."""
         assert self._loss is not None
+        target = work.target
         seen = self._loss_way is not _OUTSIDE or self.mode.cast_anew or has_hooks(self._loss)
         try:
             if seen:
@@ -255,6 +257,8 @@ class Calls:
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
             raise ConfigError("a compiled loss draws random numbers, which can't be seeded: leave it uncompiled.")
         check_scalar(result)
+        if self.divisors is not None:
+            self.divisors.note(work.step, work.weight, outputs, result)
         return result
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

@@ -136,7 +136,7 @@ class Cell:
             kept.edges = [edge_of(value)]
         else:
             if self._with_loss:
-                handed = kept.end(work, value, self._calls.loss(value, work.target), None)
+                handed = kept.end(work, value, self._calls.loss(value, work), None)
             else:
                 handed = self._hand_on(kept, value)
             if then is not None:
@@ -291,9 +291,7 @@ class Cell:
                 aux, stored = added.to(aux), (*stored, *(watch.told() if watch is not None else ()))
                 handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             else:
-                loss = calls.loss(value, work.target)
-                if calls.divisors is not None:
-                    calls.divisors.note(work.step, work.weight, value, loss)
+                loss = calls.loss(value, work)
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
             graph = defer, nodes_made() - start

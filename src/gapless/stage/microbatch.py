@@ -150,7 +150,8 @@ def batch_size(tree: Any, batch_dims: Any = None) -> int:
 
 def samples(inputs: Any, target: Any, batch_dims: Any = None) -> int:
     """The `batch_size` of the inputs. Where nothing is said and their first dimensions differ, it must be the one size
-    that the targets have too or, if these don't tell, the one that most tensors have.
+    that the targets have too or, if these don't tell, the one that most tensors have. Without targets the first input
+    counts unless others outnumber it.
     """
     size = batch_size(inputs, batch_dims)
     tensors = [tensor for tensor in flatten(as_dict(inputs), once=False)[0] if tensor.dim()]
@@ -161,7 +162,7 @@ def samples(inputs: Any, target: Any, batch_dims: Any = None) -> int:
     shared = sizes_of & {tensor.size(0) for tensor in targets}
     votes = {each: sum(tensor.size(0) == each for tensor in (*tensors, *targets)) for each in sizes_of}
     others = max(number for each, number in votes.items() if each != size)
-    if shared != {size} and (len(shared) == 1 or votes[size] <= others):
+    if shared != {size} and (len(shared) == 1 or votes[size] < others + bool(targets)):
         raise ConfigError(
             "the first dimensions of the inputs differ, and gapless can't tell which of them counts the samples: "
             f"inputs{_shapes(inputs)}{f'; target{_shapes(target)}' if targets else ''}; name the tensors that are to "
