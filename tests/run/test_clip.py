@@ -22,7 +22,8 @@ class Mixed(nn.Module):
         self.layer = nn.Linear(6, 6, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.to(self.layer.weight.dtype)).float()
+        outputs: Tensor = self.layer(x.to(self.layer.weight.dtype))
+        return outputs.float()
 
 
 def layers_of(seed: int) -> tuple[list[nn.Module], float]:
