@@ -205,15 +205,14 @@ class Pipeline(HeldModel):
         outputs  also return the model's outputs
         scaler   a torch.amp.GradScaler, which scales the losses
         """
-        share = Share.of(weight, sync)
         self._options.schedules.check_steps()
         arguments.check_step(scaler, one_process=self._world.one_process)
-        batch = self._batch(inputs, target, cut)
-        with self._world.call("in a step"):
+        with self._world.call("in a step"):  # what is refused in it is told to the other ranks
+            share, batch = Share.of(weight, sync), self._batch(inputs, target, cut)
             self._staged.follow()
             prepared = self._staged.prepared([apart(part) for part in batch.parts])
-            program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
             counted = self._staged.weighed(batch, prepared)
+            program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
             weights = self._world.weights(program, batch.inputs, batch.target, counted, self.microbatches, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
@@ -261,18 +260,18 @@ class Pipeline(HeldModel):
 
     def evaluate(self, inputs: Any, target: Any = None, *, cut: bool = True, outputs: bool = True) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is as in `step`."""
-        batch = self._batch(inputs, target, cut)
         check_drained(self._streams)
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
+            batch = self._batch(inputs, target, cut)
             self._staged.follow()
             with in_eval_mode(self._staged.module):
                 with torch.no_grad():
                     prepared = self._staged.prepared(batch.parts)
-                program = self._staged.program(len(batch.parts), inference=True)
                 counted = Weighed([float(size) for size in batch.sizes])
                 if has_loss:
                     counted = self._staged.weighed(batch, prepared)
+                program = self._staged.program(len(batch.parts), inference=True)
                 both = batch.inputs, batch.target
                 weights = self._world.weights(program, *both, counted, self.microbatches, Share())
                 program.give(prepared, batch.targets if has_loss else ())

@@ -199,8 +199,9 @@ class ApartOutgoing(GlooOutgoing):
         super().__init__(courier, target, kind, ApartWriter())
         self._group, self._kept = group, list[Any]()
 
-    def send(self, item: Any) -> None:
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
         message = self._writer.write(item)
+        message.mark(stamp or self.courier.stamp.now)
         self.post(message)
         assert message.apart is not None
         if message.apart.numel():

@@ -28,10 +28,10 @@ from gapless.run.flow.siblings_in_turns import SiblingsInTurns
 from gapless.run.flow.stopped import Stopped
 from gapless.run.flow.threads import Said
 from gapless.run.lanes import CudaLane
-from gapless.run.ranks.agreement import differences
 from gapless.run.ranks.footing import Footing
 from gapless.run.ranks.watch.blame import in_short, is_lost
 from gapless.run.ranks.wire.channel import PASSED
+from gapless.run.ranks.wire.disagreement import differences
 from gapless.run.thread_state import CallerState
 from gapless.schedule.placement import Placement
 
@@ -108,7 +108,7 @@ class RankFlow:
                 listening.join()
                 self.said.put((-1, None))
 
-        self._watch.begun = True
+        self._watch.roll.begin()
         self._footing.team.flows = True
         self._footing.team.begin([run], lambda: self.feed(END))
         self._watch.whereabouts.call = ""  # the caller goes its way

@@ -3,6 +3,7 @@
 seat              where this rank is in the mesh
 many_processes    this rank, and what it does with the others: the other kind of world
 agreement         all ranks were asked for the same, or all refuse
+same_calls        ranks make the same calls, with the same arguments: the three ways in which that is seen
 sameness          ranks of one pipeline have the same weights and batches
 ownership         which ranks hold a tensor of the model
 exchange          the gradients of a step and the other replicas: when they are added

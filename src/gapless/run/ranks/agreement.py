@@ -9,15 +9,14 @@ Facts are plain: numbers, strings, and lists and mappings of these, as JSON.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gapless.errors import ConfigError, TransportError
+from gapless.run.ranks.wire.disagreement import disagreement
 
 _OFTEN = 0.005  # seconds between two looks, at first
 _SELDOM = 0.1
-_SHOWN = 80  # characters of a value
-_MOST_SHOWN = 5
 
 
 class Agreement:
@@ -47,9 +46,9 @@ class Agreement:
         else:
             self._wait(lambda: self._there(here + "facts"), here, check)
             theirs = json.loads(self._store.get(here + "facts"))
-            found = list(differences(theirs, json.loads(json.dumps(facts))))
+            found = disagreement(theirs, json.loads(json.dumps(facts)), first, self._me)
             if found and self._store.add(here + "objections", 1) == 1:
-                self._store.set(here + "objection", _words(found, first, self._me))
+                self._store.set(here + "objection", found)
         self._store.set(f"{here}met/{self._me}", "")
         if self._store.add(here + "met", 1) < len(self._ranks):
             self._wait(lambda: self._store.add(here + "met", 0) == len(self._ranks), here, check)
@@ -80,30 +79,3 @@ class Agreement:
 
     def _there(self, key: str) -> bool:
         return bool(self._store.check([key]))
-
-
-def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two facts differ: the name of the place, and both values."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in dict.fromkeys((*one, *other)):
-            place = f"{name} {key}".strip()
-            if key in one and key in other:
-                yield from differences(one[key], other[key], place)
-            else:
-                here, there = (_shown(facts[key]) if key in facts else "missing" for facts in (one, other))
-                yield place, here, there
-    elif one != other:
-        yield name, _shown(one), _shown(other)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def _words(found: Sequence[tuple[str, str, str]], first: int, me: int) -> str:
-    each = "; ".join(
-        f"{name} is {one} on rank {first} and {other} on rank {me}" for name, one, other in found[:_MOST_SHOWN]
-    )
-    more = f"; and {len(found) - _MOST_SHOWN} more differences" if len(found) > _MOST_SHOWN else ""
-    return f"the ranks disagree: {each}{more}; all ranks make the same calls, with the same arguments"

@@ -15,6 +15,7 @@ from torch import nn
 from gapless.errors import ConfigError
 from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
+from gapless.run.ranks.wire.stamp import Call
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
@@ -74,8 +75,11 @@ class Exchange:
     the sums of a CPU, while a GPU posts them to its stream.
     """
 
-    def __init__(self, replicas: Any = None, sums: Any = None, replica: int = 0, courier: Any = None) -> None:
-        self._replicas, self._sums, self._replica, self._courier = replicas, sums, replica, courier
+    def __init__(
+        self, replicas: Any = None, sums: Any = None, ranks: Sequence[int] = (), replica: int = 0, courier: Any = None
+    ) -> None:
+        self._replicas, self._sums, self._courier = replicas, sums, courier
+        self._ranks, self._replica = ranks, replica
         self.share, self.pending = Share(), Pending()
         self.parameters: list[nn.Parameter] = []  # of this rank
         self._shares: Shares | None = None  # of this step's microbatches
@@ -98,11 +102,11 @@ class Exchange:
         }
         self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home], earlier)
 
-    def weights(self, counted: Weighed, room: int, share: Share) -> Sequence[float]:
+    def weights(self, counted: Weighed, room: int, share: Share, call: Call) -> Sequence[float]:
         """The share of each microbatch in the minibatch of all replicas."""
         self.share, self._shares = share, None
         if self._replicas is not None:
-            self._shares = Shares(self._replicas, self._replica, counted, room, share)
+            self._shares = Shares(self._replicas, self._ranks, self._replica, counted, room, share, call)
             return self._shares
         counted.check_kept()
         return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
@@ -123,9 +127,14 @@ class Exchange:
         while self.share.sync and self._due and self._due[0] in self._ended:
             buckets = self._buckets[self._due.pop(0)]
             if self._courier is not None:
-                self._courier.put((Buckets.start, buckets))
+                self._courier.put((self._start, buckets))
             else:
-                buckets.start()  # posted to the stream that has made them
+                self._start(buckets)  # posted to the stream that has made them
+
+    def _start(self, buckets: Buckets) -> None:
+        if self._shares is not None:
+            self._shares.everywhere()  # all replicas are in this step
+        buckets.start()
 
     def end(self, flush: Any) -> bool:
         """Whether all gradients are the sums of all replicas now. `flush` waits until the sums have started."""

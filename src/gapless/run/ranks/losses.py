@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from gapless.run.program import Program
-from gapless.run.ranks.replicas import Shares, check_same, gathered
+from gapless.run.ranks.replicas import Shares, gathered
 from gapless.run.ranks.seat import Seat
-from gapless.stage.share import Share
 
 KIND = "loss"  # of the channels they go through
 
@@ -22,27 +21,25 @@ class Losses:
     def __init__(self, seat: Seat, links: Any, replicas: Any) -> None:
         self._seat, self._links, self._replicas = seat, links, replicas
 
-    def send(self, losses: Sequence[Tensor], share: Share) -> None:
+    def send(self, losses: Sequence[Tensor]) -> None:
         """To all other devices, if they are this one's."""
-        together = [float(share.weight), share.sync, *([torch.stack(list(losses))] if len(losses) else [])]
+        together = [torch.stack(list(losses))] if len(losses) else []
         for device in range(self._seat.num_devices):
             if device != self._seat.device:
                 self._links.outgoing(device, KIND).hand(together)
 
-    def everywhere(
-        self, program: Program, weights: Sequence[float], share: Share
-    ) -> tuple[tuple[Tensor, ...], Sequence[float]]:
-        """Those of all microbatches, of all replicas, and their weights. All ranks must mean the same `share`."""
+    def everywhere(self, program: Program, weights: Sequence[float]) -> tuple[tuple[Tensor, ...], Sequence[float]]:
+        """Those of all microbatches, of all replicas, and their weights."""
         seat, schedule, losses = self._seat, program.schedule, program.losses
         owner = schedule.placement.device(schedule.num_stages - 1, 0)
         if owner != seat.device:
-            weight, sync, *together = self._links.incoming(owner, KIND).get()
-            check_same(share, (weight, sync), f"rank {seat.pp_ranks[seat.device]}", f"rank {seat.pp_ranks[owner]}")
+            together = self._links.incoming(owner, KIND).get()
             losses = together[0].to(seat.torch_device).unbind() if together else ()
         elif program.inference:
-            self.send(losses, share)
+            self.send(losses)
+        if isinstance(weights, Shares):
+            rows = weights.everywhere()  # which says whether all replicas are in the same call
         if isinstance(weights, Shares) and losses:
-            rows = weights.everywhere()
             losses = gathered(self._replicas, losses, [len(row) for row in rows], seat.torch_device)
             weights = [weight for row in rows for weight in row]
         return losses, weights

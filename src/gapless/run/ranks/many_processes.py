@@ -1,8 +1,7 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from gapless.run.ranks.gathering import RankGathering
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
+from gapless.run.ranks.same_calls import CARRIED, SameCalls
 from gapless.run.ranks.sameness import Sameness
 from gapless.run.ranks.seat import Seat, facts_of, make_groups
 from gapless.run.ranks.shared_parameter import Holders
@@ -66,7 +66,6 @@ class ManyProcesses:
         store = part_of_store("agreement", sorted(self.seat.ring))
         self._agreement = Agreement(store, self.seat.ring, rank, timeout)
         self._agreement.reach({**facts_of(seat.mesh), **carriage._asdict()}, lambda: None)
-        self._process = os.getpid()
         tell_in_child(self)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
         with ExitStack() as opened:  # if what follows fails, nobody is to believe that this rank lives on
@@ -81,13 +80,15 @@ class ManyProcesses:
         self._whereabouts.connections = self._links
         self._watch.break_off = self._break_off
         self._pace = Pace(compared(seat, self._groups.pp, self._groups.dp))
-        self._sameness = Sameness(self.seat, self._groups.pp, self._groups.dp)
+        self._sameness = Sameness(self.seat, self._groups.pp, self._groups.dp, self._courier.stamp)
+        self._calls = SameCalls(self._watch, self._links, self._sameness, has_replicas=self.num_replicas > 1)
         self._planned: dict[tuple[int, bool], float] = {}  # by the number of microbatches, and whether it only infers
         self._homes = Homes(self.seat.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
         on_cpu = seat.torch_device.type == "cpu"
-        self._exchange = Exchange(self._groups.dp, self._sums, seat.replica, self._courier if on_cpu else None)
+        courier = self._courier if on_cpu else None
+        self._exchange = Exchange(self._groups.dp, self._sums, seat.dp_ranks, seat.replica, courier)
         self._losses = Losses(seat, self._links, self._groups.dp)
         self._clock: SharedClock | None = None
         self._unfinished = False  # steps of a minibatch are done, and others of it are to come
@@ -129,12 +130,14 @@ class ManyProcesses:
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
         self._agreement.reach(facts, self._watch.check)
+        self._sameness.room = facts["microbatches"]
         if module is not None:
             self._sameness.compare_weights(module)
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
             each.release()
+        self._calls.adopt(module)
         known, uses = self._homes, uses_of(parts)
         self._homes = Homes(self.seat.device, parts, placement.cycles, uses)
         self._holders = []
@@ -181,7 +184,7 @@ class ManyProcesses:
         }
         forwards = [action for action in row if action.kind is Kind.FORWARD and action.stage == schedule.num_stages - 1]
         if forwards:
-            after[forwards[-1]] = lambda batch: self._losses.send(batch.losses, self._exchange.share)
+            after[forwards[-1]] = lambda batch: self._losses.send(batch.losses)
         return after
 
     def _finished(self, stage: int, _: Batch) -> None:
@@ -191,23 +194,9 @@ class ManyProcesses:
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
-        with self._team.held(), self._together(doing, leaves=not self._unfinished):
-            self._sameness.check_start()
+        with self._team.held(), self._calls.call(doing, leaves=not self._unfinished):
+            self._calls.meet(partial(self._sameness.check_start, again=doing not in CARRIED))
             yield
-
-    def _together(self, doing: str, *, leaves: bool = True, meet: bool = True) -> AbstractContextManager[None]:
-        """Around everything that all ranks do together; without `meet` those of one replica do."""
-        if os.getpid() != self._process:
-            raise TransportError(
-                f"process {os.getpid()} is a forked child of rank {self._watch.me} (process {self._process}) and has "
-                "no connection to the other ranks: make this call in the rank itself, on every rank"
-            )
-        self._watch.check()
-        failure = self._courier.failure
-        if failure is not None and is_lost(failure):
-            raise self._watch.lost(None, failure) from None
-        self._links.check()
-        return self._watch.call(doing, leaves=leaves, meet=meet or self.num_replicas == 1)
 
     @property
     def busy(self) -> bool:
@@ -234,14 +223,21 @@ class ManyProcesses:
     ) -> Sequence[float]:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
-        self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
-        if self._links.static is not None and not program.inference and isinstance(program.channels, RankChannels):
-            agreed = partial(self._sameness.agreed, ready=program.channels.needs_no_word)
-            if not self._links.static.agreed(program, inputs, target, agreed):
-                program.channels.rehearse()
-        return self._exchange.weights(counted, room, share)
+        static, channels = self._links.static, program.channels
+
+        def check() -> None:
+            self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
+            if static is not None and not program.inference and isinstance(channels, RankChannels):
+                agreed = partial(self._sameness.agreed, ready=channels.needs_no_word)
+                if not static.agreed(program, inputs, target, agreed):
+                    channels.rehearse()
+
+        self._calls.begin(program, share)
+        self._calls.meet(check)
+        return self._exchange.weights(counted, room, share, self._calls.stamp.call)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
+        self._watch.roll.begin()
         return self.footing.everywhere(list(numbers))[:: self.seat.num_devices]
 
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
@@ -256,7 +252,7 @@ class ManyProcesses:
                 for stage in program.stages.values():
                     stage.finish()
                 self._unfinished = not self._exchange.share.sync
-            losses, weights = self._losses.everywhere(program, weights, self._exchange.share)
+            losses, weights = self._losses.everywhere(program, weights)
             return Ran(losses, tuple(weights), self._measured(program) if program.recorded else None)
         except BaseException:
             if not program.inference:
@@ -270,7 +266,7 @@ class ManyProcesses:
     def _execute(self, program: Program) -> None:
         """From here on others depend on this rank."""
         self._check_weights()
-        self._watch.begun = True
+        self._watch.roll.begin()
         with self._whereabouts.running(program):
             execute(program, self._team)
 
@@ -302,10 +298,12 @@ class ManyProcesses:
         self._homes.find_buffers()
         if not whole:
             return held(module, self._homes.holds)
-        with self._together("gathering the state of its model", leaves=False, meet=False):
+        with self._calls.call("gathering the state of its model", leaves=False, meet=False):
+            self._calls.meet()
             return gather(module, self._homes.home, self.seat.device, self._groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+        self._watch.roll.note("loading a state")
         self._homes.find_buffers()
         loaded = load(module, state, self._homes.holds, strict)
         self._exchange.pending.note(self._exchange.parameters)
@@ -321,12 +319,14 @@ class ManyProcesses:
         self._exchange.pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
-        with self._together("clipping gradients", leaves=False, meet=False):
+        with self._calls.call("clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False):
+            self._calls.meet()
             return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
 
     @contextmanager
     def gathered(self, doing: str) -> Iterator[RankGathering]:
-        with self._team.held(), self._together(doing, leaves=False):
+        with self._team.held(), self._calls.call(doing, leaves=False):
+            self._calls.meet()
             yield RankGathering(self.seat, self._groups, self._watch)
 
     def described(self) -> Iterator[str]:
@@ -345,6 +345,6 @@ class ManyProcesses:
         self._watch.say_goodbye()
         self._links.close(lambda: self._watch.news is not None, self._watch.timeout)
         self._exchange, self._sums, self._pace = Exchange(), None, Pace(())
-        self._sameness = Sameness(self.seat, None, None)
+        self._sameness.close()
         self._groups.close()
         self._watch.close()

@@ -20,12 +20,12 @@ class OneLine(ManyProcesses):
 
     def hops(self) -> list[Hop]:
         """From each device of this pipeline to the next: every rank has all of them."""
-        with self._together("measuring its links"):
+        with self._calls.call("measuring its links"):
             return measure_hops(self._links, self._groups.pp, self.seat.torch_device)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What the first device makes, on every rank."""
-        with self._together("planning"):
+        with self._calls.call("planning"):
             if self.seat.device > 0:
                 (came,) = self._links.incoming(0, KIND).get()
                 return bytes(came.tolist()).decode()

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.run.clip import local
+from gapless.run.ranks.wire.stamp import Call, different, row_length
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 
 _BUCKET_BYTES = 32 << 20
+_HEAD = 2 + len(Call._fields)  # numbers of a row before those of the microbatches
 
 
 class Shares(Sequence[float]):
@@ -31,14 +33,17 @@ class Shares(Sequence[float]):
     first needed.
     """
 
-    def __init__(self, group: Any, replica: int, counted: Weighed, room: int, part: Share) -> None:
+    def __init__(
+        self, group: Any, ranks: Sequence[int], replica: int, counted: Weighed, room: int, part: Share, call: Call
+    ) -> None:
         """`counted` has what each microbatch counts; `room`, the same everywhere, is at least their number. All
-        replicas must mean the same `part` of the minibatch.
+        replicas, on these ranks, must be in the same `call`.
         """
         numbers = counted.numbers
         self._replica, self._count, self._counted, self._part = replica, len(numbers), counted, part
-        padding = [0.0] * (room - len(numbers))
-        head = [len(numbers), float(part.weight), part.sync, counted.kept]
+        self._ranks, self._call = ranks, call
+        head = [len(numbers), counted.kept, *call]
+        padding = [0.0] * (row_length(room) - len(head) - len(numbers))
         mine = torch.tensor([*head, *numbers, *padding], dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(group.size())]
         self._work = group.allgather([self._rows], [mine])
@@ -57,23 +62,16 @@ class Shares(Sequence[float]):
             began = time.monotonic()
             self._work.wait()
             self.waited = time.monotonic() - began
-            for replica, row in enumerate(self._rows):
-                check_same(self._part, row[1:3].tolist(), f"replica {self._replica}", f"replica {replica}")
-            self._counted.check_kept([float(row[3]) for row in self._rows])
-            numbers = [row[4 : 4 + int(row[0])].tolist() for row in self._rows]
+            rows = [row.tolist() for row in self._rows]
+            for rank, (_, _, *theirs) in zip(self._ranks, rows, strict=True):
+                call = Call.of(theirs[:7])._replace(microbatches=self._call.microbatches)
+                if fault := different(self._call, call, self._ranks[self._replica], rank):
+                    raise ConfigError(fault)
+            self._counted.check_kept([row[1] for row in rows])
+            numbers = [row[_HEAD : _HEAD + int(row[0])] for row in rows]
             total = sum(number for row in numbers for number in row)
             self._found = [self._part.shares(row, total, summed=self._counted.summed) for row in numbers]
         return self._found
-
-
-def check_same(part: Share, theirs: Sequence[float], here: str, there: str) -> None:
-    """All ranks give the same weight and sync to one step. `theirs` are those of another rank, as numbers."""
-    mine = (float(part.weight), part.sync)
-    if mine != (theirs[0], bool(theirs[1])):
-        raise ConfigError(
-            f"step has weight={mine[0]:g} and sync={mine[1]} on {here}, but weight={theirs[0]:g} and "
-            f"sync={bool(theirs[1])} on {there}: all ranks make the same calls, with the same arguments"
-        )
 
 
 def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:

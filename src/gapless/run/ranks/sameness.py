@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.run.ranks.seat import Seat
+from gapless.run.ranks.wire.stamp import Call, Stamp, different, row_length
 from gapless.stage import microbatch as mb
 
 _FIRST = 8  # calls in which batches are compared; then at each power of two, and
@@ -34,13 +35,14 @@ UNKNOWN = (0.0, -1.0)  # what is not here is not compared
 class Sameness:
     """What the ranks of this one's row have; rows of other replicas have their own."""
 
-    def __init__(self, seat: Seat, pp: Any, dp: Any) -> None:
-        self._seat, self._pp, self._dp = seat, pp, dp
+    def __init__(self, seat: Seat, pp: Any, dp: Any, stamp: Stamp) -> None:
+        self._seat, self._pp, self._dp, self._stamp = seat, pp, dp, stamp
         self._calls = {True: 0, False: 0}  # by whether it only infers
         self._unequal: dict[str, tuple[int, int]] = {}  # weights that started so, and two ranks
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, Tensor]] = {}
         self._started = False  # with equal weights, in all rows
+        self.room = 0  # for the numbers of so many microbatches, in the rows that replicas compare
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -65,8 +67,12 @@ class Sameness:
         pairs = zip(self._tensors.items(), prints, strict=True)
         self._versions = {name: (tensor._version, each) for (name, tensor), each in pairs}
 
-    def check_start(self) -> None:
-        """At the start of a call, until the weights were once as they are to be."""
+    def check_start(self, *, again: bool) -> None:
+        """At the start of a call, until the weights were once as they are to be; whether all make the same call, now or
+        `again`.
+        """
+        if again or not self._started:
+            self.agreed()
         if not self._started:
             self._refuse(self._fault_of_weights())
             self._started, self._tensors, self._versions, self._unequal = True, {}, {}, {}
@@ -103,6 +109,7 @@ class Sameness:
         self._calls[inference] += 1
         if first == last or not is_compared(call):
             return
+        self.agreed()
         name = f"{'evaluation' if inference else 'step'} {call + 1}"
         self._refuse(self._fault_of_batches(inputs, target, numbers, name, first, last))
 
@@ -115,20 +122,37 @@ class Sameness:
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def agreed(self, fault: str, *, ready: bool) -> bool:
-        """Whether all ranks of the mesh are ready. All of them refuse if any has a fault: one that went on would be a
-        step ahead of it.
+    def agreed(self, fault: str = "", *, ready: bool = True) -> bool:
+        """Whether all ranks of the mesh are ready. All of them refuse if they are in different calls, or if any has a
+        fault: one that went on would be a step ahead of it. Whatever else they do together comes after this: it is as
+        long as `Shares` in all calls, since Gloo ends a process that gets more than it has asked for.
         """
+        me = self._seat.pp_ranks[self._seat.device]
+        other, theirs = me, self._stamp.call  # a rank in another call, as far as one is known
         for group, ranks in ((self._pp, self._seat.pp_ranks), (self._dp, self._seat.dp_ranks)):
             if group is not None:
-                found = _gathered(group, torch.tensor([[float(bool(fault)), float(ready)]], dtype=torch.float64))
-                guilty = [rank for rank, row in zip(ranks, found, strict=True) if row[0, 0]]
-                if guilty and not fault:
-                    fault = f"rank {guilty[0]} has refused this step, so no rank begins it: its error says why"
-                ready = all(row[0, 1] for row in found)
+                mine = [float(bool(fault)), float(ready), *self._stamp.call, other, *theirs]
+                mine += [0.0] * (row_length(self.room) - len(mine))
+                rows = [row.tolist() for row in _gathered(group, torch.tensor(mine, dtype=torch.float64))]
+                for rank, row in zip(ranks, rows, strict=True):
+                    call, found = Call.of(row[2:9]), Call.of(row[10:17])
+                    if group is self._dp:  # replicas have as many microbatches as they have samples for
+                        call = call._replace(microbatches=self._stamp.call.microbatches)
+                    if not fault and call != self._stamp.call:
+                        other, theirs = rank, call
+                        fault = different(self._stamp.call, call, me, rank)
+                    elif not fault and int(row[9]) != rank:
+                        fault = different(Call.of(row[2:9]), found, rank, int(row[9]))
+                    elif not fault and row[0]:
+                        fault = f"rank {rank} has refused this step, so no rank begins it: its error says why"
+                ready = all(row[1] for row in rows)
         if fault:
             raise ConfigError(fault)
         return ready
+
+    def close(self) -> None:
+        """Lets go of the groups."""
+        self._pp = self._dp = None
 
     def _refuse(self, fault: str) -> None:
         """On all ranks of the mesh, if any row has a fault."""

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, PartitionError, TransportError
-from gapless.run.ranks.agreement import differences
 from gapless.run.ranks.stragglers import stragglers
 from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.ring import pairs
+from gapless.run.ranks.wire.disagreement import differences
 from tests.pipelines import Do, schedule_named
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch

@@ -3,10 +3,15 @@ dead, since children that it has forked have it too.
 """
 
 import contextlib
+import faulthandler
+import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+_LOG = logging.getLogger("gapless")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = "/proc/self/ns/pid"
 _DEAD = "ZX"
@@ -62,3 +67,24 @@ def _stat(process: int) -> tuple[str, int]:
     """Its state, and when it began. The name, in brackets, may hold anything."""
     words = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return words[0], int(words[19])
+
+
+def dump_stacks() -> None:
+    """What the threads of this process are doing, to its errors."""
+    file: Any = sys.stderr
+    try:
+        file.flush()
+        file.fileno()
+    except (AttributeError, OSError, ValueError):
+        file = 2
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.dump_traceback(file=file)
+
+
+def end_process(words: str) -> None:
+    """At once, with these words."""
+    _LOG.critical("gapless: %s", words)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)

@@ -4,16 +4,15 @@
     dead      a process that has ended   noticed at once by both neighbours in the ring: by the closed connection, and
                                          by the process itself, whose children may keep the connection open
     silent    no sign of life            after `timeout`; a long computation is no silence, its process still beats
-    stuck     nobody computes            after `timeout`; ranks that make different calls wait for each other
+    other     another call, or a refusal told when it lasts longer than a moment (`RollCall`)
+    stuck     nobody computes            after `timeout`
 
 Whoever learns of it keeps the first news, passes them on, and breaks off its connections, so that whatever waits here
 raises. A thread that can't be reached within a grace period takes the process with it.
 """
 
 import contextlib
-import faulthandler
 import logging
-import os
 import sys
 import threading
 import time
@@ -26,8 +25,9 @@ from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.leaving import Terminating
-from gapless.run.ranks.watch.processes import Life, this_process
+from gapless.run.ranks.watch.processes import Life, dump_stacks, end_process, this_process
 from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
+from gapless.run.ranks.watch.roll_call import RollCall
 from gapless.run.ranks.watch.tally import Tally
 from gapless.run.ranks.watch.whereabouts import MAKING, Whereabouts
 
@@ -45,7 +45,7 @@ _LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may s
 class News:
     """What went wrong: how, on which rank (none if on no single one), and in words."""
 
-    kind: str  # raised, dead, silent, stuck, lost
+    kind: str  # raised, dead, silent, other, stuck, lost
     rank: int | None
     text: str
 
@@ -57,8 +57,6 @@ class Watch:
         if not timeout > 0:
             raise ConfigError(f"timeout is {timeout!r}, but it must be a number of seconds above 0")
         self.me, self.timeout, self.of = me, timeout, "pipeline"  # what this rank has made
-        self.calls = 0  # begun; every rank makes the same
-        self.begun = False  # in this call, something that others wait for
         self.news: News | None = None
         self.whereabouts = Whereabouts(me)
         self.break_off: Callable[[], None] = lambda: None
@@ -78,6 +76,7 @@ class Watch:
         self._terminating = Terminating.installed()
         self._neighbours: list[Neighbour] = []
         self.tally = Tally(self._neighbours)
+        self.roll = RollCall(me, self._neighbours, lambda *words: self.tell(News(*words)))
         self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
         tell_in_child(self)
         try:
@@ -118,10 +117,11 @@ class Watch:
         if meet:
             self._settle_leaving()
         if self.leaving and leaves:
-            LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, self.calls, self._asked_by)
+            calls = self.roll.number
+            LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, calls, self._asked_by)
             raise SystemExit(0)
-        self.calls += 1
-        self.begun, self.whereabouts.call = False, doing
+        self.whereabouts.call = doing
+        self.roll.note(doing)
         try:
             yield
             self.check()
@@ -132,9 +132,11 @@ class Watch:
                 raise self.lost(None, error) from None
             if (explained := self._explained(error)) is not None:
                 raise explained from error  # which may be the user's own, so its traceback stays
-            if self.begun:
+            if self.roll.begun:
                 self.raised(error)
                 self._told = True
+            else:
+                self.roll.refuse(self._failed(error))
             raise
         finally:
             self.whereabouts.call = ""
@@ -159,7 +161,7 @@ class Watch:
         Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
         """
         if self.was_asked() and self._leave_before is None and self.me == self._ranks[0]:
-            self._leave_before = self.calls + (len(self._ranks) > 1)
+            self._leave_before = self.roll.number + (len(self._ranks) > 1)
             if self._neighbours:
                 self._next.say({"leave": self._leave_before, "for": self._asked_by})
                 self._round.wait(_ROUND_WITHIN)
@@ -167,7 +169,7 @@ class Watch:
     @property
     def leaving(self) -> bool:
         """No rank will begin another step."""
-        return self._leave_before is not None and self.calls >= self._leave_before
+        return self._leave_before is not None and self.roll.number >= self._leave_before
 
     def was_asked(self) -> bool:
         """Some rank has received SIGTERM: sooner or later every rank says so."""
@@ -188,14 +190,17 @@ class Watch:
             neighbour.say({"news": asdict(news)})
         if news.kind != "raised":
             LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
-            _dump_stacks()
+            dump_stacks()
         self._known.set()  # only now, so that what is raised next is not printed into the middle of this
         self.break_off()
 
     def raised(self, error: BaseException) -> None:
         """An exception on this rank ends the step of all."""
+        self.tell(News("raised", self.me, self._failed(error)))
+
+    def _failed(self, error: BaseException) -> str:
         where = noted_place(error) or self.whereabouts.last()
-        self.tell(News("raised", self.me, f"rank {self.me} failed {where}: {in_short(error)} (its output has more)"))
+        return f"rank {self.me} failed {where}: {in_short(error)} (its output has more)"
 
     def lost(self, rank: int | None, error: BaseException) -> TransportError:
         """What is raised where something will not come. The news may be on their way."""
@@ -239,6 +244,8 @@ class Watch:
                 self._round.set()
             else:
                 self._next.say(words)
+        elif "call" in words or "refused" in words:
+            self.roll.hear(neighbour, words)
         elif "bye" in words:
             neighbour.left = words["bye"]
         elif "process" in words:
@@ -271,6 +278,8 @@ class Watch:
             now = time.monotonic()
             slept, self._awake = now - self._awake > 2 * self._beat + 1, now
             self._look_at_processes(now)
+            if self.whereabouts.call and self.roll.number:
+                self.roll.look()
             if now - self._last_beat < self._beat and not slept:
                 continue
             self._last_beat = now
@@ -309,8 +318,8 @@ class Watch:
             text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
             self.tell(News("stuck", None, text))
         if self.news is not None and self.whereabouts.call and now - self._since > _GRACE:
-            _dump_stacks()
-            _end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
+            dump_stacks()
+            end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -329,22 +338,3 @@ class Watch:
             neighbour.close()
         if self._terminating is not None:
             self._terminating.leave()
-
-
-def _dump_stacks() -> None:
-    file: Any = sys.stderr
-    try:
-        file.flush()
-        file.fileno()
-    except (AttributeError, OSError, ValueError):
-        file = 2
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.dump_traceback(file=file)
-
-
-def _end_process(words: str) -> None:
-    LOG.critical("gapless: %s", words)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(1)

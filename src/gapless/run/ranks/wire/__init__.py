@@ -1,6 +1,8 @@
 """What crosses between processes, and the ways it goes.
 
 layout         everything of a tree of tensors but its numbers: structure, dtypes, shapes, strides
+disagreement   where two ranks disagree, in words
+stamp          which call of its rank a message belongs to
 message        a tree as one buffer of bytes, and back
 channel        the two ends of a channel, the courier that posts for them, and the interface of a carrier
 groups         groups of ranks that are gapless's own, over Gloo

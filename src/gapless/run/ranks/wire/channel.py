@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gapless.run.ranks.wire.message import Message
+from gapless.run.ranks.wire.stamp import Stamp
 from gapless.schedule.routes import Channel
 
 DIRECT = ("activation", "gradient")
@@ -42,6 +43,7 @@ class Courier:
 
     def __init__(self, group: Any, name: str, tell: Callable[[BaseException], None]) -> None:
         self.group, self._tell = group, tell
+        self.stamp = Stamp()  # of the call that this rank is in
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[Callable[[Any], None], Any] | None] = queue.SimpleQueue()
         self.put = self._jobs.put
@@ -111,7 +113,7 @@ class Outgoing(ABC):
     def put(self, item: Any) -> None:
         """Hands over what a lane has packed; the courier does the rest."""
         self._handed += 1
-        self.courier.put((self._send_next, item))
+        self.courier.put((self._send_next, (item, self.courier.stamp.now)))
 
     def put_now(self, item: Any) -> None:
         """The same for a device that has nothing else to do: it sends a small message itself, which then leaves earlier
@@ -130,15 +132,15 @@ class Outgoing(ABC):
         """A result of the calling thread, as `send` takes it in another."""
         return tree
 
-    def _send_next(self, item: Any) -> None:
+    def _send_next(self, item: tuple[Any, bytes]) -> None:
         try:
-            self.send(item)
+            self.send(*item)
         finally:
             self._done += 1
 
     @abstractmethod
-    def send(self, item: Any) -> None:
-        """In the calling thread."""
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
+        """In the calling thread. It belongs to the call of the stamp, or to that of this moment."""
 
     def begin(self, program: object) -> None:  # noqa: B027
         """A step starts that sends what the first one of its program did."""
@@ -160,10 +162,17 @@ class Outgoing(ABC):
 
 
 class Waiting:
-    """What this device waits for, for any thread to read. `explain` makes what is raised where it will not come."""
+    """What this device waits for, for any thread to read. `explain` makes what is raised where it will not come, and
+    `refuse` where it was sent in another call than that of this rank, `stamp`.
+    """
 
-    def __init__(self, explain: Callable[[int, BaseException], Exception]) -> None:
-        self.explain = explain
+    def __init__(
+        self,
+        explain: Callable[[int, BaseException], Exception],
+        stamp: Stamp,
+        refuse: Callable[[bytes, int], Exception],
+    ) -> None:
+        self.explain, self.stamp, self.refuse = explain, stamp, refuse
         self.channel: Incoming | None = None
         self.since: float | None = None
         self.seconds = 0.0  # in all
@@ -196,6 +205,11 @@ class Incoming(ABC):
     @abstractmethod
     def next(self) -> Any:
         """The same; raises RuntimeError if it will not come."""
+
+    def check(self, stamp: bytes) -> None:
+        """A message is here that was sent in that call."""
+        if stamp != self._waiting.stamp.now:
+            raise self._waiting.refuse(stamp, self.source)
 
     @abstractmethod
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Connections:
         self.courier, self.device, self.ranks = courier, device, ranks
         self.rank = ranks[device]
         self._explain = explain
-        self.waiting = Waiting(self._lost)
+        self.waiting = Waiting(self._lost, courier.stamp, self._of_another_call)
         self.carriers: list[Carrier] = []
         self.in_parcels = False  # what goes in and out, but for carriers that keep to a stream
         self.static: StaticShapes | None = None  # if every step has the shapes of the first one
@@ -130,6 +130,9 @@ class Connections:
         if isinstance(self.courier.failure, GaplessError):
             return self.courier.failure
         return self._explain(None if source is None else self.ranks[source], error)
+
+    def _of_another_call(self, stamp: bytes, source: int) -> Exception:
+        return self.courier.stamp.refuse(stamp, self.rank, self.ranks[source])
 
     def close(self, broken: Callable[[], bool] = lambda: False, patience: float = 60.0) -> None:
         """Everything handed over goes out first, but for so many seconds others are waited for at the most. Programs

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
-from gapless.run.ranks.wire.message import HEADER_SIZE, Blank, Message, Reader, Writer, announced, announcement
+from gapless.run.ranks.wire.message import (
+    HEADER_SIZE,
+    Blank,
+    Message,
+    Reader,
+    Writer,
+    announced,
+    announcement,
+    stamp_of,
+)
 
 FIRST_CAPACITY = 16 << 10
 _BYTES_AHEAD = 4 << 20  # of the receives of one block, where these are more than one
@@ -69,8 +78,10 @@ class GlooOutgoing(Outgoing):
         self._sends: list[tuple[Any, Message | None]] = []
         self._bytes = 0
 
-    def send(self, item: Any) -> None:
-        self.post(self._writer.write(item))
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
+        message = self._writer.write(item)
+        message.mark(stamp or self.courier.stamp.now)
+        self.post(message)
 
     def post(self, message: Message) -> None:
         """What was written leaves as soon as the other end has posted its receive."""
@@ -124,7 +135,10 @@ class GlooIncoming(Incoming):
         work, blank = self._posted.get()
         work.wait()
         tree = blank.read()
-        return self._read(blank.buffer) if tree is None else self._passed(tree)
+        if tree is None:
+            return self._read(blank.buffer)
+        self.check(stamp_of(blank.buffer))
+        return self._passed(tree)
 
     def _read(self, buffer: Tensor) -> Any:
         """A message of another kind than the last."""
@@ -132,6 +146,7 @@ class GlooIncoming(Incoming):
         if size:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._reader.pinned)
             self._courier.group.recv([buffer], self.source, self._tag + 1).wait()
+        self.check(stamp_of(buffer))
         return self._passed(self._reader.read(buffer), size)
 
     def _passed(self, tree: Any, size: int = 0) -> Any:
@@ -161,7 +176,8 @@ class OverGloo(Carrier):
         return GlooIncoming(self._courier, self._waiting, source, kind)
 
     def break_off(self) -> None:
-        self._courier.group.break_off()
+        if (group := self._courier.group) is not None:  # not closed meanwhile
+            group.break_off()
 
     def close(self) -> None:
         self._courier.group = None

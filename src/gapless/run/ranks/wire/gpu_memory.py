@@ -46,6 +46,7 @@ class SlotOutgoing(PipeOutgoing):
         assert self._slot_writer is not None
         message = self._slot_writer.write_into_slot(item)
         if message is not None:
+            message.mark(self.courier.stamp.now)
             self.post(message.bytes)
 
     put_now = put

@@ -1,7 +1,7 @@
 """A tree of tensors as one flat buffer of bytes, and back: what crosses between processes.
 
-    | id, length, more | description, the first time | tensor | tensor | ...       every part begins at a multiple of 64
-      16 bytes
+    | id, length, more | stamp | description, the first time | tensor | tensor | ...     parts begin at multiples of 64
+      16 bytes           28
 
 The layout of a tree is everything but its numbers: structure, constants, dtypes, shapes, strides, which tensors want a
 gradient, and which are conjugates. It is described in JSON the first time it is sent; both ends keep it, and later
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from gapless.errors import TransportError
 from gapless.run.ranks.wire.layout import ALIGNMENT, TreeLayout, check, describe, key_of, padded, read_with, signs_of
+from gapless.run.ranks.wire.stamp import STAMP_SIZE
 
 # Id of the layout, bytes of its description, and where the rest is: here (0), in a place of that name, or in a message
 # of so many bytes that follows.
 HEADER = struct.Struct("<IIQ")
-HEADER_SIZE = HEADER.size
+HEADER_SIZE = HEADER.size + STAMP_SIZE  # and the call that the message belongs to
 NO_ID = 0xFFFFFFFF  # of a layout that the other end does not keep
 _MOST_LAYOUTS = 4096
 _MOST_FREE = 32
@@ -40,7 +41,7 @@ class Message:
     they go their own way. It may be used again.
     """
 
-    __slots__ = ("_spans", "apart", "buffer", "free", "number", "size", "targets")
+    __slots__ = ("_spans", "_stamp", "apart", "buffer", "free", "number", "size", "targets")
 
     @torch.inference_mode(False)  # the caller's mode must not stick to what is used again
     def __init__(
@@ -57,8 +58,9 @@ class Message:
         start = padded(HEADER_SIZE + len(description))
         self.buffer = torch.empty(start + (layout.size if apart is None else 0), dtype=torch.uint8, pin_memory=pinned)
         self.size = start + layout.size
-        header = HEADER.pack(number, len(description), name) + description
+        header = HEADER.pack(number, len(description), name) + bytes(STAMP_SIZE) + description
         _memmove(self.buffer.data_ptr(), header, len(header))
+        self._stamp = self.buffer.data_ptr() + HEADER.size
         self.apart = apart
         memory, start = (self.buffer, start) if apart is None else (apart, int(apart.storage_offset()))
         self.targets = [place.target(memory.untyped_storage(), start) for place in layout.places]
@@ -81,6 +83,10 @@ class Message:
             if tensor.shape != target.shape:  # expanded: once is enough
                 tensor = tensor.as_strided(target.shape, tensor.stride())
             target.copy_(tensor, non_blocking=True)
+
+    def mark(self, stamp: bytes) -> None:
+        """It belongs to that call."""
+        _memmove(self._stamp, stamp, STAMP_SIZE)
 
     def sent(self) -> None:
         """Nobody reads it any more."""
@@ -145,7 +151,7 @@ class Blank:
 
     def read(self) -> Any:
         """The tree, or None if the message is of another kind."""
-        if _string_at(self.buffer.data_ptr(), HEADER_SIZE) != self._expected or self._layout is None:
+        if _string_at(self.buffer.data_ptr(), HEADER.size) != self._expected or self._layout is None:
             return None
         return self._layout.tree(self._tensors)
 
@@ -165,7 +171,7 @@ class Reader:
     def read(self, buffer: Tensor) -> Any:
         """The tree of a message."""
         address = buffer.data_ptr()
-        number, length, elsewhere = HEADER.unpack(_string_at(address, HEADER_SIZE))
+        number, length, elsewhere = HEADER.unpack(_string_at(address, HEADER.size))
         layout = self.layout(number, _string_at(address + HEADER_SIZE, length))
         data, start = self._data(buffer, padded(HEADER_SIZE + length), elsewhere, layout.size)
         if number != NO_ID and data is buffer:
@@ -198,11 +204,16 @@ def _has_bytes(tensor: Tensor) -> bool:
 def announcement(size: int) -> Tensor:
     """A message that says that one of that size follows: it did not fit where the other end waits."""
     buffer = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-    _memmove(buffer.data_ptr(), HEADER.pack(NO_ID, 0, size), HEADER_SIZE)
+    _memmove(buffer.data_ptr(), HEADER.pack(NO_ID, 0, size), HEADER.size)
     return buffer
 
 
 def announced(buffer: Tensor) -> int:
     """The size of the message that follows, or 0 if this is the message itself."""
-    size: int = HEADER.unpack(_string_at(buffer.data_ptr(), HEADER_SIZE))[2]
+    size: int = HEADER.unpack(_string_at(buffer.data_ptr(), HEADER.size))[2]
     return size
+
+
+def stamp_of(buffer: Tensor) -> bytes:
+    """The call that a message belongs to."""
+    return _string_at(buffer.data_ptr() + HEADER.size, STAMP_SIZE)

@@ -174,10 +174,11 @@ class NcclOutgoing(GlooOutgoing):
     def put(self, item: Any) -> None:
         self.send(item)
 
-    def send(self, item: Any) -> None:
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
         message, expected = self._writer.write(item), self._rehearsal.next()
         assert message.apart is not None
         if expected is None:
+            message.mark(stamp or self.courier.stamp.now)
             self.post(message)
             self._rehearsal.note(message.number if message.number != NO_ID and message.apart.numel() else None)
         elif message.number != expected:

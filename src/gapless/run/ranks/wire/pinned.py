@@ -21,11 +21,12 @@ class PinnedOutgoing(GlooOutgoing):
     def packed(self, tree: Any) -> Parcel:
         return Parcel(tree, torch.cuda.current_stream(self._gpu).record_event())
 
-    def send(self, item: Parcel) -> None:
+    def send(self, item: Parcel, stamp: bytes | None = None) -> None:
         with torch.cuda.stream(self._stream):
             if item.event is not None:
                 self._stream.wait_event(item.event)
             message = self._writer.write(item.tree)
+            message.mark(stamp or self.courier.stamp.now)
             for tensor in mb.flatten(item.tree)[0]:
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)

@@ -19,6 +19,7 @@ from typing import Any
 
 from gapless.run.ranks.wire.channel import PASSED, Carrier, Courier, Incoming, Outgoing, Waiting, tag_of
 from gapless.run.ranks.wire.inbox import FRAME, Inbox, Outbox, Piece, find_near
+from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE
 from gapless.run.ranks.wire.shared_memory import Attached, Segments, SharingReader, SharingWriter
 
 _ROOM = select.PIPE_BUF - FRAME.size
@@ -47,6 +48,7 @@ class PipeOutgoing(Outgoing):
     def _send(self, item: Any) -> None:
         """In the thread of the device, which does not wait."""
         message: Any = self._writer.write(item)
+        message.mark(self.courier.stamp.now)
         self.last_size = message.size
         self.post(message.bytes)
         message.sent()
@@ -67,8 +69,9 @@ class PipeOutgoing(Outgoing):
         finally:
             self._done += 1
 
-    def send(self, item: Any) -> None:
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
         message: Any = self._writer.write(item)
+        message.mark(stamp or self.courier.stamp.now)
         self.last_size = message.size
         for frame in self._frames(message.bytes):
             self._wait_and_write(frame)
@@ -117,7 +120,9 @@ class PipeIncoming(Incoming):
             if self.source in self._inbox.left:
                 raise RuntimeError(f"Connection closed: by device {self.source}")
             self._inbox.read()
-        return self._read(came.popleft())
+        data = came.popleft()
+        self.check(data[HEADER.size : HEADER_SIZE])
+        return self._read(data)
 
     def close(self) -> None:
         del self._read  # and the memory that it has opened

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gapless.errors import TransportError
 from gapless.run.ranks.wire.layout import ALIGNMENT, TensorPlace, TreeLayout, padded
-from gapless.run.ranks.wire.message import HEADER, HEADER_SIZE, Message, Reader, Writer
+from gapless.run.ranks.wire.message import HEADER, Message, Reader, Writer
 
 _NUMBER_BITS = 31
 _MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and file descriptor
@@ -262,7 +262,7 @@ class SharingReader(Reader):
 
     def read_bytes(self, data: bytes) -> Any:
         """The tree of a message, of tensors with memory of their own."""
-        quick = self._quick.get(data[:HEADER_SIZE])
+        quick = self._quick.get(data[: HEADER.size])
         if quick is not None:
             return _made(data, *quick)
         number, length, elsewhere = HEADER.unpack_from(data)

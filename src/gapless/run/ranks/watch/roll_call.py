@@ -1,0 +1,97 @@
+"""All ranks make the same calls, in one order. Two things would make others wait for ever, and are told instead:
+
+another call    a call that lasts longer than a moment is said to both neighbours, who compare it with their own
+a refusal       a rank that raises before it began with a call says so; those that have begun with it raise too,
+                and where all refuse alike, nothing has happened
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gapless.errors import ConfigError
+from gapless.run.ranks.watch.ring import Neighbour, Words
+from gapless.run.ranks.wire.disagreement import SAME
+
+_KEPT = 64  # calls
+
+
+class RollCall:
+    """The calls of this rank. `tell` is told what went wrong: how, on which rank, and in words."""
+
+    def __init__(self, me: int, neighbours: Sequence[Neighbour], tell: Callable[[str, int | None, str], None]) -> None:
+        self._me, self._neighbours, self._tell = me, neighbours, tell
+        self.number = 0  # of calls so far
+        self.begun = False  # in this one, something that others wait for, or that waits for others
+        self._doing: dict[int, str] = {}  # in the last calls
+        self._theirs: dict[int, tuple[int, str]] = {}  # by rank: a call that lasts, and what it is
+        self._refused: dict[int, Words] = {}  # calls that some rank could not begin with
+        self._by_all = False  # this one was refused, on all ranks
+        self._seen = self._said = 0  # in the last look, and to the neighbours
+
+    def note(self, doing: str) -> None:
+        """One more call."""
+        self.begun = self._by_all = False
+        self.number += 1
+        self._doing[self.number] = doing
+        self._doing.pop(self.number - _KEPT, None)
+        self._refused.pop(self.number - _KEPT, None)
+        for rank in list(self._theirs):
+            self._compare(rank)
+
+    def begin(self) -> None:
+        """From here on this rank waits for others, and they for it."""
+        self.begun = True
+        self._check_refused()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """In which all ranks refuse what one of them does: that need not be told."""
+        self.begin()
+        try:
+            yield
+        except ConfigError:
+            self._by_all = True
+            raise
+        finally:
+            self.begun = False
+
+    def refuse(self, text: str) -> None:
+        """This rank raises, and has not begun."""
+        if not self._by_all:
+            self._note_refused({"refused": self.number, "by": self._me, "text": text})
+
+    def look(self) -> None:
+        """Now and then. What lasts from one look to the next may wait for ranks that do something else."""
+        number, lasts = self.number, self.number == self._seen
+        self._seen = number
+        if lasts and number != self._said:
+            self._said = number
+            self._say({"call": number, "doing": self._doing[number]})
+
+    def hear(self, neighbour: Neighbour, words: Words) -> None:
+        if "call" in words:
+            self._theirs[neighbour.rank] = words["call"], words["doing"]
+            self._compare(neighbour.rank)
+        elif words["refused"] not in self._refused:
+            self._note_refused(words)
+            self._check_refused()
+
+    def _compare(self, rank: int) -> None:
+        number, theirs = self._theirs[rank]
+        mine = self._doing.get(number, theirs)
+        if mine != theirs:
+            both = ", and ".join(f"rank {who} is {doing}" for who, doing in sorted(((self._me, mine), (rank, theirs))))
+            self._tell("other", None, f"the ranks make different calls: in their call {number}, {both}; {SAME}")
+
+    def _note_refused(self, words: Words) -> None:
+        self._refused[words["refused"]] = words
+        self._say(words)
+
+    def _check_refused(self) -> None:
+        if self.begun and (words := self._refused.get(self.number)) is not None:
+            self._tell("raised", words["by"], words["text"])
+
+    def _say(self, words: dict[str, Any]) -> None:
+        for neighbour in self._neighbours:
+            neighbour.say(words)
