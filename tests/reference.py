@@ -29,6 +29,7 @@ _SECTIONS = {
         "gapless.train.Callback",
         "gapless.hf.PipelineTrainer",
         "gapless.checkpoint.Checkpoints",
+        "gapless.distributed.init_process_group",
     ),
     "Training without a flush": ("gapless.run.flow.stream.Stream", "gapless.AsyncReplicas"),
     "Planning": ("gapless.make_plan", "gapless.measure_links", "gapless.plan.plan.Plan"),

@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "gapless"
 _THEORY = {"errors", "schedule"}
 _CORE = _THEORY | {"stage", "model", "units", "user_file"}
 _FACADE = _CORE | {"plan", "run", "checkpoint", "pipeline"}
-_USERS = _FACADE | {"_version", "view", "zoo"}
+_USERS = _FACADE | {"_version", "distributed", "view", "zoo"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "run": _CORE | {"run", "_version"},
     "checkpoint": _CORE | {"run", "checkpoint", "_version"},
     "pipeline": _FACADE,
+    "distributed": {"errors"},
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
     "hf": _FACADE | {"hf"},

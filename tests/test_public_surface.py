@@ -47,6 +47,10 @@ def test_each_public_name_is_there(name: str) -> None:
     assert getattr(gapless, name) is not None
 
 
+def test_what_scripts_import_from_packages_is_there() -> None:
+    assert callable(import_module("gapless.distributed").init_process_group)
+
+
 def test_the_functions_are_functions_whatever_was_imported_before() -> None:
     # gapless.schedule.simulate and gapless.schedule.verify are modules of the same name, one level down.
     import_module("gapless.schedule.simulate")

@@ -14,6 +14,7 @@ model     whole models, as layers or traced
 plan      how to cut a model, and which schedule to run
 run       a schedule at work: on threads, or on a process per device
 checkpoint files on disk that training goes on from
+distributed a process group that ranks can make again
 pipeline  what users call: Pipeline and make_plan
 zoo       models as people write them
 train     training from a config

@@ -39,19 +39,7 @@ class Hosts:
 
     def launch(self, commands: Sequence[Sequence[str]], timeout: float) -> str:
         """One command on each host; what they have printed. None of their processes is left."""
-        processes = [
-            subprocess.Popen(
-                [_tool("ip"), "netns", "exec", name, *_OWN_PROCESSES, *command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-            for name, command in zip(self.names, commands, strict=True)
-        ]
+        processes = [self.start(host, command, subprocess.PIPE, ROOT) for host, command in enumerate(commands)]
         try:
             said = [process.communicate(timeout=timeout)[0] for process in processes]
         finally:
@@ -63,10 +51,43 @@ class Hosts:
             assert process.returncode == 0, "\n".join(said) + f"\n(ended with {process.returncode}: {text[-200:]})"
         return "\n".join(said)
 
+    def start(self, host: int, command: Sequence[str], out: int, folder: Path) -> "subprocess.Popen[str]":
+        """A command on one host. What is left of it ends with the host."""
+        return subprocess.Popen(
+            [_tool("ip"), "netns", "exec", self.names[host], *_OWN_PROCESSES, *command],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "src"),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": "1",
+            },
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def processes(self, host: int) -> list[int]:
+        return [int(each) for each in _run("netns", "pids", self.names[host]).stdout.split()]
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Packets are lost without a word: they go to a card that nobody has."""
+        for name, other in zip(self.names, reversed(ADDRESSES), strict=True):
+            card = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            assert _run("-n", name, "neigh", "replace", other, "dev", INTERFACE, *card).returncode == 0
+        yield
+        for name, other in zip(self.names, reversed(ADDRESSES), strict=True):
+            assert _run("-n", name, "neigh", "del", other, "dev", INTERFACE).returncode == 0
+
 
 @contextlib.contextmanager
-def two_hosts(*, delay: float, rate: float) -> Iterator[Hosts]:
-    """With a link of so many seconds one way, and so many bytes a second. Skips where that is not allowed."""
+def two_hosts(*, delay: float = 0.0, rate: float = 0.0) -> Iterator[Hosts]:
+    """With a link of so many seconds one way, and so many bytes a second, or as the kernel has it. Skips where that is
+    not allowed.
+    """
     if sys.platform != "linux" or not _tool("ip") or not _tool("tc"):
         pytest.skip("two hosts need Linux and iproute2 (make network)")
     _remove_left_behind()
@@ -81,19 +102,21 @@ def two_hosts(*, delay: float, rate: float) -> Iterator[Hosts]:
         own = _run("netns", "exec", names[0], *_OWN_PROCESSES, "true")
         if own.returncode:
             pytest.skip(f"no process namespaces here: {own.stderr.strip()}")
-        if _netem(names, delay, rate):
-            yield Hosts(names, "netem")
+        if _veth(names, delay, rate):
+            yield Hosts(names, "veth")
+        elif not rate:
+            pytest.skip("no veth here")
         else:
             stack.enter_context(_relay(names, delay, rate))
             yield Hosts(names, "relay")
 
 
-def _netem(names: tuple[str, str], delay: float, rate: float) -> bool:
+def _veth(names: tuple[str, str], delay: float, rate: float) -> bool:
     first, second = names
     made = _run("-n", first, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", second)
     if made.returncode:
         return False
-    for name in names:
+    for name in names if rate else ():
         shaped = _run(
             *("-n", name, "qdisc", "add", "dev", INTERFACE, "root", "netem"),
             *("delay", f"{1e3 * delay:g}ms", "rate", f"{8 * rate:.0f}bit", "limit", "10000"),

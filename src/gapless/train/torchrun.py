@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gapless.distributed import init_process_group
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.arguments import check_system
 from gapless.train.config import Config
@@ -98,7 +99,7 @@ def joined(config: Config) -> Iterator[Ranks]:
     kind = "cuda" if _on_gpus(config) else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    _meet("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     try:
         shape = (size // devices, devices)
         if size > devices:
@@ -110,17 +111,6 @@ def joined(config: Config) -> Iterator[Ranks]:
         yield Ranks(rank, size, rank // devices, size // devices, mesh, group)
     finally:
         dist.destroy_process_group()
-
-
-def _meet(backend: str) -> None:
-    """torchrun keeps its store when it starts the ranks of one host again, and in it the addresses of those that died.
-    So each attempt has names of its own there. The agents of several hosts count attempts apart.
-    """
-    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _on_gpus(config: Config) -> bool:
