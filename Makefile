@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself; the stamp makes the second time quick.
 PYTHON ?= python3
 VENV := .venv
+PINS := --constraint constraints.txt
 BIN := $(VENV)/bin
 EMPTY := $(VENV)/.empty
 RUNS := $(VENV)/.runs
@@ -14,7 +15,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo docs bench-tables style check test test-all slow shards browser network clean
+.PHONY: setup demo docs bench-tables style check test tests test-newest test-oldest test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -33,12 +34,12 @@ $(EMPTY):
 # Enough to run it: torch and the package itself, and NumPy, since torch warns at every import without it.
 $(RUNS): pyproject.toml constraints.txt | $(EMPTY)
 	@echo "installing torch and gapless in $(VENV): the first time takes as long as the download of torch"
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[train]' numpy
+	$(PIP) $(PINS) --no-build-isolation --editable '.[train]' numpy
 	touch $@
 
 # And what the checks and tests need on top, all at once.
 $(STAMP): pyproject.toml constraints.txt | $(EMPTY)
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) $(PINS) --no-build-isolation --editable '.[dev]'
 	touch $(RUNS) $@
 
 demo: $(RUNS)
@@ -63,7 +64,7 @@ bench-tables: $(STAMP)
 	$(BIN)/python -m gapless.bench.docs_tables docs/benchmarks.md docs/results/bench
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
-	$(PIP) --constraint constraints.txt 'mkdocs-material>=9.6'
+	$(PIP) $(PINS) 'mkdocs-material>=9.6'
 	touch $@
 
 style: $(STAMP)
@@ -87,13 +88,27 @@ ifeq ($(IPROUTE),)
 endif
 
 # Torch remembers the shapes of calls that it traces, which pays for deep models; those of these tests are shallow.
-test: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
+tests: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
 
 # mypy takes one core. Another compiles the tests and what they import meanwhile, once for all processes.
-test: $(STAMP) browser network
+test: $(STAMP)
 	@$(BIN)/python -m pytest --collect-only >/dev/null 2>&1 & $(MAKE) --no-print-directory style && wait
+	$(MAKE) --no-print-directory tests
+
+tests: $(STAMP) browser network
 	$(PYTEST) -m "not slow and not alone" $(BESIDE)
 	$(PYTEST) -m "not slow and alone" $(ALONE)
+
+# The same tests with the newest there is of everything, and with the oldest of everything that pyproject.toml allows.
+# Each has an environment of its own; that of the newest is brought up to date every time.
+test-newest:
+	rm -f $(VENV)-newest/.installed
+	$(MAKE) tests VENV=$(VENV)-newest PINS='--upgrade --upgrade-strategy eager'
+
+test-oldest:
+	$(MAKE) tests VENV=$(VENV)-oldest PINS='$(OLDEST)'
+
+OLDEST = $(shell grep -oE '"[a-z-]+>=[0-9.]+"' pyproject.toml | sed -E 's/>=(.*)"/==\1.*"/')
 
 # Tests run side by side but for those that measure time, one process more than there are cores, since some wait.
 PYTEST := $(BIN)/python -m pytest --durations 10
@@ -128,7 +143,7 @@ slow-exact-%: $(STAMP) network
 slow-models: $(VENV)/.lightning
 
 $(VENV)/.lightning: | $(STAMP)
-	$(PIP) --constraint constraints.txt lightning
+	$(PIP) $(PINS) lightning
 	touch $@
 
 shards:
@@ -137,4 +152,4 @@ shards:
 test-all: test slow
 
 clean:
-	rm -rf $(VENV) demo site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* demo site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

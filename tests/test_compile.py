@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gapless
 from gapless.errors import ConfigError
@@ -256,6 +258,38 @@ def test_a_compiled_loss_that_draws_is_refused() -> None:
         pytest.raises(ConfigError, match="a compiled loss draws random numbers"),
     ):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+
+
+def test_a_stage_runs_what_is_compiled_while_another_one_compiles() -> None:
+    """Torch before 2.13 took the call for a part of the other thread's trace, and refused it."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    before: list[Tensor] = []
+
+    def traced(x: Tensor) -> Tensor:
+        has_begun.set()
+        assert may_end.wait(20)
+        return x
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        make_fx(traced)(torch.ones(1))
+        return graph
+
+    def begin(x: Tensor) -> Tensor:
+        before.append(x)
+        assert len(before) == 1 or has_begun.wait(20)
+        return x
+
+    def end(x: Tensor) -> Tensor:
+        if len(before) == 2:
+            may_end.set()
+        return x
+
+    model = blocks(count=2)
+    compiled = [torch.compile(model[0], backend="eager"), torch.compile(model[1], backend=backend)]
+    layers: list[Any] = [begin, compiled[0], end, compiled[1]]
+    with gapless.Pipeline(layers, partition=[3, 1], microbatches=2, loss=F.mse_loss, devices=2) as pipe:
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+    assert len(before) == 2
 
 
 def test_batch_norm_that_cannot_be_seen_is_not_deferred() -> None:

@@ -15,7 +15,9 @@ from tests.run.forked import Launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch-pipelining.md"
 MICROBATCHES = 4
-SCHEDULES = ("zb-h1", "zb-v", "v-min", "auto --input-grad 1.2 --weight-grad 0.8 --latency 0.05")
+SCHEDULES = ["zb-h1", "interleaved"]
+if torch.__version__ >= "2.13":  # older ones send from a stage to the next on the same rank, which Gloo does not do
+    SCHEDULES += ["zb-v", "v-min", "auto --input-grad 1.2 --weight-grad 0.8 --latency 0.05"]
 
 
 def script() -> dict[str, Any]:

@@ -54,6 +54,7 @@ class CompiledCalls:
                 return call(*args), False
         # The call that compiles, and tells which generators move.
         generators = default_generators([device, *(tensor.device for tensor in tensors)])
+        _say_that_it_compiles()
         with seeded(generators, seed):
             start = time.perf_counter()
             before = [generator.get_state() for generator in generators]
@@ -74,6 +75,26 @@ class CompiledCalls:
         """What torch may compile anew for."""
         shapes = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors])
         return shapes, settings(), _modes(self._layer)
+
+
+def _say_that_it_compiles() -> None:
+    """Torch must say so meanwhile, as it does by itself since 2.13: older ones take a compiled call in one thread for a
+    part of what another one traces, and refuse it.
+    """
+    if torch.__version__ >= "2.13":
+        return
+    handler: Any = torch._dynamo.callback_handler
+    if _compiles not in handler.start_callbacks:  # torch.compiler.reset() forgets them
+        handler.register_start_callback(_compiles)
+        handler.register_end_callback(_has_compiled)
+
+
+def _compiles(_: Any) -> None:
+    torch.compiler._is_compiling_flag = True
+
+
+def _has_compiled(_: Any) -> None:
+    torch.compiler._is_compiling_flag = False
 
 
 def _modes(layer: Any) -> tuple[bool, ...]:
