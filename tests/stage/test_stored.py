@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -161,15 +162,93 @@ def test_what_is_stored_outside_of_modules_fails_with_a_hint() -> None:
     assert "gapless.aux_loss" in failed.value.__notes__[0]
 
 
-def test_tripwires_of_forwards_that_overlap_are_gone_afterwards() -> None:
-    """Two stages on two devices: the one that began last put back the other's tripwire."""
+def test_tripwires_of_a_traced_model_are_gone_after_the_step() -> None:
+    """Stages on several devices come in any order."""
     module = Keeps()
     before = module.aux
-    stored = Stored(never_set=lambda: [(module, "aux")])
-    first, second = stored.tripped(), stored.tripped()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    stored = Stored(never_set=lambda: [(module, "aux"), (module, "never")])
+    stored.begin()
+    stored.begin()
     assert isinstance(module.aux, Tripwire)
-    second.__exit__(None, None, None)
+    stored.rest()
     assert module.aux is before
+    assert not hasattr(module, "never")
+
+
+class BeginsLater(nn.Module):
+    """Stores from some forward on; a hook may do it for a module of torch's own."""
+
+    def __init__(self, clock: list[int]) -> None:
+        super().__init__()
+        self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.clock[0] >= 3:
+            self.aux = y.detach().square().mean()
+        return y
+
+
+@pytest.mark.parametrize("kind", ["stores later", "reads later", "in place", "by a hook", "in a list", "in a stream"])
+def test_storing_or_reading_that_begins_later_is_refused_in_the_step_in_which_it_begins(kind: str) -> None:
+    """It was looked at in steps 1, 2, 4, 8 and so on."""
+    clock = [0]
+    first: Any = {"reads later": Keeps("detached"), "by a hook": nn.Linear(WIDTH, WIDTH)}.get(kind, BeginsLater(clock))
+    if kind == "in place":
+        first.aux = torch.zeros(())
+        first.linear.register_forward_hook(lambda *_: (first.aux.add_(int(clock[0] >= 3)), None)[1])
+        first.clock = [0]
+    if kind == "by a hook":
+        first.register_forward_hook(lambda module, _, y: setattr(module, "aux", y.detach().mean()))
+    if kind == "in a list":
+        first.clock, first.aux = [0], []
+        first.linear.register_forward_hook(lambda _, __, y: first.aux.append(y.detach()) if clock[0] >= 3 else None)
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        plain = F.mse_loss(outputs, target)
+        if clock[0] < 3:
+            return plain
+        return plain * (torch.stack(first.aux).mean() if kind == "in a list" else first.aux)
+
+    model = [first, nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    streams = kind == "in a stream"
+    with gapless.Pipeline(
+        model, devices=2, schedule="pipedream" if streams else "1f1b", microbatches=1 if streams else 4, loss=loss
+    ) as pipe:
+        if streams:
+            stream = pipe.stream(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+
+            def batches() -> Iterator[tuple[Tensor, Tensor]]:
+                for clock[0] in range(5):
+                    stream.drain()
+                    yield rows()
+
+            with pytest.raises(GaplessError, match=r"keeps a tensor in BeginsLater.aux.*gapless.aux_loss"):
+                list(stream.run(batches()))
+            assert clock[0] == 3
+            return
+        for clock[0] in range(3):
+            pipe.step(*rows())
+        clock[0] = 3
+        with pytest.raises(GaplessError, match=r"keeps a tensor in \w+.aux.*gapless.aux_loss"):
+            pipe.step(*rows())
+    assert type(first) in (Keeps, BeginsLater, nn.Linear)
+    assert first.aux is not None
+
+
+def test_a_backward_hook_that_reads_what_the_forward_has_stored_is_refused() -> None:
+    """By then other microbatches have stored theirs."""
+    first = nn.Linear(WIDTH, WIDTH)
+    first.register_forward_pre_hook(lambda module, args: setattr(module, "seen", args[0].detach().mean()))
+
+    def scaled(module: Any, grads: Any, _: Any) -> Any:
+        return tuple(grad * module.seen for grad in grads)
+
+    first.register_full_backward_hook(scaled)
+    model = [nn.Linear(WIDTH, WIDTH), first, nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    with (
+        gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe,
+        pytest.raises(GaplessError, match=r"keeps a tensor in Linear.seen.*a backward reads it"),
+    ):
+        pipe.step(*rows())

@@ -6,9 +6,8 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
 from .mode import Restart
 from .reach import Reached, nodes_made
+from .stored import Attributes
 from .tie import Place, Tie, running
 
 Stray = Callable[[Place, Tensor], None]
@@ -48,6 +48,7 @@ class Cell:
         self._calls = calls
         self._layers = layers
         self._buffers = Buffers(calls.parts_of(layers, with_loss=with_loss), always=self.remakes)
+        self._attributes = Attributes(calls.stored, calls.parts_of(layers, with_loss=with_loss), calls)
         self._with_loss = with_loss
         self._kept: dict[int, Kept] = {}
         self._intake = Intake()
@@ -232,6 +233,10 @@ class Cell:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
+        with self._attributes.during(work.step):
+            return self._built(work, kept, defer=defer)
+
+    def _built(self, work: Work, kept: Kept, *, defer: bool) -> Any:
         """Runs the layers on the leaves and notes the edges, and again where what was learnt on the way changes the
         beginning.
         """
@@ -270,8 +275,6 @@ class Cell:
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
             calls.stored.set_elsewhere(stored)
-        layers = functools.partial(calls.parts_of, self._layers, with_loss=False)
-        watch = calls.stored.watch(self, work.step, layers, seen=not calls.num_compiled)
         defer = defer and work.defer
         if work.step != self._step:
             self._step, self._cast_anew = work.step, self._ties
@@ -279,16 +282,13 @@ class Cell:
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
-        with (
-            calls.begin(work.records if defer else None, work.step, work.place, again=self.remakes),
-            Added() as added,
-            watch or nullcontext(),
-        ):
+        begun = calls.begin(work.records if defer else None, work.step, work.place, again=self.remakes)
+        with begun, Added() as added:
             start = nodes_made()
             for index in self._layers:
                 value = calls.layer(index, value)
             if not self._with_loss:
-                aux, stored = added.to(aux), (*stored, *(watch.told() if watch is not None else ()))
+                aux, stored = added.to(aux), (*stored, *calls.stored.told(self._attributes))
                 handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             else:
                 loss = calls.loss(value, work)

@@ -336,8 +336,8 @@ class GraphedStage(Stage):
             if not over:
                 flight.like.trial = None
 
-    def finish(self) -> None:
-        super().finish()
+    def finish(self, *, resting: bool = True) -> None:
+        super().finish(resting=resting)
         self._likenesses.end()
 
     def drop(self) -> None:

@@ -256,8 +256,10 @@ class Stage:
         """Tells the stage whether no other thread of this process computes."""
         self._calls.one_thread = alone
 
-    def finish(self) -> None:
-        """The minibatch is over: running statistics that were deferred move."""
+    def finish(self, *, resting: bool = True) -> None:
+        """The minibatch is over: running statistics that were deferred move. `resting`: no other one is under way."""
+        if resting:
+            self.rest()
         statistics = self._calls.statistics
         changing = {each for cell in self._cells for each in cell.changing}
         for (module, name), shown in self._shared_buffers.items():
@@ -285,9 +287,12 @@ class Stage:
                 "change buffers that depend on that order: choose a schedule with forwards in order"
             )
         statistics.finish(whole=not self._work)
-        self._calls.stored.clear()
         if self._calls.divisors is not None:
             self._calls.divisors.finish()
+
+    def rest(self) -> None:
+        """Nothing is under way in any stage: what layers have stored in attributes is there for the caller."""
+        self._calls.stored.rest()
 
     def _read_again(self) -> list[tuple[nn.Parameter, int]]:
         """Weights that are used later than in their microbatch's turn, and how often they have changed so far."""
@@ -301,9 +306,9 @@ class Stage:
         self._changed_late = False
         self._calls.forget()
         self._calls.statistics.clear()
-        self._calls.stored.clear()
         if self._calls.divisors is not None:
             self._calls.divisors.drop()
+        self.rest()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()

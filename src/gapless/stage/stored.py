@@ -1,24 +1,30 @@
 """Tensors that a layer keeps in an attribute, `self.aux = ...`, and that the loss or another stage reads.
 
 In a plain loop that is a habit. In a pipeline other microbatches are under way by then: what is read is another one's,
-or nothing, and its graph is not there any more. So now and then, at the first step among others, a step is watched:
-attributes that a forward has set are noted, and a call that gets one of them elsewhere is refused. In a traced model no
-code of the modules runs, so such attributes are never set: what reads them finds a tripwire.
+or nothing, and its graph is not there any more. So an attribute that a forward was seen to set is, while a step runs,
+there for that forward alone. Whoever reads it meanwhile, in whatever thread, is told so: another stage, the loss of
+another stage, a hook of a backward. For that the module has a class of its own during the step, with a property.
+
+In a traced model no code of the modules runs, so such attributes are never set: they are tripwires while a step runs.
+Torch's own modules store nothing; where a hook stores something in one, it has one attribute more. Into compiled layers
+nobody can look.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from gapless.errors import GaplessError
 
+from .compiled import is_compiled, is_traced
+from .way import is_torchs
+
 _NOTHING = object()
 _OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
-_HOLDERS = (list, tuple, dict)
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _WAY_OUT = (
     "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
@@ -26,31 +32,61 @@ _WAY_OUT = (
 )
 
 
-class _Note(NamedTuple):
-    tensor: Tensor  # held, so that its id stays its own
-    owner: object
-    name: str
+class _Forward(threading.local):
+    of: "Attributes | None" = None  # whose forward this thread runs
 
 
-class _Notes:
-    """What every attribute was set to last."""
+_forward = _Forward()
 
-    def __init__(self) -> None:
-        self.by_id: dict[int, _Note] = {}
-        self._last: dict[tuple[nn.Module, str], int] = {}
 
-    def add(self, module: nn.Module, name: str, tensor: Tensor, owner: object) -> None:
-        self.by_id.pop(self._last.get((module, name), 0), None)
-        self._last[module, name] = id(tensor)
-        self.by_id[id(tensor)] = _Note(tensor, owner, f"{type(module).__name__}.{name}")
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
+    )
 
-    def clear(self) -> None:
-        self.by_id.clear()
-        self._last.clear()
+
+class _Watched:
+    """The attributes of a module, as they were when it was looked at last."""
+
+    __slots__ = ("_held", "_inside", "_names", "_values", "module")
+
+    def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
+        self.module, self._held = module, module.__dict__
+        self._names = [name for name in self._held if name not in _OWN] if names is None else list(names)
+        self.look()
+
+    def look(self) -> None:
+        self._values = [*map(self._held.get, self._names)]
+        self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
+
+    def changed(self) -> list[str]:
+        """Those that were set since, or changed where they are."""
+        held, names, values = self._held, self._names, self._values
+        if len(held) == len(names) + len(_OWN) and all(map(is_, map(held.get, names), values)):
+            altered = {id(each) for each, before in self._inside if not _same(_inside(each), before)}
+            found = [name for name, value in zip(names, values, strict=True) if id(value) in altered] if altered else []
+        else:
+            before = dict(zip(names, values, strict=True))
+            self._names = [name for name in held if name not in _OWN]
+            found = [name for name in self._names if held[name] is not before.get(name, _NOTHING)]
+        if found or self._names is not names:
+            self.look()
+        return found
+
+
+def _inside(value: Any) -> Any:
+    """What tells of a change in place."""
+    return value._version if isinstance(value, Tensor) else [*(value.values() if isinstance(value, dict) else value)]
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now == before if isinstance(now, int) else len(now) == len(before) and all(map(is_, now, before))
 
 
 class Stored:
-    """What the layers of some stages have stored in the step that is watched."""
+    """What the layers of some stages store in a step."""
 
     def __init__(
         self, model: nn.Module | None = None, *, never_set: Callable[[], Places] = tuple, elsewhere: Sequence[Any] = ()
@@ -60,127 +96,135 @@ class Stored:
         """
         self._never_set = never_set
         self._tripped: dict[tuple[nn.Module, str], Any] = {}  # what stood where there are tripwires now
-        self._watching, self._lock = 0, threading.Lock()
+        self._set: dict[nn.Module, dict[str, set[Attributes]]] = {}  # attributes that forwards set, and whose
+        self._classes: dict[nn.Module, tuple[type, type]] = {}  # their own, and that of a step
+        self.rests, self._lock = True, threading.RLock()
         self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
-        self.paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
-        self.notes = _Notes()
-        self._step, self._count = -1, 0
+        self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
+        self._heard: set[str] = set()
 
-    def watch(
-        self, owner: object, step: int, layers: Callable[[], Sequence[Any]], *, seen: bool
-    ) -> "WatchedForward | None":
-        """Around a forward; the first step is watched, the second, the fourth and so on. Layers that are compiled can't
-        be `seen` into.
-        """
-        if step != self._step:
-            self._step, self._count = step, self._count + 1
-        if self._count & (self._count - 1):
-            return None
-        return WatchedForward(self, owner, layers(), seen=seen)
-
-    @contextlib.contextmanager
-    def tripped(self) -> Iterator[None]:
-        """Around a watched forward. Those of other stages run at the same time, and the last puts back what was there:
-        one that ended between two others left the tripwire of the other behind.
-        """
+    def begin(self) -> None:
+        """A step begins, for whatever stage."""
         with self._lock:
-            self._watching += 1
+            if not self.rests:
+                return
+            self.rests = False
+            for module, (_, guarded) in self._classes.items():
+                module.__class__ = guarded
             for module, name in self._never_set():
                 why = f"{type(module).__name__}.{name} is set by the forward of a model that was traced"
-                if (module, name) not in self._tripped:
-                    self._tripped[module, name] = module.__dict__.get(name, _NOTHING)
-                    module.__dict__[name] = Tripwire(f"{why}, which never runs again")
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._watching -= 1
-                while self._tripped and not self._watching:
-                    (module, name), before = self._tripped.popitem()
-                    module.__dict__[name] = before
-                    if before is _NOTHING:
-                        del module.__dict__[name]
+                self._tripped[module, name] = module.__dict__.get(name, _NOTHING)
+                module.__dict__[name] = Tripwire(f"{why}, which never runs again")
+
+    def rest(self) -> None:
+        """Nothing is under way: attributes are the caller's."""
+        with self._lock:
+            self.rests = True
+            for module, (own, _) in self._classes.items():
+                module.__class__ = own
+            while self._tripped:
+                (module, name), before = self._tripped.popitem()
+                module.__dict__[name] = before
+                if before is _NOTHING:
+                    del module.__dict__[name]
+
+    def guard(self, module: nn.Module, name: str, by: "Attributes") -> None:
+        """A forward has set it: from now on it has a class of its own while a step runs, as torch's parametrizations
+        give to a module.
+        """
+        with self._lock:
+            names = self._set.setdefault(module, {})
+            names.setdefault(name, set()).add(by)
+            own = self._classes[module][0] if module in self._classes else type(module)
+            shown = {each: _property(f"{own.__name__}.{each}", each, owners) for each, owners in names.items()}
+            guarded = type(own.__name__, (own,), {"__module__": own.__module__, **shown})
+            self._classes[module] = own, guarded
+            module.__class__ = guarded
+
+    def told(self, by: "Attributes") -> list[str]:
+        """Names of the attributes that are set here, `by` this forward too, for other processes."""
+        if not self._paths:
+            return []
+        by.look()
+        found = [(self._paths.get(module), names) for module, names in self._set.items()]
+        return sorted(f"{path}.{name}" for path, names in found if path is not None for name in names)
 
     def set_elsewhere(self, names: Sequence[str]) -> None:
         """Another process has set these: what stands in their place here is of no use."""
-        modules = {path: part for part, path in self.paths.items()}
+        if self._heard.issuperset(names):
+            return
+        self._heard.update(names)
+        modules = {path: part for part, path in self._paths.items()}
         for path, _, name in (each.rpartition(".") for each in names):
             module = modules.get(path)
             if module in self._elsewhere:
                 module.__dict__[name] = Tripwire(f"{path}.{name} is set by a layer that another rank runs")
 
-    def clear(self) -> None:
-        """The step is over."""
-        self.notes.clear()
+
+def _property(shown: str, name: str, owners: "set[Attributes]") -> property:
+    def read(module: nn.Module) -> Any:
+        if _forward.of not in owners or any(each.stage is not _forward.of.stage for each in owners):
+            raise GaplessError(
+                f"a layer keeps a tensor in {shown}, and another stage, the loss or a backward reads it, when it "
+                f"may belong to another microbatch: {_WAY_OUT}."
+            )
+        if name not in module.__dict__:
+            raise AttributeError(f"{shown} is not set")
+        return module.__dict__[name]
+
+    def write(module: nn.Module, value: Any) -> None:
+        module.__dict__[name] = value
+
+    def delete(module: nn.Module) -> None:
+        del module.__dict__[name]
+
+    return property(read, write, delete)
 
 
-class WatchedForward(contextlib.AbstractContextManager[None]):
-    """One forward of some layers, and of the loss behind them."""
+class Attributes(contextlib.AbstractContextManager[None]):
+    """What some layers of a stage store; entered around their forward."""
 
-    def __init__(self, stored: Stored, owner: object, layers: Sequence[Any], *, seen: bool) -> None:
-        self._notes, self._owner, self._paths = stored.notes, owner, stored.paths
-        self._modules = [part for layer in layers if isinstance(layer, nn.Module) for part in layer.modules()]
-        self._stack, self._tripped, self._seen = contextlib.ExitStack(), stored.tripped, seen
+    def __init__(self, stored: Stored, parts: Sequence[Any], stage: object) -> None:
+        self._stored, self.stage = stored, stage
+        whole = [
+            part for part in parts if isinstance(part, nn.Module) and not is_traced(part) and not is_compiled(part)
+        ]
+        modules = list(dict.fromkeys(module for part in whole for module in part.modules()))
+        self._torchs = {each: len(each.__dict__) for each in modules if is_torchs(type(each))}
+        self._watched = [_Watched(each) for each in modules if each not in self._torchs]
+        self._set: set[tuple[nn.Module, str]] = set()  # attributes that these forwards set
+        self._before: Attributes | None = None
+        self._step = -1
+
+    def during(self, step: int) -> "Attributes":
+        """A forward of this step comes."""
+        if step != self._step or self._stored.rests:  # what was set meanwhile was set by somebody else
+            self._step = step
+            self._stored.begin()
+            for each in self._watched:
+                each.changed()
+        return self
 
     def __enter__(self) -> None:
-        self._before = {(module, name): id(tensor) for module, name, tensor in self._attributes()}
-        self._stack.enter_context(self._tripped())
-        if self._seen:
-            self._stack.enter_context(_Reads(self._notes, self._owner))
+        self._before, _forward.of = _forward.of, self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._stack.close()
         if kind is None:
-            for module, name, tensor in self._set():
-                self._notes.add(module, name, tensor, self._owner)
+            self.look()
+        _forward.of, self._before = self._before, None
 
-    def told(self) -> list[str]:
-        """Names of the attributes that are set by now, for other processes."""
-        here = self._set() if self._paths else ()
-        return [
-            f"{self._paths[module]}.{name}" for module, name, _ in here if module in self._paths and "[" not in name
-        ]
-
-    def _set(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module, name, tensor in self._attributes():
-            if self._before.get((module, name)) != id(tensor):
-                yield module, name, tensor
-
-    def _attributes(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module in self._modules:
-            for name, value in list(module.__dict__.items()):
-                if name in _OWN:
-                    continue
-                if isinstance(value, Tensor):
-                    yield module, name, value
-                elif isinstance(value, _HOLDERS):
-                    for number, each in enumerate(list(value.values() if isinstance(value, dict) else value)):
-                        if isinstance(each, Tensor):
-                            yield module, f"{name}[{number}]", each
-
-
-class _Reads(TorchFunctionMode):
-    """Refuses calls that get a tensor which a layer of another owner has stored."""
-
-    def __init__(self, notes: _Notes, owner: object) -> None:
-        super().__init__()
-        self._notes, self._owner = notes, owner
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._notes.by_id:
-            for arg in args:
-                self._check(arg)
-                for each in arg if isinstance(arg, list | tuple) else ():
-                    self._check(each)
-        return func(*args, **(kwargs or {}))
-
-    def _check(self, arg: Any) -> None:
-        note = self._notes.by_id.get(id(arg))
-        if note is not None and note.tensor is arg and note.owner is not self._owner:
-            raise GaplessError(
-                f"a layer keeps a tensor in {note.name}, and another stage or the loss reads it, when it may belong "
-                f"to another microbatch: {_WAY_OUT}."
-            )
+    def look(self) -> None:
+        """Which attributes are set."""
+        for module, size in [each for each in self._torchs.items() if len(each[0].__dict__) != each[1]]:
+            del self._torchs[module]  # a hook has stored something in it
+            names = [name for name in list(module.__dict__)[:size] if name not in _OWN]
+            self._watched.append(_Watched(module, names=names))
+        for each in self._watched:
+            for name in each.changed():
+                key = each.module, name
+                if key not in self._set and _holds_tensors(each.module.__dict__[name]):
+                    self._set.add(key)
+                    self._stored.guard(*key, self)
 
 
 class Tripwire:

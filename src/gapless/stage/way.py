@@ -42,10 +42,10 @@ def way_of(layer: Any, split: bool) -> Way:
     if is_compiled(layer):
         return Way.COMPILED  # modes would be traced into it
     if not isinstance(layer, nn.Module):
-        return Way.OUTSIDE if _is_torchs(layer) and layer not in TABLE else Way.INSIDE
+        return Way.OUTSIDE if is_torchs(layer) and layer not in TABLE else Way.INSIDE
     modules = list(layer.modules())
     if any(
-        not _is_torchs(type(module)) or has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules
+        not is_torchs(type(module)) or has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules
     ):
         return Way.INSIDE
     if split and type(layer) is nn.Linear:
@@ -59,7 +59,7 @@ def _may_draw(module: nn.Module) -> bool:
     return isinstance(module, _DRAWING) and bool(getattr(module, "p", getattr(module, "dropout", True)))
 
 
-def _is_torchs(thing: Any) -> bool:
+def is_torchs(thing: Any) -> bool:
     """Whether it is one of torch's own modules or functions, and does what torch has written: a copy may bear its name
     (functools.wraps gives it one), and a program may put a forward of its own into torch's class.
     """

@@ -272,6 +272,6 @@ class FlowDevice:
         keep = versions.newest >= oldest
         versions.update(grads, self.updater.step, keep=keep, predict=self.updater.predict)
         self.is_torn = False
-        self.stage.finish()
+        self.stage.finish(resting=False)
         self._buffers.forget(minibatch)
         self.update_seconds += time.thread_time() - began

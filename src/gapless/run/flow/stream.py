@@ -182,6 +182,7 @@ class Stream:
                 self.is_running = False
                 for device in self._devices:
                     device.versions.put_back()
+                    device.stage.rest()
                 self._fed = self._devices[0].at
                 self._ready.extend(self._said())
                 self._passed = self._fed - len(self._ready)
