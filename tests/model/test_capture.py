@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -376,3 +377,32 @@ def test_tensors_without_a_name_of_their_own_may_vary_in_size() -> None:
         found.prepare([{"x": torch.randn(2, length, 4), "shift": torch.randn(length), "total": torch.tensor(7)}])
     assert found.num_traces == 1
     assert "forward" not in vars(model)
+
+
+def test_threads_that_trace_at_the_same_time_wait_for_each_other() -> None:
+    """What one had put in place of torch's functions, another took for torch's own, and left it there."""
+    before = {
+        name: vars(nn.Module).get(name) for name in ("__call__", "__setattr__", "__getattr__", "__getattribute__")
+    }
+
+    def train(seed: int) -> Tensor:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        with gapless.Pipeline(Twice(), devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+            loss = pipe.step(x, x).loss
+        assert loss is not None
+        return loss
+
+    with ThreadPoolExecutor(4) as threads:
+        losses = list(threads.map(train, range(4)))
+    assert all(map(torch.isfinite, losses))
+    assert before == {name: vars(nn.Module).get(name) for name in before}
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return y

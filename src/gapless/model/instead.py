@@ -1,4 +1,6 @@
-"""What the thread that traces calls in place of torch's own functions; other threads notice nothing."""
+"""What the thread that traces calls in place of torch's own functions; other threads notice nothing, and wait if they
+would trace too: what stands in one place can be put back by one only.
+"""
 
 import contextlib
 import functools
@@ -6,12 +8,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gapless.stage.exclusive import exclusively
+
 
 @contextlib.contextmanager
 def instead(place: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """While it holds, this thread calls `ours`, with the original before its arguments, where others call the original:
     a function of a module, or a method of a class.
     """
+    with exclusively(), _replaced(place, name, ours):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     before = place.__dict__.get(name)
     for_class = isinstance(before, classmethod)
     original = before.__func__ if isinstance(before, classmethod) else getattr(place, name)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
+from gapless.stage.exclusive import exclusively
 from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
@@ -45,7 +46,8 @@ class Trace:
         self._spec = spec
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
-        self.module, self._questions, self.stored = _export(model, flat, spec)
+        with exclusively():  # while torch traces, functions of its own are replaced for all threads
+            self.module, self._questions, self.stored = _export(model, flat, spec)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]

@@ -69,7 +69,7 @@ class Calls:
         self._spread = spread
         self._split = split
         self._first_layer, self.first_microbatch = first_layer, first_microbatch
-        self.draws = Draws(seed)
+        self.draws = Draws(seed, self.stored.generators)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
         modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
@@ -229,6 +229,12 @@ class Calls:
         with watched(self._device()) as touched:
             yield
         self._watched.add(key)
+        if touched.sets is not None and not self.one_thread:
+            raise ConfigError(
+                f"a layer or the loss calls {touched.sets} in its forward, and torch keeps what that sets once for all "
+                "threads, so it would hold in other stages too and perhaps not here: set it for the whole model before "
+                "the step, or run the stages in processes of their own, with mesh="
+            )
         if touched.casts:
             self._casting.add(key[0])
         if touched.seen:

@@ -8,12 +8,15 @@ private one, under a lock. The caller's own generators are left as they were.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from gapless.errors import GaplessError
 
 from .exclusive import exclusively
 from .seeds import seed_of
@@ -30,8 +33,10 @@ class Draws:
     drawn.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, users: MutableMapping[torch.Generator, object] | None = None) -> None:
+        """`users`: by generator that layers bring, who has drawn from it; the stages of a model share it."""
         self.seed = seed
+        self._users: MutableMapping[torch.Generator, object] = WeakKeyDictionary() if users is None else users
         self.step = 0
         self.microbatch = 0
         self.layer = 0
@@ -77,6 +82,12 @@ class Draws:
         remat it then goes on from where it was.
         """
         self.count += 1
+        if self._users.setdefault(generator, self) is not self:
+            raise GaplessError(
+                "layers of several stages draw from one torch.Generator, and who comes first depends on the clock: "
+                "give the layers of each stage a generator of their own, or draw from torch's default one, which "
+                "gapless seeds for every layer."
+            )
         if self._captured is not None:
             raise UncapturableError("a layer draws from a generator of its own")
         before = self._next(generator)

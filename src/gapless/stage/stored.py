@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from gapless.errors import GaplessError
 
@@ -102,6 +103,12 @@ class Stored:
         self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
         self._heard: set[str] = set()
+        # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
+        self.generators: WeakKeyDictionary[Generator, object] = WeakKeyDictionary()
+        for module in self._elsewhere:
+            for value in module.__dict__.values():
+                if isinstance(value, Generator):
+                    self.generators[value] = module
 
     def begin(self) -> None:
         """A step begins, for whatever stage."""

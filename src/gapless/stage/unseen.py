@@ -7,20 +7,47 @@ generators shows itself in one of two ways, when a layer of which nothing is kno
     a method of a default generator was called        somebody asked for the state, or put one back
 
 Such a layer draws from the default generators from then on, alone and seeded (`Mode.alone`), and starts again. The call
-also tells whether a layer enters an autocast of its own.
+also tells whether a layer enters an autocast of its own, and whether it touches what else torch keeps once for all
+threads: forward-mode derivatives, for which a layer that runs alone is safe, and settings (`EVERYBODYS`), for which no
+stage is, whether it runs alone or not.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.nn.utils import parametrize
 
 from .draws import alone, default_generators, stands_at
 
 _HERE = __name__.rpartition(".")[0]
+
+
+def _of(place: Any, *names: str) -> dict[Any, str]:
+    """Functions of torch, as far as this version has them, each with what a user would call it."""
+    found = [getattr(place, name) for name in names if hasattr(place, name)]
+    return {getattr(inspect.unwrap(each), "__code__", each): each.__name__.lstrip("_") for each in found}
+
+
+# What sets something for the whole process: C functions, and the code of Python functions.
+EVERYBODYS: dict[Any, str] = {
+    **_of(
+        torch._C, "_set_default_dtype", "_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory"
+    ),
+    **_of(torch._C, "_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_cublas_allow_tf32"),
+    **_of(torch._C, "_set_sdp_use_flash", "_set_sdp_use_mem_efficient", "_set_sdp_use_math", "_set_sdp_use_cudnn"),
+    **_of(torch._C, "_set_cudnn_enabled", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32"),
+    **_of(torch._C, "_set_mkldnn_enabled", "_set_nnpack_enabled", "_set_check_sparse_tensor_invariants"),
+    **_of(torch, "set_anomaly_enabled", "set_num_threads", "set_flush_denormal"),
+    **_of(torch.backends.mha, "set_fastpath_enabled"),
+    **_of(torch.utils.checkpoint, "set_checkpoint_early_stop", "set_checkpoint_debug_enabled"),
+    inspect.unwrap(parametrize.cached).__code__: "parametrize.cached",
+}
 
 
 class Touched:
@@ -30,13 +57,22 @@ class Touched:
         self._generators = generators
         self.seen = False
         self.casts = False  # whether an autocast was entered
+        self.sets: str | None = None  # a function that was called and sets something for all threads
 
     def note(self, frame: FrameType, event: str, called: Any) -> None:
         """What `sys.setprofile` calls."""
-        if event == "c_call" and called is torch.autocast_increment_nesting:
+        if event == "call":
+            self.sets = self.sets or EVERYBODYS.get(frame.f_code)
+        elif event != "c_call":
+            return
+        elif called is torch.autocast_increment_nesting:
             self.casts = self.casts or not _is_known(frame.f_back)
-        elif event == "c_call" and any(getattr(called, "__self__", None) is each for each in self._generators):
+        elif any(getattr(called, "__self__", None) is each for each in self._generators):
             self.seen = self.seen or not _is_known(frame)
+        elif called is torch._C._enter_dual_level:
+            self.seen = True
+        elif called in EVERYBODYS and not frame.f_globals.get("__name__", "").startswith("gapless."):
+            self.sets = self.sets or EVERYBODYS[called]
 
 
 @contextlib.contextmanager
