@@ -79,7 +79,7 @@ _joined: Any = _Joined.apply
 
 
 def _of_weight(grad: Tensor) -> Tensor:
-    return grad[:, 0].sum()
+    return grad.sum() if grad.size(1) == 1 else grad[:, 0].sum()  # to take a column costs as much as to sum it
 
 
 def _of_weight_after(seconds: float, grad: Tensor) -> Tensor:
