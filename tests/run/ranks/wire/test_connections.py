@@ -38,7 +38,8 @@ class Sends(Outgoing):
             self._wire.told.append(item)
         self._wire.sent.append(item)
 
-    send = put
+    def send(self, item: Any, stamp: bytes | None = None) -> None:
+        self.put(item)
 
     def settle(self) -> None: ...
 
