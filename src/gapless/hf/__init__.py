@@ -5,6 +5,7 @@ unsupported       arguments that are refused, by name
 stand_in          in the place of the model, where Trainer calls it
 pipelined_model   what Trainer takes for the model when it evaluates
 look_ahead        a loader whose batches come several at a time
+whole_checkpoint  what a kill has left half written is not resumed from
 """
 
 from gapless.errors import ConfigError

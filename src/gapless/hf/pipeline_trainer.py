@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from gapless.hf.look_ahead import LookAhead
 from gapless.hf.pipelined_model import PipelinedModel
 from gapless.hf.stand_in import answered, call_in
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
+from gapless.hf.whole_checkpoint import begin, resumed
 from gapless.pipeline.arguments import at_least_one
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
@@ -109,13 +111,20 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self.pipe = Pipeline(self.model, loss=self._loss, loss_weight="sum", **self._asked)
         self._pipelined = PipelinedModel(self.model, self._evaluated)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; what `gradient_checkpointing` asks for, remat does."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; what `gradient_checkpointing` asks for, remat does. A checkpoint that a kill has left half
+        written is passed over for the last whole one.
+        """
+        checkpoint = resumed(resume_from_checkpoint, self.args.output_dir)
         asked, self.args.gradient_checkpointing = self.args.gradient_checkpointing, False
         try:
-            return super().train(*args, **kwargs)
+            return super().train(checkpoint, *args, **kwargs)
         finally:
             self.args.gradient_checkpointing = asked
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        begin(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
