@@ -276,34 +276,6 @@ def test_of_a_trace_that_fails_torch_logs_and_prints_nothing_beside_the_refusal(
     assert logger.getEffectiveLevel() == logging.WARNING
 
 
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class OwnBackward(Odd):
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = Rounded.apply(part(x))  # type: ignore[no-untyped-call]
-        return x
-
-
-def test_a_backward_of_ones_own_would_be_lost_in_a_trace_and_is_refused() -> None:
-    with (
-        gapless.Pipeline(OwnBackward(), devices=2, microbatches=2, loss=F.mse_loss) as pipe,
-        pytest.raises(PartitionError, match=r"apply of Rounded, whose own backward a trace would lose.*layers=\["),
-    ):
-        pipe.step(rows(), rows())
-    x = rows().requires_grad_()
-    Rounded.apply(x).sum().backward()  # type: ignore[no-untyped-call]  # and torch is as it was
-    assert x.grad is not None
-
-
 def test_layers_by_hand_are_the_way_out() -> None:
     torch.manual_seed(1)
     model = LooksAtData()

@@ -20,6 +20,7 @@ What a trace needs to be true
     questions    what a model asks of its batch: `if mask.all()`
     called       a trace makes the choices of a plain call
     lost         what a trace would lose without a word is refused
+    own_backward functions with a backward of their own, which a trace keeps as the calls they are
     instead      what the thread that traces calls in place of torch's own functions
     in_forward   what holds in the forward of a traced model only
     origin       whose code a file is

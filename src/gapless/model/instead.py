@@ -5,6 +5,7 @@ would trace too: what stands in one place can be put back by one only.
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +24,12 @@ def instead(place: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(place: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     before = place.__dict__.get(name)
-    for_class = isinstance(before, classmethod)
-    original = before.__func__ if isinstance(before, classmethod) else getattr(place, name)
+    for_class = isinstance(before, classmethod | types.ClassMethodDescriptorType)  # of Python, or of C
+
+    def bound(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return before.__get__(None, cls)(*args, **kwargs)
+
+    original = bound if for_class else getattr(place, name)
     here, thread = functools.partial(ours, original), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

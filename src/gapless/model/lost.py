@@ -9,13 +9,11 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 
 from .instead import instead
@@ -28,13 +26,6 @@ class LostError(Exception):
     """A trace would lose something that the gradients or the numbers depend on."""
 
 
-def own_backwards_refused() -> AbstractContextManager[None]:
-    """While it holds, nothing may bring a backward of its own. The hooks of a module's backward do, after those of its
-    forward.
-    """
-    return instead(torch.autograd.Function, "apply", functools.partial(_refuse, "autograd.Function.apply"))
-
-
 @contextlib.contextmanager
 def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """While it holds, this thread may do nothing that a trace loses. The attributes in which modules store tensors
@@ -42,7 +33,7 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """
     drawn = _drawn_outside()
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Tensor, "register_hook", functools.partial(_refuse, "register_hook")),
+        (Tensor, "register_hook", _refuse_hook),
         (saved_tensors_hooks, "__enter__", _enter_without_hooks_of_ones_own),
         (torch.inference_mode, "__enter__", _enter_inference),
         (torch.inference_mode, "__exit__", _leave_inference),
@@ -60,14 +51,8 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
         )
 
 
-def _refuse(what: str, original: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
-    # An operator's own backward stays with it, and the operator is in the graph.
-    if getattr(first, "__module__", "") == "torch._library.autograd":
-        return original(first, *args, **kwargs)
-    if first is BackwardHookFunction:
-        raise LostError("a backward hook of a module, which a trace would lose")
-    name = first.__name__ if isinstance(first, type) else "a tensor"
-    raise LostError(f"{what} of {name}, whose own backward a trace would lose")
+def _refuse_hook(*_: Any, **__: Any) -> Any:
+    raise LostError("register_hook of a tensor, which a trace would lose")
 
 
 def _enter_without_hooks_of_ones_own(original: Any, hooks: Any) -> Any:

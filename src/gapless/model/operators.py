@@ -102,7 +102,18 @@ _HEAVY = (F.linear, torch.matmul, torch.mm, torch.addmm, F.embedding, *_convolut
 _KNOWN: dict[Any, Any] = {_embedding: F.embedding, _attention: F.scaled_dot_product_attention}
 COUNTING = (torch.batch_norm, aten.add_.Tensor)
 WRAPPING = (_with_grad, _with_autocast)  # calls that are given the body they run
-UNCOMPILED = (*WRAPPING, aux_loss)
+_UNCOMPILED = {*WRAPPING, aux_loss}
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, marked as one that is called as it is in a compiled piece."""
+    function.is_uncompiled = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_uncompiled(function: Any) -> bool:
+    """Whether a compiled piece calls it as it is."""
+    return function in _UNCOMPILED or getattr(function, "is_uncompiled", False)
 
 
 def is_heavy(node: Node) -> bool:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from gapless.stage.compiled import Compiler
 
 from .crossing import Crossing
-from .operators import COUNTING, PYTHON, UNCOMPILED, Answer, answered, is_heavy
+from .operators import COUNTING, PYTHON, Answer, answered, is_heavy, is_uncompiled
 
 Place = Callable[[int], object]
 Moved = tuple[torch.device, torch.device]  # from the one in a trace to the one of a piece
@@ -81,7 +81,7 @@ class Piece:
         if compiler is not None:
             asks = {place, answer}
             graph = _in_segments(
-                graph, lambda node: node.target in UNCOMPILED or not asks.isdisjoint(node.all_input_nodes), compiler
+                graph, lambda node: is_uncompiled(node.target) or not asks.isdisjoint(node.all_input_nodes), compiler
             )
         return GraphModule({}, graph).forward
 

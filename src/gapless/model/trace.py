@@ -31,9 +31,10 @@ from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
 from .in_forward import in_forward
-from .lost import LostError, nothing_lost, own_backwards_refused
+from .lost import LostError, nothing_lost
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
+from .own_backward import OwnBackwards
 from .questions import BatchQuestion, Questions
 
 
@@ -106,9 +107,9 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            questions, stored = Questions(flat), list[tuple[nn.Module, str]]()
+            questions, stored, own = Questions(flat), list[tuple[nn.Module, str]](), OwnBackwards()
             with (
-                own_backwards_refused(),
+                own.kept(),
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
@@ -120,7 +121,9 @@ def _export(
                     dynamic = {**inspect.signature(model.forward).bind_partial(*shapes[0]).arguments, **shapes[1]}
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
             last = None  # an error holds the frames it went through, and so itself
-            return program.module(), questions.asked, _named_in(model, stored)
+            module = program.module()
+            own.put_back(module, model)
+            return module, questions.asked, _named_in(model, stored)
         except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
         except Exception as error:
