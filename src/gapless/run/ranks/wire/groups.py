@@ -82,9 +82,9 @@ class Together:
         while not self._work.is_completed():
             try:
                 self._work.wait(_PATIENCE)
-            except RuntimeError:
+            except RuntimeError as error:  # which says no more than that it took too long
                 if given_up and not self._work.is_completed():
-                    raise
+                    raise RuntimeError(f"Connection closed: the group was broken off: {error}") from None
             given_up = self._group.is_broken
         self._work.wait()
 
