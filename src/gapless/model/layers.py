@@ -98,9 +98,41 @@ def more_than_its_layers(model: Any) -> str | None:
         return "a __call__ of its own"
     if plain is nn.ModuleList:
         return None  # nobody can call it, so its hooks never run
-    if model._forward_pre_hooks or model._forward_hooks or model._backward_pre_hooks or model._backward_hooks:
+    hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
+    if not all(_is_of_fsdp(model, hook) for each in hooks for hook in each.values()):
         return "hooks of its own"
     return None
+
+
+def _is_of_fsdp(model: nn.Module, hook: Any) -> bool:
+    """Where `fully_shard` was applied to all layers, its hooks on the model have nothing to do."""
+    state = fsdp_state(model)
+    return state is not None and isinstance(getattr(hook, "__self__", None), type(state))
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """What `fully_shard` keeps of a module, or None."""
+    find = getattr(module, "_get_fsdp_state", None)
+    return None if find is None else find()
+
+
+def check_sharded(model: Any, *, traced: bool) -> None:
+    """A pipeline calls layers, and never the model: what `fully_shard` does when that is called is never done."""
+    if not isinstance(model, nn.Module):
+        return
+    state = fsdp_state(model)
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    count = sum(len(group.fsdp_params) for group in groups if group is not None)
+    if traced and any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
+        raise ConfigError(
+            f"{type(model).__name__} is sharded by fully_shard, and a model that is traced can't be: give its layers "
+            "with layers=, and shard the layers, each by itself"
+        )
+    if count:
+        raise ConfigError(
+            f"fully_shard of the whole model has taken {count} of its parameters, and a pipeline never calls a model "
+            "as a whole: shard the layers first, all of those with parameters"
+        )
 
 
 def check_no_hooks_for_all(model: Any) -> None:

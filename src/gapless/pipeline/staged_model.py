@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gapless.errors import PartitionError
 from gapless.model.capture import Captured, find_loss, own_loss
-from gapless.model.layers import Layer, Layers, cost_of
+from gapless.model.layers import Layer, Layers, check_sharded, cost_of
 from gapless.model.makeup import Makeup
 from gapless.model.materialise import materialise, release
 from gapless.model.uses import Uses, shared_buffers, uses_of
@@ -68,6 +68,7 @@ class StagedModel:
         self._edition: Any = None  # of a traced model, for which the stages were made
         self.partition: tuple[int, ...] = ()
         self.model: Layers | Captured
+        check_sharded(model, traced=traced)
         if traced:
             check_data(model, "a model that is traced needs data first, or its layers= with init=")
             if options.cuts is None:

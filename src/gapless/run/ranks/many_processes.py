@@ -23,7 +23,7 @@ from gapless.run.ranks.gathering import RankGathering
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.ownership import Homes
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
-from gapless.run.ranks.same_calls import CARRIED, SameCalls
+from gapless.run.ranks.same_calls import SameCalls
 from gapless.run.ranks.sameness import Sameness
 from gapless.run.ranks.seat import Seat, facts_of, make_groups
 from gapless.run.ranks.shared_parameter import Holders
@@ -195,7 +195,7 @@ class ManyProcesses:
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
         with self._team.held(), self._calls.call(doing, leaves=not self._unfinished):
-            self._calls.meet(partial(self._sameness.check_start, again=doing not in CARRIED))
+            self._calls.start(doing)
             yield
 
     @property

@@ -12,6 +12,7 @@ sums: replicas add up their own microbatches first, as the plain loop on each wo
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -91,7 +92,9 @@ class Buckets:
         self._group = group
         kept = dict(chain(*(each._kept.items() for each in earlier)))
         self._mine = [each for each in parameters if (each.requires_grad or each in kept) and not is_sharded(each)]
-        self._parts = list(_parts(self._mine))
+        sparse: set[nn.Parameter] = set(chain(*(each._sparse for each in earlier)))  # their gradients
+        self._sparse: dict[nn.Parameter, None] = {each: None for each in self._mine if each in sparse}  # in order
+        self._parts = list(_parts([each for each in self._mine if each not in self._sparse]))
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._under_way: list[tuple[Tensor, Any]] = []
         self._kept: dict[nn.Parameter, tuple[Tensor | None, int]] = {}  # as steps without an exchange left it
@@ -110,14 +113,23 @@ class Buckets:
             each.grad = None
 
     def keep(self) -> None:
-        """The step is over, and its gradients stay here: a later one adds to them and exchanges the sums."""
+        """The step is over, and its gradients stay here: a later one adds to them and exchanges the sums. A parameter
+        that it did not use has what was set aside, so that it shows whether somebody sets gradients to zero.
+        """
+        for each in self._mine:
+            if each.grad is None:
+                each.grad = self._before[each]
         self._kept = {each: (grad := each.grad, 0 if grad is None else grad._version) for each in self._mine}
 
     def _drop_zeroed(self) -> None:
         """Who has set gradients to zero since means what was set aside, too."""
         for each, (grad, version) in self._kept.items():
-            now = each.grad
-            if self._before[each] is None or grad is None or (now is grad and now._version == version):
+            now, before = each.grad, self._before[each]
+            if before is None or grad is None:
+                continue
+            if now is before:  # not used since
+                each.grad = None
+            if now is grad and now._version == version:
                 continue
             if now is not None and local(now).any():
                 raise ConfigError(
@@ -129,12 +141,17 @@ class Buckets:
     def start(self) -> None:
         """The gradients are complete: the sums begin."""
         for part in self._parts:
-            flat = local(part[0]).new_zeros(sum(local(parameter).numel() for parameter in part) + len(part))
+            size = sum(local(parameter).numel() for parameter in part) + 2 * len(part)
+            dtype = reduce(torch.promote_types, map(_grad_dtype, part))  # it may have been changed since
+            flat = local(part[0]).new_zeros(size, dtype=dtype)
+            there, sparse = flat[-2 * len(part) :].view(2, -1)  # whether somebody has one, and a sparse one
             with torch.no_grad():
                 for number, (parameter, place) in enumerate(_places(part, flat)):
-                    if parameter.grad is not None:
+                    if parameter.grad is not None and parameter.grad.is_sparse:
+                        sparse[number] = 1
+                    elif parameter.grad is not None:
                         place.copy_(local(parameter.grad))
-                        flat[number - len(part)] = 1  # somebody has one
+                        there[number] = 1
             self._under_way.append((flat, self._group.allreduce([flat])))
 
     def finish(self) -> None:
@@ -143,13 +160,20 @@ class Buckets:
             work.wait()
             if flat.is_cuda:  # made on the stream of the device
                 flat.record_stream(torch.cuda.current_stream(flat.device))
-            there = flat[-len(part) :].tolist()
+            there, sparse = flat[-2 * len(part) :].view(2, -1).tolist()
             with torch.no_grad():
                 for number, (parameter, place) in enumerate(_places(part, flat)):
-                    if there[number]:
+                    if sparse[number]:
+                        self._sparse[parameter] = None  # on all replicas
+                    elif there[number]:
                         _set(parameter, place, self._before[parameter])
                     else:
                         parameter.grad = self._before[parameter]
+        for parameter in self._sparse:
+            total = sparse_sum(self._group, parameter)
+            parameter.grad = self._before[parameter] if total is None else _added(self._before[parameter], total)
+        if any(each in self._sparse for part in self._parts for each in part):
+            self._parts = list(_parts([each for each in self._mine if each not in self._sparse]))
         self._before, self._under_way, self._kept = {}, [], {}
 
     def drop(self) -> None:
@@ -168,17 +192,62 @@ def _set(parameter: nn.Parameter, total: Tensor, before: Tensor | None) -> None:
         local(before).add_(total)
         parameter.grad = before
         return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad is None or parameter.grad.dtype != _grad_dtype(parameter):
+        parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
     local(parameter.grad).copy_(total)
 
 
+def _added(before: Tensor | None, total: Tensor) -> Tensor:
+    """Where one of them may be sparse; what is dense stays so."""
+    if before is None:
+        return total
+    return total + before if before.is_sparse else before.add_(total)
+
+
+def sparse_sum(group: Any, parameter: nn.Parameter) -> Tensor | None:
+    """Of a gradient that has only the rows which were used, as an embedding's may: those of all replicas, in their
+    order. All of them call it.
+    """
+    with torch.no_grad():
+        grad = parameter.grad
+        mine = parameter.new_zeros(parameter.shape).to_sparse(1) if grad is None else grad
+        mine = (mine if mine.is_sparse else mine.to_sparse(1)).coalesce()
+        rows, values = mine.indices(), mine.values()
+        head = rows.new_tensor([rows.shape[1], grad is not None, grad is not None and not grad.is_sparse])
+        heads = [each.tolist() for each in _of_each(group, head)]
+        most = max(count for count, _, _ in heads)
+        all_rows = _of_each(group, nn.functional.pad(rows, (0, most - rows.shape[1])))
+        padding = values.new_zeros(most - len(values), *values.shape[1:])
+        all_values = _of_each(group, torch.cat([values, padding]))
+        if not any(has for _, has, _ in heads):
+            return None
+        total = torch.sparse_coo_tensor(
+            torch.cat([each[:, :count] for each, (count, _, _) in zip(all_rows, heads, strict=True)], 1),
+            torch.cat([each[:count] for each, (count, _, _) in zip(all_values, heads, strict=True)]),
+            parameter.shape,
+        ).coalesce()
+        return total.to_dense() if any(dense for _, _, dense in heads) else total
+
+
+def _of_each(group: Any, mine: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([found], [mine.contiguous()]).wait()
+    return found
+
+
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Of its gradient. Torch may be told to take any that comes: then one that holds them all."""
+    if not hasattr(parameter, "grad_dtype"):  # before torch 2.13
+        return parameter.dtype
+    return parameter.grad_dtype or torch.promote_types(parameter.dtype, torch.float32)
+
+
 def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype, of about so many bytes together."""
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+    """Parameters whose gradients have one dtype, of about so many bytes together."""
+    for dtype in dict.fromkeys(map(_grad_dtype, parameters)):
         part: list[nn.Parameter] = []
         for parameter in parameters:
-            if parameter.dtype != dtype:
+            if _grad_dtype(parameter) != dtype:
                 continue
             if part and sum(each.nbytes for each in (*part, parameter)) > _BUCKET_BYTES:
                 yield part

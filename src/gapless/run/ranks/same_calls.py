@@ -22,7 +22,7 @@ from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire.connections import Connections
 from gapless.stage.share import Share
 
-CARRIED = ("in a step", "evaluating")  # calls whose messages say what they are
+_CARRIED = ("in a step", "evaluating")
 
 
 class SameCalls:
@@ -59,6 +59,11 @@ class SameCalls:
         with watch.call(doing, leaves=leaves, meet=meet or not self._has_replicas):
             self.stamp.begin(watch.roll.number, doing, *numbers)
             yield
+
+    def start(self, doing: str) -> None:
+        """In a call. Steps and evaluations meet in the first one only: their messages say what they are."""
+        if not self._sameness.started or doing not in _CARRIED:
+            self.meet(self._sameness.check_start)
 
     def meet(self, check: Callable[[], object] | None = None) -> None:
         """All ranks are in this call, or all refuse; also what is checked they refuse together."""

@@ -41,7 +41,7 @@ class Sameness:
         self._unequal: dict[str, tuple[int, int]] = {}  # weights that started so, and two ranks
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, Tensor]] = {}
-        self._started = False  # with equal weights, in all rows
+        self.started = False  # with equal weights, in all rows
         self.room = 0  # for the numbers of so many microbatches, in the rows that replicas compare
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -67,15 +67,12 @@ class Sameness:
         pairs = zip(self._tensors.items(), prints, strict=True)
         self._versions = {name: (tensor._version, each) for (name, tensor), each in pairs}
 
-    def check_start(self, *, again: bool) -> None:
-        """At the start of a call, until the weights were once as they are to be; whether all make the same call, now or
-        `again`.
-        """
-        if again or not self._started:
-            self.agreed()
-        if not self._started:
+    def check_start(self) -> None:
+        """At the start of a call: all make the same, and until they were once as they are to be, the weights."""
+        self.agreed()
+        if not self.started:
             self._refuse(self._fault_of_weights())
-            self._started, self._tensors, self._versions, self._unequal = True, {}, {}, {}
+            self.started, self._tensors, self._versions, self._unequal = True, {}, {}, {}
 
     def _fault_of_weights(self) -> str:
         if not self._unequal:

@@ -27,11 +27,14 @@ class RollCall:
         self._theirs: dict[int, tuple[int, str]] = {}  # by rank: a call that lasts, and what it is
         self._refused: dict[int, Words] = {}  # calls that some rank could not begin with
         self._by_all = False  # this one was refused, on all ranks
+        self._meetings = 0  # in this one
+        self._meets = False
         self._seen = self._said = 0  # in the last look, and to the neighbours
 
     def note(self, doing: str) -> None:
         """One more call."""
         self.begun = self._by_all = False
+        self._meetings = 0
         self.number += 1
         self._doing[self.number] = doing
         self._doing.pop(self.number - _KEPT, None)
@@ -47,6 +50,8 @@ class RollCall:
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
         """In which all ranks refuse what one of them does: that need not be told."""
+        self._meets = True
+        self._meetings += 1
         self.begin()
         try:
             yield
@@ -54,12 +59,13 @@ class RollCall:
             self._by_all = True
             raise
         finally:
-            self.begun = False
+            self.begun = self._meets = False
 
     def refuse(self, text: str) -> None:
         """This rank raises, and has not begun."""
         if not self._by_all:
-            self._note_refused({"refused": self.number, "by": self._me, "text": text})
+            words = {"refused": self.number, "by": self._me, "met": self._meetings, "text": text}
+            self._note_refused(words)
 
     def look(self) -> None:
         """Now and then. What lasts from one look to the next may wait for ranks that do something else."""
@@ -89,7 +95,9 @@ class RollCall:
         self._say(words)
 
     def _check_refused(self) -> None:
-        if self.begun and (words := self._refused.get(self.number)) is not None:
+        """Whoever is in a meeting that the other one was in, too, will end it, and may refuse as well."""
+        words = self._refused.get(self.number)
+        if words is not None and self.begun and not (self._meets and self._meetings <= words["met"]):
             self._tell("raised", words["by"], words["text"])
 
     def _say(self, words: dict[str, Any]) -> None:
