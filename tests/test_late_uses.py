@@ -16,6 +16,7 @@ import gapless
 from gapless.errors import ConfigError
 
 from .random_models.blocks import Do
+from .test_hidden_uses import CAST, assert_exact
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 6, 7, 3, 5, 5
 When = Callable[[int, int], bool]  # a step and a microbatch
@@ -141,6 +142,17 @@ def test_a_use_that_begins_later_is_exact_in_the_step_in_which_it_begins(make: A
         ours = gradients(make, when, piped=True, **options)
         assert len(ours) == len(plain)
         assert all(map(torch.equal, ours, plain)), options
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_hidden_use_under_autocast_shares_the_cast_in_the_step_in_which_it_is_found(schedule: str) -> None:
+    """It did from the next step on: gradients met after the cast, off by 1e-4."""
+
+    def make() -> list[Any]:
+        first = linear()
+        return [first, nn.Tanh(), Do(lambda part, x: part(x) + F.linear(x, first.weight), linear()), linear()]
+
+    assert_exact(make, schedule=schedule, context=CAST)
 
 
 def test_a_hook_that_begins_to_use_a_weight_of_another_stage() -> None:

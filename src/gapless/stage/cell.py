@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError
 
 from . import microbatch as mb
 from .autocast import autocast_is_on, casts_are_kept
@@ -56,7 +56,7 @@ class Cell:
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
         self._step = -1
-        self._cast_anew: tuple[Tie, ...] = ()  # in this step; one that is found in the middle of it waits for the next
+        self._cast_anew: tuple[Tie, ...] = ()  # in this step
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
         self._own: dict[int, Tensor] = {}  # parameters, by id
         self._stray: Stray | None = None
@@ -154,7 +154,7 @@ class Cell:
     ) -> list[Tensor | None]:
         """The gradients of the inputs from those of the outputs. Weight gradients are added to `.grad` or recorded."""
         kept = self._kept.pop(work.microbatch)
-        edges, starts = self._starts(kept, grads)
+        edges, starts = kept.backward_starts(grads, with_loss=self._with_loss)
         layout = None
         if kept.bare and starts:
             known = (kept.leaves[0], starts[0], work.target)
@@ -180,6 +180,8 @@ class Cell:
     def _backward_tied(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
         """Gradients of shared parameters go on from what later places have added up."""
         edges, starts = [*edges], [*starts]
+        if self._ties != kept.known_ties and not kept.bare:
+            kept.find_casts([each for each in self._ties if each.is_first(self._place)])
         with ExitStack() as hooks:
             for each in self._ties:
                 for edge, grad in self._seeds(work, kept, each, hooks):
@@ -214,23 +216,6 @@ class Cell:
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
         self._kept.pop(microbatch, None)
-
-    def _starts(self, kept: Kept, grads: list[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward starts, and with what."""
-        assert kept.edges is not None
-        if len(grads) == 1 == len(kept.edges) and grads[0] is not None and kept.edges[0] is not None:
-            return kept.edges, grads  # type: ignore[return-value]
-        if self._with_loss:
-            return kept.edges, kept.starts  # type: ignore[return-value]  # edges that are there
-        if len(grads) != len(kept.edges):
-            raise GaplessError(
-                f"{len(grads)} gradients came for {len(kept.edges)} outputs: "
-                "give one, or None, for each tensor of the outputs."
-            )
-        pairs = [
-            (edge, grad) for edge, grad in zip(kept.edges, grads, strict=True) if edge is not None and grad is not None
-        ]
-        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
         with self._attributes.during(work.step):
@@ -279,6 +264,8 @@ class Cell:
         if work.step != self._step:
             self._step, self._cast_anew = work.step, self._ties
             self._deferring.clear()
+        elif self._ties != self._cast_anew:
+            self._cast_anew = tuple(each for each in self._ties if each in self._cast_anew or self._may_cast_anew(each))
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
@@ -301,6 +288,7 @@ class Cell:
         if defer:  # this run's own, so it need not be copied
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
             self._deferring.update(mode.deferred)
+        kept.known_ties = self._cast_anew
         if self._cast_anew and casts_are_kept():
             kept.casts = {
                 each: mode.own_casts[each.parameter] for each in self._ties if each.parameter in mode.own_casts
@@ -325,13 +313,20 @@ class Cell:
             for each in used:
                 self._stray(self._place, each)
                 own[id(each)] = each
-            if any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
+            late = [tie for tie in self._ties if any(tie.parameter is each for each in used)]
+            low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()
+            again = [tie for tie in late if casts_are_kept() and tie.may_cast(low) and self._may_cast_anew(tie)]
+            if again or any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
                 raise Restart
         if not self._intake.casts and any(id(leaf) in found.casts for leaf in kept.leaves):
             self._intake.casts = True
             raise Restart
         if casts_are_kept():
             self._look_at_casts(found)
+
+    def _may_cast_anew(self, tie: Tie) -> bool:
+        """Not where gradients of this step wait: they all do, or none does."""
+        return not tie.is_first(self._place) or id(tie.parameter) not in self._deferring
 
     def _look_at_casts(self, found: Reached) -> None:
         """Autocast keeps one cast of a parameter, for all microbatches and threads. Where the order of more than two

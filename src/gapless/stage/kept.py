@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gapless.errors import GaplessError
+
 from . import microbatch as mb
 from .autocast import AutocastState
 from .buffers import Taken
 from .deferred import Records
 from .plain import detach, without_loss
+from .reach import Reached
 from .tie import Tie
 
 
@@ -50,6 +53,7 @@ class Kept:
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     bare: bool = False  # of layers that do the same every time
+    known_ties: tuple[Tie, ...] = ()  # when its forward ran
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
 
     @classmethod
@@ -70,6 +74,32 @@ class Kept:
         self.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
         self.starts = [torch.full_like(tensor, start) for tensor in weighted if tensor.requires_grad]
         return detach(outputs) if work.want_outputs else None, loss.detach()
+
+    def backward_starts(
+        self, grads: list[Tensor | None], *, with_loss: bool
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward starts, and with what."""
+        assert self.edges is not None
+        if len(grads) == 1 == len(self.edges) and grads[0] is not None and self.edges[0] is not None:
+            return self.edges, grads  # type: ignore[return-value]
+        if with_loss:
+            return self.edges, self.starts  # type: ignore[return-value]  # edges that are there
+        if len(grads) != len(self.edges):
+            raise GaplessError(
+                f"{len(grads)} gradients came for {len(self.edges)} outputs: "
+                "give one, or None, for each tensor of the outputs."
+            )
+        pairs = [
+            (edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge is not None and grad is not None
+        ]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+    def find_casts(self, ties: Iterable[Tie]) -> None:
+        """Of those that were not known to be shared when the forward ran."""
+        nodes = Reached(self.edges or ()).cast_nodes
+        for tie in ties:
+            if tie not in self.known_ties and id(tie.parameter) in nodes:
+                self.casts[tie] = nodes[id(tie.parameter)]
 
     def watch_layouts(self) -> None:
         """Before the backward: keep gradients as they come."""

@@ -50,5 +50,9 @@ class Reached:
     @cached_property
     def casts(self) -> dict[int, Tensor]:
         """Leaves of which a cast is used, by their id."""
-        casts = [end.variable for end, by in self._ends if type(by).__name__ == "ToCopyBackward0"]
-        return {id(leaf): leaf for leaf in casts}
+        return {key: self.leaves[key] for key in self.cast_nodes}
+
+    @cached_property
+    def cast_nodes(self) -> dict[int, Any]:
+        """The casts, by the id of the leaf."""
+        return {id(end.variable): by for end, by in self._ends if type(by).__name__ == "ToCopyBackward0"}

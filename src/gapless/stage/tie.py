@@ -17,7 +17,7 @@ Where the stages are in several processes, each has its copy of the parameter. W
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -114,6 +114,15 @@ class Tie:
     def casts(self, place: Place) -> None:
         """This place uses autocast's cast of the parameter."""
         self._casters.add(place)
+
+    def may_cast(self, casts: Container[int]) -> bool:
+        """A place was found in the middle of a step. If it is one of the parameters, by id, of which casts are used
+        there, other places may use one too, whose forwards are over.
+        """
+        if id(self.parameter) in casts:
+            self._casters.update(self._places)
+            return True
+        return False
 
     def shares_cast(self, place: Place) -> bool:
         """Whether this place uses the same cast as others."""

@@ -57,6 +57,8 @@ class Versions:
             leaf.data = data
         else:
             leaf = nn.Parameter(data, requires_grad=self.parameters[place].requires_grad)
+            if getattr(self.parameters[place], "grad_dtype", leaf.dtype) != leaf.dtype:
+                leaf.grad_dtype = self.parameters[place].grad_dtype
             self._own({leaf: self.parameters[place]})
         return leaf
 
