@@ -25,7 +25,7 @@ How layers are called
     way            inside the mode, outside of it, or neither; `compiled`: layers of which nothing can be seen
     mode           the one function mode; `table`: what it answers; `signature`: the arguments of such a call
     linear         handlers that let weight gradients wait (a new one: see `table`); `convolution`: more of them
-    random_calls   torch's random functions; `batchnorm`: running statistics
+    random_calls   torch's random functions; `batchnorm`: running statistics; `behind`: `.data` and own backwards
 
 What they stand on
     deferred       weight gradients that wait for the second half of a backward; `graph_task`: for whom a backward runs

@@ -72,7 +72,7 @@ class Calls:
         self.draws = Draws(seed, self.stored.generators)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
-        modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
+        modules = self.mode.modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
         self.num_compiled = len(self._compiled)  # of the layers
@@ -200,7 +200,7 @@ class Calls:
         key = (index, getattr(layer, "training", True))
         if self._unwatched.runs(key):
             return call(*args)
-        drawn, normed = self.draws.count, self.statistics.asked
+        drawn, normed, behind = self.draws.count, self.statistics.asked, self.mode.behind
         with (
             alone_with_casts() if index in self._casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
@@ -209,7 +209,7 @@ class Calls:
             result = call(*args)
         if self.draws.count != drawn:
             self._unwatched.drew(key)
-        elif self.statistics.asked == normed and index not in self._casting:
+        elif (self.statistics.asked, self.mode.behind) == (normed, behind) and index not in self._casting:
             self._unwatched.learn(key, layer)
         return result
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -57,6 +57,9 @@ class Mode(TorchFunctionMode):
         self._have_waited: set[int] = set()  # parameters that some forward has deferred, by id
         self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
         self._own: dict[int, Tensor] = {}
+        self.modules: Sequence[nn.Module] = ()  # of the stage
+        self.leaves: Sequence[Tensor] = ()  # what this forward starts from
+        self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
 
     @property
     def defers_now(self) -> bool:
@@ -178,6 +181,10 @@ class Mode(TorchFunctionMode):
         """Leaves that take the place of parameters, as versions of them: what is excluded is so in every version."""
         self._stands_for.update((id(copy), id(of)) for copy, of in copies.items())
         self._spread_exclusions()
+
+    def stands_in(self, leaf: Any) -> bool:
+        """Whether it takes the place of a parameter."""
+        return id(leaf) in self._stands_for
 
     def _spread_exclusions(self) -> None:
         """What was learnt of a leaf holds for the others that stand for the same parameter."""

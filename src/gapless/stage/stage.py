@@ -36,6 +36,7 @@ from .tie import Tie
 
 Then = Callable[[Any], None]
 Remat = Literal["none", "stage", "layer"]
+_CHANGED_SINCE = "modified by an inplace operation"  # what torch says of a saved tensor
 
 
 class Stage:
@@ -225,9 +226,18 @@ class Stage:
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
         marks = marks_of(self._changing()) if self._calls.may_change_buffers else None
-        for cell in self._cells_back:
-            grads = cell.backward(work, grads)
-        grads = self._first_cell.backward(work, grads, then)
+        try:
+            for cell in self._cells_back:
+                grads = cell.backward(work, grads)
+            grads = self._first_cell.backward(work, grads, then)
+        except RuntimeError as error:
+            if _CHANGED_SINCE not in str(error):
+                raise
+            raise ConfigError(
+                f"the backward of stage {self._number} for microbatch {work.place} needs a tensor that was changed in "
+                "place since its forward, most likely a weight or a buffer that the forward of a later microbatch has "
+                "changed: let the layer compute with a clone() of it, as in F.linear(x, weight.clone())"
+            ) from error
         if marks and have_moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
             self._changed_late |= any(later > microbatch for later in self._work)
         return grads

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import batchnorm
+from . import batchnorm, behind
 from .convolution import CONVOLUTIONS, convolution, embedding
 from .linear import addmm, linear, matmul
 from .mode import Handler, Mode
@@ -25,17 +25,10 @@ def _opened(function: Any) -> Handler:
     return handler
 
 
-def _gradient(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A layer that asks for gradients in its forward must find the whole graph, weights included."""
-    mode.exclude_deferred()
-    return mode.plain(func, args, kwargs)
-
-
 TABLE: dict[Any, Handler] = {
     F.linear: linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul),
     torch.addmm: addmm,
-    **dict.fromkeys((torch.autograd.grad, Tensor.backward), _gradient),
     F.embedding: embedding,
     **dict.fromkeys(CONVOLUTIONS, convolution),
     F.dropout: dropout,
@@ -43,6 +36,7 @@ TABLE: dict[Any, Handler] = {
     **dict.fromkeys(RANDOM, Mode.draw),
     **dict.fromkeys(RECURRENT, recurrent),
     **batchnorm.HANDLERS,
+    **behind.HANDLERS,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
 }
 if hasattr(F, "linear_cross_entropy"):
