@@ -56,7 +56,7 @@ class Versions:
             leaf = self._free[place].pop()
             leaf.data = data
         else:
-            leaf = nn.Parameter(data, requires_grad=self.parameters[place].requires_grad)
+            leaf = nn.Parameter(data.data, requires_grad=self.parameters[place].requires_grad)  # unchanged: version 0
             if getattr(self.parameters[place], "grad_dtype", leaf.dtype) != leaf.dtype:
                 leaf.grad_dtype = self.parameters[place].grad_dtype
             self._own({leaf: self.parameters[place]})
@@ -164,7 +164,6 @@ class Versions:
                 for name, parameter, left in zip(self.names, self.parameters, self._left, strict=True)
                 if self._mark(parameter) != left
             ]
-        self._updated = True
         if changed:
             raise ConfigError(
                 f"a forward has changed the weight {changed[0]}, as nn.Embedding does with max_norm, but a stream has "
@@ -190,7 +189,7 @@ class Versions:
         """Makes the next version: `step` changes the parameters that have a gradient. `keep`: somebody uses the newest
         so far, or will. Of the next, forwards use what `predict` has instead of the parameters, where it has something.
         """
-        before = self._known[self.newest]
+        before, self._updated = self._known[self.newest], True
         moves = [grad is not None and keep and self._shares[place] for place, grad in enumerate(grads)]
         for parameter, grad, moved in zip(self.parameters, grads, moves, strict=True):
             parameter.grad = grad
