@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Generator, Tensor, nn
 
@@ -62,6 +62,14 @@ class _Watched:
         self._values = [*map(self._held.get, self._names)]
         self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
 
+    def look_anew(self) -> None:
+        self._names = [name for name in self._held if name not in _OWN]
+        self.look()
+
+    def forget(self) -> None:
+        """Nobody looks until `look_anew`: what stood there may die."""
+        self._values, self._inside = [], []
+
     def changed(self) -> list[str]:
         """Those that were set since, or changed where they are."""
         held, names, values = self._held, self._names, self._values
@@ -100,6 +108,7 @@ class Stored:
         self._set: dict[nn.Module, dict[str, set[Attributes]]] = {}  # attributes that forwards set, and whose
         self._classes: dict[nn.Module, tuple[type, type]] = {}  # their own, and that of a step
         self.rests, self._lock = True, threading.RLock()
+        self.watching: WeakSet[Attributes] = WeakSet()
         self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
         self._heard: set[str] = set()
@@ -127,6 +136,8 @@ class Stored:
         """Nothing is under way: attributes are the caller's."""
         with self._lock:
             self.rests = True
+            for each in self.watching:
+                each.forget()
             for module, (own, _) in self._classes.items():
                 module.__class__ = own
             while self._tripped:
@@ -193,6 +204,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
 
     def __init__(self, stored: Stored, parts: Sequence[Any], stage: object) -> None:
         self._stored, self.stage = stored, stage
+        stored.watching.add(self)
         whole = [
             part for part in parts if isinstance(part, nn.Module) and not is_traced(part) and not is_compiled(part)
         ]
@@ -209,8 +221,14 @@ class Attributes(contextlib.AbstractContextManager[None]):
             self._step = step
             self._stored.begin()
             for each in self._watched:
-                each.changed()
+                each.look_anew()
         return self
+
+    def forget(self) -> None:
+        """The step has ended."""
+        self._step = -1
+        for each in self._watched:
+            each.forget()
 
     def __enter__(self) -> None:
         self._before, _forward.of = _forward.of, self
