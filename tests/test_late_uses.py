@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gapless
 from gapless.errors import ConfigError
@@ -153,6 +154,21 @@ def test_a_hidden_use_under_autocast_shares_the_cast_in_the_step_in_which_it_is_
         return [first, nn.Tanh(), Do(lambda part, x: part(x) + F.linear(x, first.weight), linear()), linear()]
 
     assert_exact(make, schedule=schedule, context=CAST)
+
+
+def test_a_shared_weight_in_two_reentrant_checkpoints_is_refused() -> None:
+    """The second gradient took the place of the first."""
+    shared = linear()
+
+    def twice(part: nn.Module, x: Tensor) -> Any:
+        return checkpoint(part, checkpoint(part, x, use_reentrant=True), use_reentrant=True)
+
+    layers = [shared, nn.Tanh(), Do(twice, shared), linear()]
+    with (
+        gapless.Pipeline(layers, devices=2, partition=[2, 2], microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match=r"came twice in one backward.*use_reentrant=False"),
+    ):
+        pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
 
 
 def test_a_hook_that_begins_to_use_a_weight_of_another_stage() -> None:

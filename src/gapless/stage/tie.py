@@ -220,7 +220,13 @@ class Tie:
             self._held[microbatch] = grad
             return (None,)
         if not self._summed:
-            self._caught[now] = self._caught.get(now, Sums())._replace(high=grad)
+            caught = self._caught.get(now, Sums())
+            if caught.high is not None:
+                raise ConfigError(
+                    f"{self.name} is shared by several stages, and its gradient came twice in one backward, as it does "
+                    "from torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False"
+                )
+            self._caught[now] = caught._replace(high=grad)
         elif stage in self._sums:
             self._sums[stage].add_(grad)
         else:
