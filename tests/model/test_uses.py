@@ -108,3 +108,48 @@ def test_a_hook_on_a_tied_parameter_would_see_parts_and_is_refused() -> None:
 def test_an_unknown_way_to_tie_is_refused() -> None:
     with pytest.raises(ConfigError, match="tied is 'sum', but it must be 'exact' or 'summed'"):
         gapless.Pipeline(sequence(), devices=2, microbatches=2, loss=token_loss, tied="sum")  # type: ignore[arg-type]
+
+
+class Scaled(nn.Module):
+    """Has a tensor that learns where no module looks for parameters."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.lin, self.hidden = nn.Linear(WIDTH, WIDTH), [tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()  # a leaf of this microbatch alone
+        scaled: Tensor = self.lin(x + 0 * inner) * self.hidden[0]
+        return scaled
+
+
+def scaled(users: range) -> tuple[Tensor, nn.Sequential]:
+    torch.manual_seed(0)
+    tensor = torch.ones(WIDTH, requires_grad=True)
+    other = [torch.ones(WIDTH, requires_grad=True) for _ in range(4)]
+    return tensor, nn.Sequential(*(Scaled(tensor if n in users else other[n]) for n in range(4)))
+
+
+@pytest.mark.parametrize(("users", "remat"), [(range(4), "none"), (range(1, 3), "stage"), (range(2), "layer")])
+def test_a_tensor_that_learns_in_two_places_and_is_no_parameter_is_refused(users: range, remat: Any) -> None:
+    _, model = scaled(users)
+    with (
+        gapless.Pipeline(model, devices=2, microbatches=3, loss=F.mse_loss, remat=remat) as pipe,
+        pytest.raises(ConfigError, match=r"make it an nn\.Parameter of a module"),
+    ):
+        pipe.step(torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_tensor_that_learns_in_one_stage_need_not_be_a_parameter(schedule: str) -> None:
+    (ours, model), (theirs, plain) = scaled(range(2)), scaled(range(2))
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    options: dict[str, Any] = {"devices": 2, "microbatches": 3, "loss": F.mse_loss, "intra_op_threads": 1}
+    with gapless.Pipeline(model, schedule=schedule, **options) as pipe:
+        pipe.step(x, y)
+        pipe.step(x, y)
+    for xs, ys in [*zip(x.chunk(3), y.chunk(3), strict=True)] * 2:
+        (F.mse_loss(plain(xs), ys) * (2 / 6)).backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)

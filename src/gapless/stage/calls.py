@@ -72,6 +72,7 @@ class Calls:
         self.draws = Draws(seed, self.stored.generators)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
+        self.watching: AbstractContextManager[Any] | None = None  # around backwards that are looked at for draws
         modules = self.mode.modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
@@ -274,6 +275,9 @@ class Calls:
                 start = time.perf_counter()
                 self._backward_with_care(records, edges, grads)
                 self._cold_seconds += time.perf_counter() - start
+        elif self.watching is not None and not self._compiled:
+            with self.watching:
+                self._backward_with_care(records, edges, grads)
         elif (
             autocast_is_on()
             or self.mode.alone

@@ -319,6 +319,7 @@ class Cell:
             again = [tie for tie in late if casts_are_kept() and tie.may_cast(low) and self._may_cast_anew(tie)]
             if again or any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
                 raise Restart
+        self._calls.stored.learns(found.others, kept.leaves, self._place)
         if not self._intake.casts and any(id(leaf) in found.casts for leaf in kept.leaves):
             self._intake.casts = True
             raise Restart

@@ -40,7 +40,13 @@ class Reached:
                     seen.add(following)
                     to_visit.append(following)
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in (end.variable for end, _ in self._ends)}
-        self.parameters = [leaf for leaf in self.leaves.values() if isinstance(leaf, Parameter)]
+        self.parameters: list[Parameter] = []
+        self.others: list[Tensor] = []  # leaves that are none
+        for leaf in self.leaves.values():
+            if isinstance(leaf, Parameter):
+                self.parameters.append(leaf)
+            else:
+                self.others.append(leaf)
 
     @cached_property
     def uses(self) -> Counter[int]:

@@ -28,6 +28,7 @@ from .cell import Stray
 from .compiled import is_traced
 from .deferred import Records
 from .divisors import Divisors
+from .draws_back import BackwardMode
 from .kept import Work
 from .plain import apply_first
 from .remat import cells_of
@@ -90,6 +91,11 @@ class Stage:
         self._number = 0
         self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
         self._changed_late = False  # a backward has changed buffers after forwards of later microbatches had
+        # Around the first backward of each step, and around its other half.
+        self._back, self._weights = (
+            BackwardMode(self._calls.draws, self._calls.statistics, self._calls.stored.generators) for _ in range(2)
+        )
+        self._step_back = self._step_weight = -1
         self._noted: tuple[int, list[tuple[nn.Parameter, int]]] = (-1, [])  # weights that this step must not change
 
     def parameters(self) -> list[nn.Parameter]:
@@ -225,6 +231,7 @@ class Stage:
         """
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
+        self._calls.watching = self._back if work.step != self._step_back else None
         marks = marks_of(self._changing()) if self._calls.may_change_buffers else None
         try:
             for cell in self._cells_back:
@@ -238,6 +245,7 @@ class Stage:
                 "place since its forward, most likely a weight or a buffer that the forward of a later microbatch has "
                 "changed: let the layer compute with a clone() of it, as in F.linear(x, weight.clone())"
             ) from error
+        self._step_back = work.step
         if marks and have_moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
             self._changed_late |= any(later > microbatch for later in self._work)
         return grads
@@ -248,7 +256,13 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""
-        self._work.pop(microbatch).records.accumulate()
+        work = self._work.pop(microbatch)
+        if work.records and work.step != self._step_weight:
+            with self._weights:
+                work.records.accumulate()
+            self._step_weight = work.step
+        else:
+            work.records.accumulate()
 
     def infer(self, inputs: Any) -> Any:
         """The outputs alone: no gradients, no interception, nothing kept. Train or eval mode is the caller's choice."""

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Generator, Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 
 from .compiled import is_compiled, is_traced
 from .way import is_torchs
@@ -114,10 +115,28 @@ class Stored:
         self._heard: set[str] = set()
         # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
         self.generators: WeakKeyDictionary[Generator, object] = WeakKeyDictionary()
+        self._learning: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and by such a tensor its place
         for module in self._elsewhere:
             for value in module.__dict__.values():
                 if isinstance(value, Generator):
                     self.generators[value] = module
+
+    def learns(self, leaves: Sequence[Tensor], inputs: Sequence[Tensor], place: tuple[int, int]) -> None:
+        """The leaves of a graph, of this cell of a stage, that are no parameters, so that nobody ties them."""
+        for tensor in leaves:
+            if any(tensor is each for each in inputs):
+                continue
+            with self._lock:
+                stage, cell = self._learning.setdefault(tensor, place)
+                if (stage, cell) != place:
+                    where = (
+                        f"stages {stage} and {place[0]}" if stage != place[0] else f"stage {stage} with remat='layer'"
+                    )
+                    raise ConfigError(
+                        f"layers of {where} learn one tensor of shape {tuple(tensor.shape)} that is no nn.Parameter, "
+                        "and its gradients would be added in another order than in plain training: make it an "
+                        "nn.Parameter of a module"
+                    )
 
     def begin(self) -> None:
         """A step begins, for whatever stage."""
