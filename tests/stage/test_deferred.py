@@ -289,3 +289,42 @@ def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
             stage.backward_input(microbatch, None)
             stage.backward_weight(microbatch)
             assert runs == order
+
+
+@pytest.mark.parametrize("whole", [torch.float64, torch.float32])
+def test_what_autocast_leaves_in_double_precision_stays_so_where_weights_wait(whole: torch.dtype) -> None:
+    # The input was cast down and met a weight in float64: "mat1 and mat2 must have the same dtype".
+    torch.manual_seed(3)
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4)), nn.Linear(4, 4)]
+    layers = [layer.to(whole) for layer in layers]
+    assert_same_as_plain(
+        layers, torch.randn(8, 2, 4, dtype=whole), context=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("wanted", [torch.float32, None])
+def test_gradients_that_wait_have_the_dtype_that_the_parameter_asks_for(wanted: Any, twice: bool) -> None:
+    # "assigned grad has data of a different type", where autograd itself casts them.
+    torch.manual_seed(3)
+    first = nn.Linear(4, 4, dtype=torch.bfloat16)
+    layers = [first, nn.Linear(4, 4, dtype=torch.bfloat16), first if twice else nn.ReLU()]
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.grad_dtype = wanted
+    plain, x = copy.deepcopy(layers), torch.randn(8, 4, dtype=torch.bfloat16)
+    for old, new in zip(layers, plain, strict=True):
+        for one, other in zip(old.parameters(), new.parameters(), strict=True):
+            other.grad_dtype = one.grad_dtype
+    run_step(make_stages(layers, [], mean_square, split=True), x, microbatches=4, split=True)
+    for part in x.chunk(4):
+        for layer in plain:
+            part = layer(part)
+        (mean_square(part, None) / 4).backward()
+    for old, new in zip(layers, plain, strict=True):
+        for one, other in zip(old.parameters(), new.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert one.grad.dtype == other.grad.dtype
+            assert torch.equal(one.grad, other.grad)

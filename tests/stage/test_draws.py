@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from gapless.stage.draws import Draws
 from gapless.stage.plain import plain_step
 from gapless.stage.random_calls import RANDOM, RECURRENT
 from gapless.stage.seeds import seed_of
@@ -223,7 +224,7 @@ def test_a_profiler_sees_what_comes_after_a_layer_that_was_watched() -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     try:
-        with watched(torch.device("cpu")) as touched:
+        with watched(Draws(0), torch.device("cpu")) as touched:
             torch.default_generator.get_state()
         _square(torch.ones(1))
     finally:

@@ -13,6 +13,7 @@ A stage and its microbatches
     stage          some layers: forward, backward and its two halves
     cell           one autograd graph; `remat`: one that is rebuilt
     kept           what is kept of a microbatch; `intake`: how layers get the inputs of a cell
+    undo           a forward that starts again leaves no trace; `held`: what layers hold
     buffers        those that a forward changes, and a second run must not
     auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
     versions       weights as they were at several updates, for training without a flush

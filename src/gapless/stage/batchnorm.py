@@ -75,7 +75,7 @@ class Statistics:
         self._movers: dict[int, int] = {}
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
-        self.moved: set[int] = set()  # running means and counters that calls were seen to move, by id
+        self.moved: set[int] = set()  # running statistics and counters that calls were seen to move, by id
         self.asked = 0  # how often there was a call of a batch norm, in training or not
         self.in_checkpoints = False  # whether calls were seen that the backward makes again
         self._recomputing = False
@@ -179,6 +179,11 @@ class Statistics:
         return factor
 
     @property
+    def has_counted(self) -> bool:
+        """Whether this run has."""
+        return 0 < self._seen <= self._counted < sys.maxsize
+
+    @property
     def moves(self) -> bool:
         """Whether a microbatch leaves statistics behind that the next one goes on from."""
         return bool(self.moved) and self.option != "deferred"
@@ -271,7 +276,9 @@ def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[
         _refuse("batch_norm")
     if not given["training"] or running_mean is None or running_var is None:
         return mode.plain(func, args, kwargs)
-    if not statistics.counts(running_mean):
+    counts = statistics.counts(running_mean)
+    statistics.moved.add(id(running_var))
+    if not counts:
         statistics.computed_again(running_mean)
         # As many tensors are saved as by the first call: a checkpoint compares that.
         apart = given | {"running_mean": running_mean.clone(), "running_var": running_var.clone()}

@@ -12,7 +12,7 @@ where nothing can be seen.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +50,23 @@ class Buffers:
         self._layers = [(layer, is_compiled(layer)) for layer in layers if isinstance(layer, nn.Module)]
         self._always = always
         self.changing: dict[Owned, None] = {}  # those that were seen to change
-        self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._marks: Marks = []
+        self._spare: dict[Owned, Copy] = {}
+        self._begun: Taken = []
         self._tried = False
 
-    def taken(self) -> Taken:
-        """Before a run: copies of those that change, or of all while nothing is known of them."""
-        if self.is_settled:
+    def taken(self, looks: bool = False) -> Taken:
+        """Before a run: copies of those that change, or of all while nothing is known of them. With `looks`, this run
+        too may show that one changes.
+        """
+        if self.is_settled and not looks:
             return []
         if not self._tried:
             return [_copy(*each) for each in self._all()]
         if self._always:
-            self._versions = [(*each, each[2]._version) for each in self._all()]
+            self._spare = {each[:2]: self._spare_of(*each) for each in self._all() if each[:2] not in self.changing}
+        elif looks:
+            self._marks = self.marks()
         return [
             _copy(module, name, value)
             for module, name in self.changing
@@ -72,27 +78,46 @@ class Buffers:
         """Whether it is known that there is nothing to take."""
         return self._tried and not self._always and not self.changing
 
-    def put_back(self, taken: Taken) -> None:
-        """The run did not come to its end: as before it."""
+    def put_back(self, taken: Taken, *, but: Collection[int] = ()) -> None:
+        """The run did not come to its end: as before it, `but` for those (by id) that are counted elsewhere."""
         with torch.no_grad():
             for each in taken:
-                if each.is_changed(by_value=not self._tried):
+                if id(each.value) not in but and each.is_changed(by_value=not self._tried):
                     each.module._buffers[each.name] = each.value
                     each.value.copy_(each.numbers)
 
     def learn(self, taken: Taken) -> Taken:
         """After a run: of what was taken only what changes."""
-        if self.is_settled:
+        if self.is_settled and not self._marks:
             return taken
         for each in taken if not self._tried else ():
             if each.is_changed(by_value=True):
                 self.changing[each.module, each.name] = None
-        for module, name, value, version in self._versions:
-            if module._buffers.get(name) is not value or value._version != version:
-                self.changing[module, name] = None
-        self._versions = []
+        begun = self._begun = [each for each in self._spare.values() if each.is_changed(by_value=False)]
+        self.changing.update(dict.fromkeys([*moved(self._marks), *((each.module, each.name) for each in begun)]))
+        self._marks = []
         self._tried = True
-        return [each for each in taken if (each.module, each.name) in self.changing]
+        return [*begun, *(each for each in taken if (each.module, each.name) in self.changing)]
+
+    def begun_now(self) -> Taken:
+        """Those that the last run was the first to change, as they were: what is kept of others lacks them."""
+        return [each._replace(numbers=each.numbers.clone()) for each in self._begun]
+
+    def _spare_of(self, module: nn.Module, name: str, value: Tensor) -> Copy:
+        """A copy of one that has never changed, kept for the run that begins to."""
+        known = self._spare.get((module, name))
+        if known is not None and known.value is value and known.version == value._version:
+            return known
+        return _copy(module, name, value)
+
+    def marks(self) -> Marks:
+        """Where all of them stand."""
+        return marks_of((module, name) for module, name, _ in self._all())
+
+    def changed_since(self, marks: Marks, *, but: Collection[int]) -> list[str]:
+        """Those that have changed since, and were not known to, `but` for those (by id) that are counted elsewhere."""
+        found = [each for each in moved(marks) if each not in self.changing]
+        return [f"{type(module).__name__}.{name}" for module, name in found if id(module._buffers[name]) not in but]
 
     @contextlib.contextmanager
     def replayed(self, taken: Taken) -> Iterator[None]:
@@ -123,11 +148,13 @@ def marks_of(buffers: Iterable[Owned]) -> Marks:
     return [(owned, value, value._version) for owned, value in values if value is not None]
 
 
-def have_moved(marks: Marks) -> bool:
-    """Whether any of them has changed since."""
-    return any(
-        module._buffers.get(name) is not value or value._version != version for (module, name), value, version in marks
-    )
+def moved(marks: Marks) -> list[Owned]:
+    """Those that have changed since."""
+    return [
+        (module, name)
+        for (module, name), value, version in marks
+        if module._buffers.get(name) is not value or value._version != version
+    ]
 
 
 def owned_by(layer: nn.Module) -> Iterable[Owned]:

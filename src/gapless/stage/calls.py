@@ -83,6 +83,8 @@ class Calls:
         self._cold_seconds = 0.0
         self._casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
+        self._hides = False  # one was seen in this forward to draw unseen
+        self._alone_now = False  # backwards of this step put generators where they stood in first calls
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
         # Whether some of it is not torch's own, so that it may use what it likes.
         self.is_open = any(way in (Way.INSIDE, Way.COMPILED) for way in ways)
@@ -145,6 +147,16 @@ class Calls:
             if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
                 return None
         return self._forwards
+
+    @property
+    def drew_anew(self) -> bool:
+        """Whether a layer was the one that drew, where the forward has started again for that."""
+        return self._unwatched.has_settled
+
+    @property
+    def casts_itself(self) -> bool:
+        """Whether a layer was seen to enter an autocast of its own."""
+        return bool(self._casting)
 
     @property
     def compile_seconds(self) -> float:
@@ -219,16 +231,22 @@ class Calls:
         self._unwatched.stop()
 
     def look_back(self) -> None:
-        """A forward is over: nothing may have been drawn unseen."""
+        """A forward is over: nothing may have been drawn unseen, but in first calls."""
         if self._unwatched.moved():
             self._watched.clear()
-            raise Restart
+            raise Restart("a layer draws random numbers in a new way", misdrawn=True)
+        if self._hides:
+            self.mode.alone, self._hides = True, False
 
     @contextlib.contextmanager
     def _watch(self, key: tuple[int, bool]) -> Iterator[None]:
         """Around a call of which nothing is known: the first one tells whether it draws unseen."""
-        with watched(self._device()) as touched:
-            yield
+        with watched(self.draws, self._device()) as touched:
+            self.mode.first_call = touched
+            try:
+                yield
+            finally:
+                self.mode.first_call = None
         self._watched.add(key)
         if touched.sets is not None and not self.one_thread:
             raise ConfigError(
@@ -238,10 +256,10 @@ class Calls:
             )
         if touched.casts:
             self._casting.add(key[0])
+        self._alone_now |= touched.checkpoints
         if touched.seen:
             self._unwatched.hides()
-            self.mode.alone = True
-            raise Restart
+            self._hides = True
 
     def loss(self, outputs: Any, work: Work) -> Any:
         """Calls the loss."""
@@ -281,6 +299,7 @@ class Calls:
         elif (
             autocast_is_on()
             or self.mode.alone
+            or self._alone_now
             or self.statistics.in_checkpoints
             or (self._split and not grads[0].is_cpu)
         ):
@@ -294,7 +313,7 @@ class Calls:
     def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         with (
             without_autocast(),
-            alone() if self.mode.alone else _NOTHING,
+            alone() if self.mode.alone or self._alone_now else _NOTHING,
             self.statistics.recomputed() if self.statistics.in_checkpoints else _NOTHING,
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
@@ -315,7 +334,7 @@ class Calls:
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
         self.mode.forget()
-        self._cold = False
+        self._cold = self._alone_now = False
 
     def _inside(self, layer: Any, way: Way) -> bool:
         if self.mode.cast_anew:

@@ -13,20 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import ConfigError
-
 from . import microbatch as mb
 from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
-from .buffers import Buffers, Owned
+from .buffers import Owned
 from .calls import Calls
-from .deferred import given
+from .deferred import divert, given
 from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
 from .mode import Restart
 from .reach import Reached, nodes_made
 from .stored import Attributes
 from .tie import Place, Tie, running
+from .undo import IN_PLACE_ON_LEAF, Undo
 
 Stray = Callable[[Place, Tensor], None]
 
@@ -35,8 +34,6 @@ _STORED = (
     "A tensor that one stage has stored and another one uses, or the next microbatch, leads here: return it from the "
     "layer with its output, detach it, or add it to the loss with gapless.aux_loss."
 )
-_ON_META = "device meta"  # what belongs to another process is there
-_IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 
 
 class Cell:
@@ -45,9 +42,8 @@ class Cell:
     remakes = False  # whether it runs its layers again for the backward
 
     def __init__(self, calls: Calls, layers: range, number: int, *, with_loss: bool) -> None:
-        self._calls = calls
-        self._layers = layers
-        self._buffers = Buffers(calls.parts_of(layers, with_loss=with_loss), always=self.remakes)
+        self._calls, self._layers = calls, layers
+        self._undo = Undo(calls.parts_of(layers, with_loss=with_loss), calls.statistics, always=self.remakes)
         self._attributes = Attributes(calls.stored, calls.parts_of(layers, with_loss=with_loss), calls)
         self._with_loss = with_loss
         self._kept: dict[int, Kept] = {}
@@ -77,7 +73,7 @@ class Cell:
     @property
     def changing(self) -> Collection[Owned]:
         """The buffers that a forward was seen to change; those of batch norms are counted elsewhere."""
-        return self._buffers.changing
+        return self._undo.buffers.changing
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether it is one of its layers or of its loss."""
@@ -125,7 +121,7 @@ class Cell:
             for layer in layers:
                 value = layer(value)
         except RuntimeError as error:
-            if self._intake.guarded or _IN_PLACE_ON_LEAF not in str(error):
+            if self._intake.guarded or IN_PLACE_ON_LEAF not in str(error):
                 raise
             self._intake.guarded = True
             return self._run_bare(work, layers, tensor, then)
@@ -226,32 +222,21 @@ class Cell:
         beginning.
         """
         self._calls.enter(work.microbatch, replaying=work.replaying)
+        undo = self._undo.entered()
         while True:
-            cast = self._intake.casts or autocast_is_on()
+            cast = self._intake.casts or self._calls.casts_itself or autocast_is_on()
             tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]
-            versions = [tensor._version for tensor in tensors]
-            was_copied = self._intake.copies
-            taken, leaves = self._buffers.taken(), self._intake.taken(kept.leaves)
+            versions, was_copied = [tensor._version for tensor in tensors], self._intake.copies
+            leaves = self._intake.taken(kept.leaves)
+            undo.begin(work.step)
             try:
                 handed = self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
-            except Restart:
-                self._buffers.put_back(taken)
+            except (Restart, RuntimeError) as error:
+                undo.start_again(error, self._place[0], guarded=self._intake.guarded)
                 self._intake.put_back(leaves)
+                self._intake.guarded |= not isinstance(error, Restart)
                 continue
-            except RuntimeError as error:
-                if _ON_META in str(error):
-                    raise ConfigError(
-                        f"a layer or the loss of stage {self._place[0]} uses the weights of a stage in another "
-                        "process, and their values are not here: use them in a layer of that stage, or, for a penalty "
-                        "on weights, give the optimizer weight_decay"
-                    ) from error
-                if self._intake.guarded or _IN_PLACE_ON_LEAF not in str(error):
-                    raise
-                self._buffers.put_back(taken)
-                self._intake.put_back(leaves)
-                self._intake.guarded = True
-                continue
-            kept.buffers = self._buffers.learn(taken)
+            kept.buffers = undo.end(drew_anew=self._calls.drew_anew)
             self._intake.learn(versions != [tensor._version for tensor in tensors], seen=was_copied or not cast)
             return handed
 
@@ -267,6 +252,7 @@ class Cell:
             self._deferring.clear()
         elif self._ties != self._cast_anew:
             self._cast_anew = tuple(each for each in self._ties if each in self._cast_anew or self._may_cast_anew(each))
+        mode.waiting = self._deferring
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
@@ -287,6 +273,9 @@ class Cell:
             self._look(kept)
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
+            if mode.second_use:
+                tied = {id(tie.parameter) for tie in self._ties if not tie.may_wait(self._place)}
+                divert(kept.edges, {*mode.deferred, *self._deferring} - tied, work.records)
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
             self._deferring.update(mode.deferred)
         kept.known_ties = self._cast_anew
@@ -306,8 +295,9 @@ class Cell:
         mode, found = self._calls.mode, Reached(kept.edges or ())
         deferred, own = mode.deferred, self._own
         if both := [each for each in found.parameters if id(each) in deferred]:
-            mode.exclude(both)
-            raise Restart
+            mode.leave_to_autograd(both)
+        if not self._deferring.isdisjoint(found.leaves):
+            mode.second_use = True
         if self._stray is not None:
             used = [each for each in found.parameters if id(each) not in own]
             used += [each for key, (each, _) in deferred.items() if key not in own]
@@ -318,11 +308,11 @@ class Cell:
             low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()
             again = [tie for tie in late if casts_are_kept() and tie.may_cast(low) and self._may_cast_anew(tie)]
             if again or any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
-                raise Restart
+                raise Restart("a weight of another stage is used")
         self._calls.stored.learns(found.others, kept.leaves, self._place)
         if not self._intake.casts and any(id(leaf) in found.casts for leaf in kept.leaves):
             self._intake.casts = True
-            raise Restart
+            raise Restart("a layer casts its input in an autocast of its own")
         if casts_are_kept():
             self._look_at_casts(found)
 
@@ -338,7 +328,7 @@ class Cell:
         often = [parameter for key, parameter in found.casts.items() if found.uses[key] > 1]
         news = [self._calls.mode.casts_anew(parameter, unless_deferred=True) for parameter in often]
         if any(news):
-            raise Restart
+            raise Restart("autocast casts a weight that is used twice")
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value, views=True)

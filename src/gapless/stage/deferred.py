@@ -9,16 +9,20 @@ Autograd sums the contributions to a parameter within one backward, in the order
 sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
+
+from gapless.errors import ConfigError
 
 from .autocast import autocast_is_on, without_autocast
 from .graph_task import Running
+from .reach import Reached
 
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
@@ -47,8 +51,7 @@ class Records(list[Any]):
         try:
             if len(self) == 1:
                 parameter, function, kept, grad, _ = self.pop()
-                value = function(kept, grad)
-                value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
+                value = in_grad_dtype(parameter, function(kept, grad))
                 add_grad(parameter, value, shared=function in _SHARED)
             else:
                 self._accumulate_all()
@@ -72,13 +75,12 @@ class Records(list[Any]):
             key = id(parameter)
             more = left[key] = left[key] - 1
             if more == 0 and key not in sums:
-                value = value if value.dtype == parameter.dtype else value.to(parameter.dtype)
-                add_grad(parameter, value, shared=function in _SHARED)
+                add_grad(parameter, in_grad_dtype(parameter, value), shared=function in _SHARED)
                 continue
             total = sums.setdefault(key, _Sum())
             if summed_low:
                 left_low[key] -= 1
-            total.add(value, parameter.dtype, summed_low, last=not left_low.get(key))
+            total.add(value, parameter, summed_low, last=not left_low.get(key))
             if more == 0:
                 add_grad(parameter, sums.pop(key).value())
 
@@ -92,28 +94,38 @@ class _Sum:
         self._high: Tensor | None = None
         self._low: Tensor | None = None
 
-    def add(self, value: Tensor, dtype: torch.dtype, summed_low: bool, *, last: bool) -> None:
+    def add(self, value: Tensor, parameter: Tensor, summed_low: bool, *, last: bool) -> None:
         """`last`: no more come that meet before the cast. The cast is made at the first use, so its gradient arrives
         with the last contribution.
         """
-        if summed_low and value.dtype != dtype:
+        if summed_low and value.dtype != parameter.dtype:
             self._low = value if self._low is None else self._low + value
             if not last:
                 return
             value, self._low = self._low, None
-        value = value.to(dtype)
-        self._high = value if self._high is None else self._high + value
+        value = in_grad_dtype(parameter, value)
+        if self._high is not None:  # torch adds what is sparse to what is dense, and not the other way round
+            value = value + self._high if self._high.is_sparse else self._high + value
+        self._high = value
 
     def value(self) -> Tensor:
         assert self._high is not None
         return self._high
 
 
+def in_grad_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
+    """As autograd casts it on its way to `.grad`: where torch knows `grad_dtype`, a parameter may say to what, or
+    None for nothing.
+    """
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    return grad if dtype is None or grad.dtype == dtype else grad.to(dtype)
+
+
 def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
     may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
     """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (shared and grad.is_sparse):
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
         return
@@ -123,7 +135,7 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     elif grad.stride() == parameter.stride():
         parameter.grad = grad.clone() if shared else grad
     else:
-        parameter.grad = torch.empty_like(parameter).copy_(grad)
+        parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 recording: Running[Records] = Running()  # around a backward: where `defer` puts what is deferred
@@ -148,6 +160,35 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
         return closure()
     records.append((parameter, _call, (closure, parameter.shape), None, False))
     return None
+
+
+def divert(edges: list[GradientEdge | None] | None, parameters: Collection[int], records: Records) -> None:
+    """Has the gradients of these parameters (by id) recorded that this graph would add to `.grad` itself: each part as
+    soon as autograd has it, so that all are added up in autograd's order, and in the turn of their microbatch.
+    """
+    edges = edges or []
+    for number, edge in enumerate(edges):
+        leaf = None if edge is None else getattr(edge.node, "variable", None)
+        if leaf is not None and id(leaf) in parameters:
+            edges[number] = get_gradient_edge(leaf.view_as(leaf))
+    for node, number, leaf in Reached(edges).users():
+        if id(leaf) in parameters:
+            if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+                raise ConfigError(
+                    f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
+                    "way, so a split backward can't call the hook in their order: remove the hook, or choose a "
+                    "schedule whose backward is not split, such as 1f1b"
+                )
+            node.register_hook(functools.partial(_record, records.append, leaf, number))
+
+
+def _record(
+    append: Callable[[Any], None], leaf: Tensor, number: int, grads: tuple[Tensor | None, ...], _: Any
+) -> tuple[Tensor | None, ...] | None:
+    if grads[number] is None:
+        return None
+    append((leaf, given, grads[number], None, False))
+    return (*grads[:number], None, *grads[number + 1 :])
 
 
 def given(kept: Tensor, _: Any) -> Tensor:

@@ -143,6 +143,19 @@ class Draws:
         generator = self.generator(device)
         return swapped(generator) if self._captured is None else _exchanged(generator)
 
+    @contextlib.contextmanager
+    def all_swapped_in(self, devices: Iterable[torch.device]) -> Iterator[list[torch.Generator]]:
+        """The same for the CPU and for these, whether or not anything is drawn; yields torch's default generators."""
+        defaults, count, known = default_generators(devices), self.count, self.layer in self.on_gpu
+        with contextlib.ExitStack() as stack:
+            for each in defaults:
+                stack.enter_context(swapped(self.generator(each.device)))
+            self.count = count
+            before = [each.get_state() for each in defaults]
+            yield defaults
+            if not known and all(stands_at(*each) for each in zip(defaults[1:], before[1:], strict=True)):
+                self.on_gpu.discard(self.layer)
+
     def restart(self) -> None:
         """Forgets what was drawn: the same place draws the same numbers again."""
         self._drawn.clear()

@@ -16,7 +16,7 @@ class Intake:
         # True once a layer was seen to change the cell's input in place, which torch forbids on a leaf.
         self.guarded = False
         self.tried = False  # a run has told
-        self.casts = False  # a layer casts the input in an autocast of its own
+        self.casts = False  # a layer was seen to cast the input in an autocast of its own
 
     @property
     def copies(self) -> bool:
@@ -30,7 +30,7 @@ class Intake:
         has saved. Autocast caches the cast of a leaf but not that of a result, so that gradients of several uses
         would be summed in another precision.
         """
-        if not leaf.requires_grad or not (self.guarded or cast):
+        if not leaf.requires_grad or not (self.copies or cast):
             return leaf
         if self.copies:
             return copied(leaf)

@@ -1,13 +1,13 @@
 """The one function mode: it sees the torch calls of a forward, and has those in its table answered.
 
 It is there for three reasons, deferred weight gradients, seeded randomness and batch norm, and it costs a little on
-every torch call, so it is installed only where a stage splits its backward, may draw or counts statistics. A parameter
-whose calls are deferred must not be used by any other call of the same graph, or autograd and the records would each
-add a part; the mode sees every use, and where it learns of one too late, the forward starts again with that parameter
-left to autograd.
+every torch call, so it is installed only where a stage splits its backward, may draw or counts statistics. Where
+another call uses a parameter whose calls are deferred, what would arrive at autograd's own accumulation is recorded too
+(`deferred.divert`), and from the next step on that parameter is left to autograd. Only where that can't be, since
+autocast has cast it or hooks wait for it, the forward starts again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .autocast import casts_are_kept, runs_low
 from .batchnorm import Statistics
 from .deferred import Records
 from .draws import Draws, checkpoints_around, device_of, draws_by_tag
+from .unseen import Touched
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -30,7 +31,13 @@ _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
 
 
 class Restart(BaseException):
-    """The forward of a cell must start again: something was learnt that changes its beginning."""
+    """The forward of a cell must start again: something was learnt that changes its beginning. `why` is what happened;
+    `misdrawn`: and so what came after it has wrong numbers.
+    """
+
+    def __init__(self, why: str, *, misdrawn: bool = False) -> None:
+        super().__init__(why)
+        self.misdrawn = misdrawn
 
 
 class Mode(TorchFunctionMode):
@@ -41,6 +48,7 @@ class Mode(TorchFunctionMode):
         self.draws = draws
         self.statistics = statistics
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
+        self.first_call: Touched | None = None  # so does a layer in its first call, which tells whether it must
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
         self._spread = 0  # how many were excluded when these were last told of each other
@@ -48,6 +56,8 @@ class Mode(TorchFunctionMode):
         # Parameters used in this forward, by id; those that wait with whether autocast's cast of them was used.
         self.deferred: dict[int, tuple[Parameter, bool]] = {}
         self._plain: set[int] = set()
+        self.waiting: Collection[int] = ()  # parameters, by id, whose gradients wait in this step
+        self.second_use = False  # of one of these or of those deferred, by a call that autograd sees
         self._casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
@@ -73,6 +83,7 @@ class Mode(TorchFunctionMode):
             self._spread_exclusions()
         self.deferred = {}
         self._plain.clear()
+        self.second_use = False
         self._kind = kind
         self._casts_all = casts_are_kept()
         if self.cast_anew:
@@ -130,8 +141,13 @@ class Mode(TorchFunctionMode):
                 return self.plain(func, args, kwargs)
         if self.alone:
             return self.plain(func, args, kwargs)
+        device = device_of(args, kwargs)
+        if self.first_call is not None and device in self.first_call.devices:
+            self.draws.count += 1
+            with self.first_call.drawing(checkpoints_around() > 0):
+                return self.plain(func, args, kwargs)
         self.refuse_checkpoint()
-        with self.draws.swapped_in(device_of(args, kwargs)):
+        with self.draws.swapped_in(device):
             return self.plain(func, args, kwargs)
 
     def _note(self, args: Sequence[Any], result: Any) -> None:
@@ -142,10 +158,21 @@ class Mode(TorchFunctionMode):
                 if arg.requires_grad and _needs_grad(result):
                     self._plain.add(id(arg))
                     if id(arg) in self.deferred:
-                        self.excluded.add(id(arg))
-                        raise Restart
+                        self.leave_to_autograd([arg])
+                    elif id(arg) in self.waiting:
+                        self.second_use = True
             elif kind is list or kind is tuple:
                 self._note(arg, result)
+
+    def leave_to_autograd(self, parameters: Iterable[Parameter]) -> None:
+        """These are deferred in this forward, and autograd was seen to reach them too. What was recorded so far can be
+        added up with what arrives there, unless autocast has cast it, or a hook would be called for each part.
+        """
+        self.second_use = True
+        self.exclude(parameters)
+        for each in parameters:
+            if self.deferred[id(each)][1] or each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise Restart("a weight is used in a second way")
 
     def defers(self, weight: Any, bias: Any) -> bool:
         """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts
@@ -167,7 +194,7 @@ class Mode(TorchFunctionMode):
             if low and known and not self._casts_all:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
                 self.excluded.add(id(each))
-                raise Restart
+                raise Restart("a layer uses a weight twice in an autocast of its own")
             if low or not known:
                 self.deferred[id(each)] = (each, low)
                 self._have_waited.add(id(each))
@@ -209,7 +236,7 @@ class Mode(TorchFunctionMode):
         """Leaves to autograd what this forward has deferred so far."""
         if self.deferred:
             self.excluded.update(self.deferred)
-            raise Restart
+            raise Restart("a layer asks for gradients in its forward")
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """What autocast casts to here, if it is on."""
@@ -226,7 +253,8 @@ class Mode(TorchFunctionMode):
         if low is None:
             w, b = weight.detach(), None if bias is None else bias.detach()
         else:
-            x, w, b = x.to(low), self._cast(weight, low), None if bias is None else self._cast(bias, low)
+            x = x if x.dtype == torch.float64 else x.to(low)
+            w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
         if not x.requires_grad:
             w.requires_grad_()
         return x, w, b, low
@@ -250,7 +278,7 @@ class Mode(TorchFunctionMode):
         """
         if checkpoints_around():
             self.alone = True
-            raise Restart
+            raise Restart("a layer draws inside of torch.utils.checkpoint")
 
 
 def _needs_grad(result: Any) -> bool:

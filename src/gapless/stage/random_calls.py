@@ -20,7 +20,7 @@ def dropout(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     input, p, training, inplace = _of_dropout(*args, **kwargs)
     if (not training or p == 0.0) and 0.0 <= p <= 1.0:
         return input
-    if mode.alone or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":
+    if mode.alone or mode.first_call is not None or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":
         return mode.draw(func, args, kwargs)
     mode.refuse_checkpoint()
     # The very operations of at::dropout on a CPU, with a generator of our own.

@@ -7,7 +7,7 @@ of nodes that is new tells of a hook.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,13 @@ class Reached:
                 self.parameters.append(leaf)
             else:
                 self.others.append(leaf)
+
+    def users(self) -> Iterator[tuple[Any, int, Tensor]]:
+        """Nodes with an edge to a leaf, and the number of that edge among theirs."""
+        for node in dict.fromkeys(by for _, by in self._ends if by is not None):
+            for number, (following, _) in enumerate(node.next_functions):
+                if type(following) is _END:
+                    yield node, number, following.variable
 
     @cached_property
     def uses(self) -> Counter[int]:

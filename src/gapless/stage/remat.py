@@ -50,6 +50,8 @@ class RematCell(Cell):
         first = Kept(leaves, shape)
         handed = self._build(work, first, defer=False)
         kept.buffers = first.buffers
+        for each in self._kept.values():
+            each.buffers += self._undo.buffers.begun_now()
         intake.tried = True
         if intake.guarded and not was_copied:
             raise GaplessError(
@@ -67,7 +69,7 @@ class RematCell(Cell):
             return
         assert kept.autocast is not None
         work.replaying = True
-        drawn, buffers = self._calls.draws.replayed(), self._buffers.replayed(kept.buffers)
+        drawn, buffers = self._calls.draws.replayed(), self._undo.buffers.replayed(kept.buffers)
         with torch.enable_grad(), kept.autocast.replayed(), buffers, drawn:
             self._build(work, kept)
         work.replaying = False

@@ -22,7 +22,7 @@ from gapless.errors import ConfigError, GaplessError
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
-from .buffers import Owned, have_moved, marks_of
+from .buffers import Owned, marks_of, moved
 from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced
@@ -246,7 +246,7 @@ class Stage:
                 "changed: let the layer compute with a clone() of it, as in F.linear(x, weight.clone())"
             ) from error
         self._step_back = work.step
-        if marks and have_moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
+        if marks and moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
             self._changed_late |= any(later > microbatch for later in self._work)
         return grads
 

@@ -6,10 +6,10 @@ generators shows itself in one of two ways, when a layer of which nothing is kno
     the state of a default generator has moved        somebody drew, or seeded it
     a method of a default generator was called        somebody asked for the state, or put one back
 
-Such a layer draws from the default generators from then on, alone and seeded (`Mode.alone`), and starts again. The call
-also tells whether a layer enters an autocast of its own, and whether it touches what else torch keeps once for all
-threads: forward-mode derivatives, for which a layer that runs alone is safe, and settings (`EVERYBODYS`), for which no
-stage is, whether it runs alone or not.
+Such a layer draws from the default generators from then on, alone and seeded (`Mode.alone`). So does every layer in its
+first call, since what it draws then must count too: nothing starts again. The call also tells whether a layer enters an
+autocast of its own, and whether it touches what else torch keeps once for all threads: forward-mode derivatives, for
+which a layer that runs alone is safe, and settings (`EVERYBODYS`), for which no stage is, whether it runs alone or not.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
-from .draws import alone, default_generators, stands_at
+from .draws import Draws, stands_at
 
+_CHECKPOINT = "torch.utils.checkpoint"
 _HERE = __name__.rpartition(".")[0]
 
 
@@ -51,13 +52,32 @@ EVERYBODYS: dict[Any, str] = {
 
 
 class Touched:
-    """Whether a default generator was touched, other than by gapless and by torch's checkpoint, which is known."""
+    """Whether a default generator was touched, other than by gapless and by torch's checkpoint, which is known; or by
+    a draw inside of a checkpoint, which runs again when nobody watches.
+    """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
+        self.devices = {generator.device for generator in generators}
+        self._stood = [generator.get_state() for generator in generators]
         self.seen = False
         self.casts = False  # whether an autocast was entered
         self.sets: str | None = None  # a function that was called and sets something for all threads
+        self.checkpoints = False  # whether a checkpoint was, whose backward goes back to these states
+
+    def look(self) -> None:
+        """Whether anybody has drawn since the last look."""
+        self.seen |= any(not stands_at(*each) for each in zip(self._generators, self._stood, strict=True))
+
+    @contextlib.contextmanager
+    def drawing(self, in_checkpoint: bool) -> Iterator[None]:
+        """Around a draw that the mode has seen."""
+        self.look()
+        self.seen |= in_checkpoint
+        try:
+            yield
+        finally:
+            self._stood = [generator.get_state() for generator in self._generators]
 
     def note(self, frame: FrameType, event: str, called: Any) -> None:
         """What `sys.setprofile` calls."""
@@ -66,9 +86,11 @@ class Touched:
         elif event != "c_call":
             return
         elif called is torch.autocast_increment_nesting:
-            self.casts = self.casts or not _is_known(frame.f_back)
+            self.casts = self.casts or _caller(frame.f_back) is None
         elif any(getattr(called, "__self__", None) is each for each in self._generators):
-            self.seen = self.seen or not _is_known(frame)
+            caller = _caller(frame)
+            self.seen |= caller is None
+            self.checkpoints |= caller == _CHECKPOINT
         elif called is torch._C._enter_dual_level:
             self.seen = True
         elif called in EVERYBODYS and not frame.f_globals.get("__name__", "").startswith("gapless."):
@@ -76,21 +98,19 @@ class Touched:
 
 
 @contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Touched]:
-    """While it holds, whatever this thread does with the default generators of the CPU and of this device is noted, and
-    no other thread of ours uses them; afterwards they are as before.
+def watched(draws: Draws, device: torch.device) -> Iterator[Touched]:
+    """While it holds, the default generators of the CPU and of this device go on where those of the layer stand, no
+    other thread of ours uses them, and whatever this thread does with them is noted; afterwards they are as before.
     """
-    generators = default_generators([device])
-    touched = Touched(generators)
-    with alone(generators) as before:
+    with draws.all_swapped_in([device]) as generators:
+        touched = Touched(generators)
         profile = sys.getprofile()
         sys.setprofile(touched.note)
         try:
             yield touched
         finally:
             _put_back(profile)
-            states = zip(generators, before, strict=True)
-            touched.seen |= any(not stands_at(generator, state) for generator, state in states)
+            touched.look()
 
 
 def _put_back(profile: Any) -> None:
@@ -101,8 +121,8 @@ def _put_back(profile: Any) -> None:
         sys.setprofile(profile)
 
 
-def _is_known(frame: FrameType | None) -> bool:
-    """Whether gapless called, or a checkpoint, which asks whether or not anything is drawn."""
+def _caller(frame: FrameType | None) -> str | None:
+    """Which module called, if it is gapless, or a checkpoint, which asks whether or not anything is drawn."""
     while frame is not None and (name := frame.f_globals.get("__name__", "")) in ("torch.random", "torch.cuda.random"):
         frame = frame.f_back
-    return frame is not None and (name.startswith(_HERE) or name == "torch.utils.checkpoint")
+    return name if frame is not None and (name.startswith(_HERE) or name == _CHECKPOINT) else None

@@ -43,10 +43,11 @@ class Unwatched:
         self._looks = _MOST_MOVES if unknown else 0
         self._doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
         self._suspects: set[Call] = set()
+        self.has_settled = False  # it was a layer of this forward that has moved them
 
     def enter(self) -> None:
         """A forward comes, which may take several runs."""
-        self._doubt, self._suspects = None, set()
+        self._doubt, self._suspects, self.has_settled = None, set(), False
 
     def begin(self, device: torch.device, *, apart: bool, allowed: bool) -> None:
         """A run of it starts. Its layers are to draw from other generators than torch's default ones, if these are kept
@@ -92,19 +93,21 @@ class Unwatched:
             _PutBack.times += 1
             if self._before is not None:
                 self._before, self._put_back = self._doubt, _PutBack.times
-        self.enter()
+        self._doubt, self._suspects, self.has_settled = None, set(), True
 
     def hides(self) -> None:
-        """Generators had moved, and were put back."""
+        """A call was watched, and drew unseen: generators had moved, and were put back."""
         with exclusively():
             _PutBack.times += 1
+            self._put_back += 1
+        self._settle()
 
     def moved(self) -> bool:
         """The run is over: whether something may have been drawn unseen. If so, all are watched from now on.
         Another thread, of the user's, may draw too: so not too often.
         """
         before, self._before = self._before, None
-        self.enter()
+        self._doubt, self._suspects = None, set()
         if before is None:
             return False
         with exclusively():
