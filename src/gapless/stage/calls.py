@@ -81,7 +81,7 @@ class Calls:
             self._compiled[_LOSS] = CompiledCalls(loss)
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
-        self._casting: set[int] = set()  # layers with an autocast of their own
+        self.casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         self._hides = False  # one was seen in this forward to draw unseen
         self._alone_now = False  # backwards of this step put generators where they stood in first calls
@@ -154,11 +154,6 @@ class Calls:
         return self._unwatched.has_settled
 
     @property
-    def casts_itself(self) -> bool:
-        """Whether a layer was seen to enter an autocast of its own."""
-        return bool(self._casting)
-
-    @property
     def compile_seconds(self) -> float:
         """What the calls lasted in which layers were compiled."""
         return self._cold_seconds + sum(each.seconds for each in self._compiled.values())
@@ -215,14 +210,14 @@ class Calls:
             return call(*args)
         drawn, normed, behind = self.draws.count, self.statistics.asked, self.mode.behind
         with (
-            alone_with_casts() if index in self._casting else _NOTHING,
+            alone_with_casts() if index in self.casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
             self._watch(key) if way is _INSIDE and not self.mode.alone and key not in self._watched else _NOTHING,
         ):
             result = call(*args)
         if self.draws.count != drawn:
             self._unwatched.drew(key)
-        elif (self.statistics.asked, self.mode.behind) == (normed, behind) and index not in self._casting:
+        elif (self.statistics.asked, self.mode.behind) == (normed, behind) and index not in self.casting:
             self._unwatched.learn(key, layer)
         return result
 
@@ -255,7 +250,7 @@ class Calls:
                 "the step, or run the stages in processes of their own, with mesh="
             )
         if touched.casts:
-            self._casting.add(key[0])
+            self.casting.add(key[0])
         self._alone_now |= touched.checkpoints
         if touched.seen:
             self._unwatched.hides()
