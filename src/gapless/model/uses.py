@@ -26,6 +26,12 @@ def uses_of(stages: Sequence[Sequence[Any]]) -> Uses:
     return uses
 
 
+def own_parameters(loss: Any, module: nn.Module) -> list[nn.Parameter]:
+    """Those of a loss that are not the model's."""
+    known = set(module.parameters()) if isinstance(loss, nn.Module) else set()
+    return [each for each in loss.parameters() if each not in known] if isinstance(loss, nn.Module) else []
+
+
 def shared_buffers(module: nn.Module, stages: Sequence[Sequence[Any]]) -> dict[Owned, str]:
     """The buffers that layers of several stages have, with their names. A traced graph is never cut between two uses of
     a buffer that changes, so its buffers are left out.

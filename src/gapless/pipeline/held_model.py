@@ -97,9 +97,11 @@ class HeldModel:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, those of steps with `sync=False` too."""
+        """Clears all gradients, those of the loss and of steps with `sync=False` too."""
         self._follow()
         self._world.zero_grad(self._staged.module, set_to_none)
+        if isinstance(self._options.loss, nn.Module):
+            self._options.loss.zero_grad(set_to_none)
 
     def _follow(self, *, whole: bool = False) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""

@@ -63,6 +63,7 @@ class Options:
             "target_dims": repr(self.target_dims),
             "row of device": {str(k): line for k, line in enumerate(schedule.csv().splitlines())},
             "model": _tensors(module),
+            **({"weights of the loss": _tensors(self.loss)} if isinstance(self.loss, nn.Module) else {}),
         }
 
 

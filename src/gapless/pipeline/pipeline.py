@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
+from gapless.model.uses import own_parameters
 from gapless.pipeline import arguments
 from gapless.pipeline.held_model import HeldModel
 from gapless.pipeline.options import Loss, Options
@@ -296,8 +297,12 @@ class Pipeline(HeldModel):
         return self.evaluate(inputs, target, outputs=outputs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_, over all stages. Returns the total norm before clipping."""
-        return self._world.clip(list(self._staged.module.parameters()), max_norm, norm_type)
+        """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has weights of its own. Returns the
+        total norm before clipping.
+        """
+        module = self._staged.module
+        parameters = [*module.parameters(), *own_parameters(self._options.loss, module)]
+        return self._world.clip(parameters, max_norm, norm_type)
 
     @property
     def compile_seconds(self) -> float:

@@ -29,9 +29,9 @@ class SavedModel(NamedTuple):
 
     @property
     def loss(self) -> nn.Module | None:
-        """Where it has a state, and is in this process."""
+        """Where it has a state. The last stage trains it, and the others have copies."""
         loss = self.options.loss
-        return loss if self.staged.has_last and isinstance(loss, nn.Module) and loss.state_dict() else None
+        return loss if isinstance(loss, nn.Module) and loss.state_dict() else None
 
     def names(self) -> dict[nn.Parameter, str]:
         """Of all parameters that an optimizer may have."""
@@ -42,9 +42,12 @@ class SavedModel(NamedTuple):
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether this process trains it."""
+        return (self.has_copy(parameter) and self.staged.has_last) or self.staged.holds(parameter)
+
+    def has_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether it is the loss's, of which every process has a copy."""
         loss = self.options.loss
-        of_loss = isinstance(loss, nn.Module) and any(each is parameter for each in loss.parameters())
-        return (of_loss and self.staged.has_last) or self.staged.holds(parameter)
+        return isinstance(loss, nn.Module) and any(each is parameter for each in loss.parameters())
 
     def contents(self, kind: str, step: int, gathering: Gathering) -> Contents:
         """Of this process, for others to add to. Everything in `facts` is the same on all ranks."""
@@ -62,7 +65,7 @@ class SavedModel(NamedTuple):
             }
         )
         made.add("model", self.world.state(self.staged.module, whole=False))
-        if self.loss is not None:
+        if self.loss is not None and self.staged.has_last:
             made.add("loss", self.loss.state_dict())
         if (config := _config(self.staged.module)) is not None:
             made.add("config", config)
@@ -86,7 +89,7 @@ class SavedModel(NamedTuple):
         if loss is not None:
             known = loss.state_dict(keep_vars=True)
             of_loss = _read(opened, "loss", known, known)
-        elif opened.tree("loss") and self.staged.has_last:
+        elif opened.tree("loss"):
             raise CheckpointError(
                 f"{opened.shown} has a loss with weights of its own, and the loss of this pipeline has none: pass "
                 "loss= as it was"

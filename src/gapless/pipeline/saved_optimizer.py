@@ -3,6 +3,7 @@ keeps goes under the names of parameters, so it fits whatever ranks have these n
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class SavedOptimizer:
         self._check_groups(opened, saved["groups"])
         state = {
             self._names[each]: self._read(opened, saved["state"][self._names[each]], each)
-            for each in self._mine()
-            if self._names[each] in saved["state"]
+            for each in chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+            if self._names[each] in saved["state"] and (self._model.holds(each) or self._model.has_copy(each))
         }
         groups = [opened.decoded(group["options"]) for group in saved["groups"]]
         other = opened.decoded(saved["other"])

@@ -78,7 +78,7 @@ class StagedModel:
             self.model = Layers(model, layers)
             with room_for(schedule, len(world.devices), "cut the model into smaller layers"):
                 self.partition = layers_per_stage(self.model, schedule.num_stages, partition)
-        world.agree(self._facts(), self.module)
+        world.agree(self._facts(), self.module, options.loss)
         if not traced:
             self._make_stages()
 

@@ -62,7 +62,7 @@ class OneProcess:
         """Nobody waits for it."""
         return nullcontext()
 
-    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
+    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
         """There is nobody to agree with."""
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:

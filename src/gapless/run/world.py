@@ -84,9 +84,9 @@ class World(Protocol):
     def making(self) -> AbstractContextManager[object]:
         """Around making a pipeline: where it fails on one rank, the others are told."""
 
-    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
-        """Every rank was asked for the same, or all of them refuse. Each still holds the whole `module` as it has made
-        it, if one is given: by the first call its weights must be the same everywhere.
+    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
+        """Every rank was asked for the same, or all of them refuse. Each still holds the whole `module` and the loss as
+        it has made them, if they are given: by the first call their weights must be the same everywhere.
         """
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gapless.model.uses import own_parameters
 from gapless.run.program import Program
 from gapless.run.ranks.replicas import Shares, gathered
 from gapless.run.ranks.seat import Seat
@@ -20,21 +21,39 @@ class Losses:
 
     def __init__(self, seat: Seat, links: Any, replicas: Any) -> None:
         self._seat, self._links, self._replicas = seat, links, replicas
+        self._buffers: list[Tensor] = []  # of the loss itself, which are the same on all ranks
+        self._versions: list[int] = []
+
+    def adopt(self, loss: Any, module: nn.Module) -> list[nn.Parameter]:
+        """What it has of its own. These weights learn."""
+        self._buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
+        self._versions = [each._version for each in self._buffers]
+        return [each for each in own_parameters(loss, module) if each.requires_grad]
 
     def send(self, losses: Sequence[Tensor]) -> None:
         """To all other devices, if they are this one's."""
-        together = [torch.stack(list(losses))] if len(losses) else []
+        together: list[Any] = [torch.stack(list(losses)) if len(losses) else None, *self._changed()]
         for device in range(self._seat.num_devices):
             if device != self._seat.device:
                 self._links.outgoing(device, KIND).hand(together)
+
+    def _changed(self) -> list[tuple[int, Tensor]]:
+        """Buffers of the loss that its forwards have moved since the last time."""
+        versions = [each._version for each in self._buffers]
+        changed = [number for number, version in enumerate(versions) if version != self._versions[number]]
+        self._versions = versions
+        return [(number, self._buffers[number].clone()) for number in changed]
 
     def everywhere(self, program: Program, weights: Sequence[float]) -> tuple[tuple[Tensor, ...], Sequence[float]]:
         """Those of all microbatches, of all replicas, and their weights."""
         seat, schedule, losses = self._seat, program.schedule, program.losses
         owner = schedule.placement.device(schedule.num_stages - 1, 0)
         if owner != seat.device:
-            together = self._links.incoming(owner, KIND).get()
-            losses = together[0].to(seat.torch_device).unbind() if together else ()
+            together, *changed = self._links.incoming(owner, KIND).get()
+            losses = together.to(seat.torch_device).unbind() if together is not None else ()
+            with torch.no_grad():
+                for number, value in changed:
+                    self._buffers[number].copy_(value)
         elif program.inference:
             self.send(losses)
         if isinstance(weights, Shares):

@@ -26,7 +26,7 @@ from gapless.run.ranks.replicas import same_everywhere, tensors_of
 from gapless.run.ranks.same_calls import SameCalls
 from gapless.run.ranks.sameness import Sameness
 from gapless.run.ranks.seat import Seat, facts_of, make_groups
-from gapless.run.ranks.shared_parameter import Holders
+from gapless.run.ranks.shared_parameter import Holders, copies
 from gapless.run.ranks.state_dict import gather, held, load
 from gapless.run.ranks.stragglers import Pace, compared, planned_work
 from gapless.run.ranks.watch.blame import is_lost
@@ -63,8 +63,7 @@ class ManyProcesses:
         self._lane = make_lane(seat.torch_device)
         self._team = make_team(self.here, intra_op_threads)
         network, rank = network_device(), dist.get_rank()
-        store = part_of_store("agreement", sorted(self.seat.ring))
-        self._agreement = Agreement(store, self.seat.ring, rank, timeout)
+        self._agreement = Agreement(part_of_store("agreement", sorted(seat.ring)), seat.ring, rank, timeout)
         self._agreement.reach({**facts_of(seat.mesh), **carriage._asdict()}, lambda: None)
         tell_in_child(self)
         self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
@@ -86,8 +85,7 @@ class ManyProcesses:
         self._homes = Homes(self.seat.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
-        on_cpu = seat.torch_device.type == "cpu"
-        courier = self._courier if on_cpu else None
+        courier = self._courier if seat.torch_device.type == "cpu" else None
         self._exchange = Exchange(self._groups.dp, self._sums, seat.dp_ranks, seat.replica, courier)
         self._losses = Losses(seat, self._links, self._groups.dp)
         self._clock: SharedClock | None = None
@@ -128,11 +126,11 @@ class ManyProcesses:
         self._sameness.begin()
         self._watch.made()
 
-    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None) -> None:
+    def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
         self._agreement.reach(facts, self._watch.check)
         self._sameness.room = facts["microbatches"]
         if module is not None:
-            self._sameness.compare_weights(module)
+            self._sameness.compare_weights(module, loss)
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
@@ -143,6 +141,8 @@ class ManyProcesses:
         self._holders = []
         here = [self.seat.torch_device] * placement.num_stages
         self._ties = tie(module, stages, uses, here, tied, self._away(uses))
+        of_loss = self._losses.adopt(parts[-1][-1], module)
+        self._holders += copies(self._links, of_loss, self._homes.devices[-1], self.seat.torch_device, len(uses))
         for parameter, holders in self._holders:
             holders.share_value(parameter)
         self._exchange.adopt(stages, self._ties)
@@ -317,7 +317,7 @@ class ManyProcesses:
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         self._exchange.pending.check_nothing("clip_grad_norm_")
-        mine = {each for each in parameters if self.holds(each)}
+        mine = {each for each in parameters if self.holds(each)}.union(each for each, _ in self._holders)
         counted = {each for each in mine if self._homes.home(each) == self.seat.device}
         with self._calls.call("clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False):
             self._calls.meet()

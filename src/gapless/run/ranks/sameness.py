@@ -46,13 +46,15 @@ class Sameness:
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
-    def compare_weights(self, module: nn.Module) -> None:
-        """All ranks, when the model is whole on each. What differs is remembered until the first call: the weights may
-        be loaded before that. Other replicas take the values of the first.
+    def compare_weights(self, module: nn.Module, loss: Any = None) -> None:
+        """All ranks, when the model is whole on each, and the loss. What differs is remembered until the first call: the
+        weights may be loaded before that. Other replicas take the values of the first.
         """
         if self._pp is None or self._seat.replica > 0:
             return
         self._tensors = dict(_state(module))
+        if isinstance(loss, nn.Module):
+            self._tensors |= {f"{name} of the loss": each for name, each in _state(loss)}
         rows = _gathered(self._pp, fingerprints(list(self._tensors.values())))
         for other in range(len(rows)):
             for one in range(other):

@@ -65,6 +65,17 @@ class Holders:
         if self._links.device == self._home:
             return
         if grad is None or parameter.grad is None:
-            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+            parameter.grad = None if grad is None else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         else:
             parameter.grad.copy_(grad)
+
+
+def copies(
+    links: Connections, own: Sequence[nn.Parameter], home: int, torch_device: torch.device, first: int
+) -> list[tuple[nn.Parameter, Holders]]:
+    """Weights of the loss itself, which every rank has: each gets their gradients, so that every optimizer keeps its
+    copy as that of the last stage is, on the device `home`. Their numbers begin with `first`.
+    """
+    devices = [home, *(each for each in range(len(links.ranks)) if each != home)]
+    made = [Holders(links, first + number, devices, range(len(devices)), torch_device) for number in range(len(own))]
+    return list(zip(own, made, strict=True))
