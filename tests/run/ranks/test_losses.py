@@ -44,7 +44,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def learns(schedule: str) -> None:
-    """On two ranks as in a plain loop, over a checkpoint in the middle; schedule="zb-v" has the last stage on rank 0."""
+    """As in a plain loop, over a checkpoint in the middle. With zb-v the last stage is on rank 0."""
     plain, goal = nn.Sequential(*layers(), *(nn.Linear(6, 6) for _ in range(2 * (schedule == "zb-v")))), Scaled()
     ours, loss = nn.Sequential(*layers(), *(nn.Linear(6, 6) for _ in range(2 * (schedule == "zb-v")))), Scaled()
     ours.load_state_dict(plain.state_dict())

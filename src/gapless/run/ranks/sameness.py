@@ -47,7 +47,7 @@ class Sameness:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def compare_weights(self, module: nn.Module, loss: Any = None) -> None:
-        """All ranks, when the model is whole on each, and the loss. What differs is remembered until the first call: the
+        """All ranks, when model and loss are whole on each. What differs is remembered until the first call:
         weights may be loaded before that. Other replicas take the values of the first.
         """
         if self._pp is None or self._seat.replica > 0:

@@ -224,6 +224,25 @@ def test_a_process_that_can_not_be_reached_is_ended(server: Server, tmp_path: Pa
         assert "did not come back within 2 s" in crew.said(1)
 
 
+def stays_in_close() -> None:
+    """Rank 0 dies, and what rank 1 closes never ends: a GPU may keep it."""
+    watch._GRACE = 2.0
+    pipe = pipeline()
+    pipe.step(X, Y)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe._world._links.close = lambda *_: time.sleep(100.0)  # type: ignore[attr-defined]
+    pipe.step(X, Y)
+
+
+def test_a_process_that_can_not_close_its_pipeline_after_a_failure_is_ended(server: Server, tmp_path: Path) -> None:
+    """Once in a while a rank over NCCL stayed when another was killed."""
+    with server.crew(stays_in_close, 2, folder=tmp_path) as crew:
+        assert crew.ended(seconds=30)[1] == 1, crew.everything()
+        assert "TransportError: rank 1 (device 1)" in crew.said(1)
+        assert "did not come back within 2 s" in crew.said(1)
+
+
 # -- a rank fails ------------------------------------------------------------------------------------------------------
 
 _CASES = {

@@ -61,7 +61,7 @@ class Watch:
         self.whereabouts = Whereabouts(me)
         self.break_off: Callable[[], None] = lambda: None
         self.place = ""  # where this rank was when the news came
-        self._since = 0.0  # of the news
+        self._since = self._closes = 0.0  # of the news, and of the end
         self._known = threading.Event()
         self._lock = threading.Lock()
         self._told = False  # the caller knows
@@ -192,7 +192,10 @@ class Watch:
             LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
             dump_stacks()
         self._known.set()  # only now, so that what is raised next is not printed into the middle of this
-        self.break_off()
+        if threading.current_thread() is self._pulse:  # which sees to it that this process ends, whatever waits here
+            threading.Thread(target=self.break_off, name="gapless breaks off", daemon=True).start()
+        else:
+            self.break_off()
 
     def raised(self, error: BaseException) -> None:
         """An exception on this rank ends the step of all."""
@@ -317,14 +320,16 @@ class Watch:
         if self.whereabouts.call and now - self._active > self.timeout:
             text = f"no rank has computed anything for {self.timeout:g} s: do all ranks make the same calls?"
             self.tell(News("stuck", None, text))
-        if self.news is not None and self.whereabouts.call and now - self._since > _GRACE:
+        late = now - max(self._since, self._closes) > _GRACE
+        if self.news is not None and late and (self.whereabouts.call or self._closes):
             dump_stacks()
             end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """From now on nobody wonders where this rank is."""
+        """From now on nobody wonders where this rank is. After a failure it ends within the grace period."""
+        self._closes = time.monotonic()
         error = getattr(sys, "last_value", None)
         ended = f" after {in_short(error)}" if error is not None else ""
         for neighbour in self._neighbours:

@@ -13,6 +13,9 @@ is the producer's, which the deadlock proof stands on. Three rules keep hosts an
    a receive that waits for it would never start.
 """
 
+import ctypes
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -33,6 +36,7 @@ from gapless.run.ranks.wire.static_shapes import another_shape
 from gapless.schedule.routes import Channel
 
 _MOST_BLOCKS = 4  # of threads that one transfer takes from computing
+_PATIENCE = 5.0  # seconds
 
 
 def is_used(mesh: DeviceMesh) -> bool:
@@ -118,15 +122,30 @@ class Communicators(Carrier):
 
     def break_off(self) -> None:
         """What waits on the GPU for another rank ends."""
-        self._broken = True
-        for group in list(self._groups.values()):
-            group.abort()
+        if not self._broken:
+            self._broken = True
+            abort_all(list(self._groups.values()))
 
     def close(self) -> None:
         for group in self._groups.values():
             if not self._broken:
                 group.shutdown()
+            else:  # never let go of: that waits for its threads, and these for all that was ever posted
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups.clear()
+
+
+def abort_all(groups: Sequence[Any], patience: float = _PATIENCE) -> None:
+    """All at the same time. To abort one waits until the GPU is idle, and that is not before kernels of the others,
+    which wait for the same rank, are aborted too: one after another they could wait for ever. What still waits after
+    some seconds is left to the end of the process.
+    """
+    threads = [threading.Thread(target=group.abort, name="gapless aborts NCCL", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _posted(group: Any, operate: Callable[..., Any], data: Tensor) -> Any:
