@@ -28,15 +28,39 @@ class UncapturableError(Exception):
     """What can't be part of a CUDA graph, and why."""
 
 
+class _Latest(dict[torch.Generator, object]):
+    """Who has drawn from the latest generators: before torch 2.13 they can't be held weakly, and some layers make a new
+    one for each forward.
+    """
+
+    def __setitem__(self, generator: torch.Generator, user: object) -> None:
+        while len(self) >= 256:
+            del self[next(iter(self))]
+        super().__setitem__(generator, user)
+
+    def setdefault(self, generator: torch.Generator, user: object = None) -> object:
+        if generator not in self:
+            self[generator] = user
+        return self[generator]
+
+
+Users = MutableMapping[torch.Generator, object]  # by generator that layers bring, who has drawn from it
+
+
+def no_users() -> Users:
+    """Where nobody has drawn yet."""
+    return WeakKeyDictionary() if torch.Generator.__weakrefoffset__ else _Latest()
+
+
 class Draws:
     """The private generators of one stage; where it stands is set from outside, and costs nothing until something is
     drawn.
     """
 
-    def __init__(self, seed: int, users: MutableMapping[torch.Generator, object] | None = None) -> None:
-        """`users`: by generator that layers bring, who has drawn from it; the stages of a model share it."""
+    def __init__(self, seed: int, users: Users | None = None) -> None:
+        """The stages of a model share `users`."""
         self.seed = seed
-        self._users: MutableMapping[torch.Generator, object] = WeakKeyDictionary() if users is None else users
+        self._users = no_users() if users is None else users
         self.step = 0
         self.microbatch = 0
         self.layer = 0

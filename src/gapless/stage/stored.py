@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gapless.errors import ConfigError, GaplessError
 
 from .compiled import is_compiled, is_traced
+from .draws import no_users
 from .way import is_torchs
 
 _NOTHING = object()
@@ -114,7 +115,7 @@ class Stored:
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
         self._heard: set[str] = set()
         # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
-        self.generators: WeakKeyDictionary[Generator, object] = WeakKeyDictionary()
+        self.generators = no_users()
         self._learning: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and by such a tensor its place
         for module in self._elsewhere:
             for value in module.__dict__.values():
