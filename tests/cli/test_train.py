@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_exit_code_1(gapless: Command, tm
     [
         ((), "--steps 0", "--steps is 0, but it must be at least 1"),
         ((), "--schedule zbv", "there is no schedule named 'zbv'; did you mean zb-v?"),
-        ((), "--schedule 2bw", "2bw"),
+        ((), "--schedule 2bw", "pipeline.schedule is 2bw"),
         ((), "--plan nowhere.json", ""),
         ((), "--stepz 3", "'--stepz' is not understood; did you mean --steps?"),
         ((("clip", "clop"),), "", "{}: train.clop is not understood; did you mean clip?"),

@@ -18,6 +18,7 @@ from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
 from .buffers import Owned
 from .calls import Calls
+from .compiled import is_traced
 from .deferred import divert, given
 from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
@@ -46,6 +47,8 @@ class Cell:
         self._undo = Undo(calls.parts_of(layers, with_loss=with_loss), calls.statistics, always=self.remakes)
         self._attributes = Attributes(calls.stored, calls.parts_of(layers, with_loss=with_loss), calls)
         self._with_loss = with_loss
+        # Pieces of a trace change nothing in place that another one has, and each view has its gradient there.
+        self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))
         self._kept: dict[int, Kept] = {}
         self._intake = Intake()
         self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
@@ -100,7 +103,7 @@ class Cell:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
         if type(inputs) is Tensor and (layers := self._calls.bare(work.target)) is not None and not autocast_is_on():
             return self._run_bare(work, layers, inputs, then)
-        tensors, shape = mb.flatten(inputs, views=True)
+        tensors, shape = mb.flatten(inputs, views=self._shares)
         kept = Kept.of(tensors, shape)
         handed = self._build(work, kept)
         if then is not None:
@@ -331,6 +334,6 @@ class Cell:
             raise Restart("autocast casts a weight that is used twice")
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
-        tensors, shape = mb.flatten(value, views=True)
+        tensors, shape = mb.flatten(value, views=self._shares)
         kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)

@@ -38,7 +38,7 @@ class RematCell(Cell):
         if work.keep:
             return super().forward(work, inputs, then)
         intake = self._intake
-        tensors, shape = mb.flatten(inputs, views=True)
+        tensors, shape = mb.flatten(inputs, views=self._shares)
         kept = Kept.of(tensors, shape, AutocastState())
         # A layer that changes its input must not change what is kept. Whether there is one, the first run tells.
         copies = [copied(leaf.detach()) for leaf in kept.leaves] if intake.copies else kept.leaves
