@@ -58,7 +58,7 @@ def _backward(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     leaves = given["inputs"]
     if leaves is None:
         leaves = Reached(map(_edge_of, _listed(next(iter(given.values()))))).leaves.values()
-    ours = {id(each) for part in mode.modules for each in part.parameters()} | {id(each) for each in mode.leaves}
+    ours = {id(each) for part in mode.modules for each in part.parameters()} | set(mode.leaves)
     for leaf in _listed(leaves):
         if mode.stands_in(leaf) or id(leaf) in ours:
             raise ConfigError(

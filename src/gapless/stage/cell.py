@@ -245,7 +245,7 @@ class Cell:
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls, mode = self._calls, self._calls.mode
-        mode.leaves = kept.leaves
+        mode.leaves = {id(leaf) for leaf in kept.leaves}
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
             calls.stored.set_elsewhere(stored)

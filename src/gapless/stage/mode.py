@@ -68,7 +68,7 @@ class Mode(TorchFunctionMode):
         self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
         self._own: dict[int, Tensor] = {}
         self.modules: Sequence[nn.Module] = ()  # of the stage
-        self.leaves: Sequence[Tensor] = ()  # what this forward starts from
+        self.leaves: Collection[int] = ()  # what this forward starts from, by id
         self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
 
     @property
