@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .blocks import LENGTH, TRACEABLE, UNTRACED, VOCABULARY, WIDTH, Do, linear
+from .habits import Clock, Habits, aliased, changes, used
 
 # Of each the numbers of devices to choose from, and stages per device.
 SCHEDULES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -31,6 +32,7 @@ SCHEDULES: dict[str, tuple[tuple[int, ...], int]] = {
     "dualpipe-v": ((2,), 2),
     "auto": ((2, 3), 1),
 }
+STREAMS = ("pipedream", "2bw")
 
 
 class Whole(nn.Module):
@@ -78,6 +80,11 @@ class Trial:
     context: Callable[[], AbstractContextManager[Any]]  # what the user has around a forward
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def streams(self) -> bool:
+        return self.schedule in STREAMS
 
     def __str__(self) -> str:
         how = f"{self.schedule}, {self.devices} devices, M={self.microbatches}, {self.options}, {self.weigh}"
@@ -94,46 +101,66 @@ class Trial:
         return [each for part in self.layers if isinstance(part, nn.Module) for each in part.buffers()]
 
 
-def trial(seed: int) -> Trial:
+def trial(seed: int, *, with_habits: bool = True) -> Trial:
     """The same one whenever it is called: a model for the pipeline, and another for the loop."""
-    rng = random.Random(seed)
+    rng, more = random.Random(seed), random.Random(-seed)
     torch.manual_seed(seed)
-    traced = rng.random() < 0.08
-    autocast = not traced and rng.random() < 0.2
-    within = autocast or rng.random() < 0.2  # an autocast that is switched off has its effects too
+    streams = with_habits and more.random() < 0.1
+    traced = rng.random() < 0.08 and not streams
+    autocast = not traced and rng.random() < 0.2 and not streams
+    within = (autocast or rng.random() < 0.2) and not streams  # one that is switched off has its effects too
     schedule = rng.choice(list(SCHEDULES))
     devices, per_device = rng.choice(SCHEDULES[schedule][0]), SCHEDULES[schedule][1]
+    if streams:
+        schedule, devices, per_device = more.choice(STREAMS), more.randint(1, 3), 1
     stages = devices * per_device
     layers, names = _layers(rng, max(stages, rng.randint(3, 8)), traced, autocast)
+    habits = Habits(more, stream=streams) if with_habits and not traced else None
+    if habits is not None:
+        habits.put(more, layers, names)
     state = not traced and rng.random() < 0.4
     if state:
-        layers, names = _on_states(rng, layers, names)
+        layers, names = _on_states(rng, layers, names, with_habits=with_habits)
     inputs = rng.choice(["floats", "tokens", "two", "named"] if not traced else ["floats", "tokens", "two"])
     layers[0] = Do(_START[inputs, state], *_embedding(inputs), layers[0])
-    _share(rng, layers, names, inputs)
+    if not streams:
+        _share(rng, layers, names, inputs)
     last = Do(lambda part, value: part(value["h"] if isinstance(value, dict) else value), linear())
     layers.append(last)
     names.append("head")
-    if not traced:
+    if not traced and not streams:
         _hook(rng, layers, names)
+    if habits is not None:
+        habits.use_elsewhere(more, layers, names)
     if rng.random() < 0.3:
         for parameter in rng.choice(layers[:-1]).parameters():
             parameter.requires_grad_(False)
             names.append("frozen")
-    loss, weigh = _loss(rng, layers, names, traced)
+    loss, weigh = (F.mse_loss, "mean") if streams else _loss(rng, layers, names, traced)
+    if habits is not None:
+        loss = habits.penalise(more, layers, names, loss)
     microbatches = rng.randint(max(2, devices), 6)
+    if streams:
+        microbatches = 1 if schedule == "pipedream" else devices
     cuts = sorted(rng.sample(range(1, len(layers)), stages - 1))
     options: dict[str, Any] = {"seed": rng.randint(0, 99)}
     if not traced:
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
         options["partition"] = sizes
-    if rng.random() < 0.5 and schedule != "auto":
+    in_attributes = any("attribute" in name or "in place" in name for name in names)  # remat would change it twice
+    if rng.random() < 0.5 and schedule != "auto" and not (habits and in_attributes):
         options["remat"] = [rng.choice(("none", "stage", "layer")) for _ in range(stages)]
     samples = rng.choice([2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1, microbatches])
     if weigh == "counted":
         options["loss_weight"] = counted
     elif weigh == "sum":
         options["loss_weight"] = "sum"
+    batches = [_batch(inputs, samples) for _ in range(6 if streams else 5 if habits else 2 if traced else 3)]
+    if with_habits and not autocast and more.random() < 0.08 and not any("cast" in name for name in names):
+        names.append("float64")
+        for part in (*layers, loss):
+            part.double() if isinstance(part, nn.Module) else None
+        batches = [_doubled(batch) for batch in batches]
     return Trial(
         seed=seed,
         names=names,
@@ -145,12 +172,17 @@ def trial(seed: int) -> Trial:
         schedule=schedule,
         devices=devices,
         microbatches=microbatches,
-        batches=[_batch(inputs, samples) for _ in range(2 if traced else 3)],
+        batches=batches,
         autocast=autocast,
         context=partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast) if within else nullcontext,
-        optimizer=rng.choice((_momentum, _adamw)),
+        optimizer=_momentum if any("bfloat16" in name for name in names) else rng.choice((_momentum, _adamw)),
         options=options,
+        clock=habits.clock if habits is not None else Clock(),
     )
+
+
+def _doubled(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda each: each.double() if each.is_floating_point() else each, tree)
 
 
 def _momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -216,9 +248,13 @@ def _views(part: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "h": h.transpose(0, 1).contiguous().transpose(0, 1), "skip": h[..., :WIDTH]}
 
 
-def _on_states(rng: random.Random, layers: list[nn.Module], names: list[str]) -> tuple[list[nn.Module], list[str]]:
+def _on_states(
+    rng: random.Random, layers: list[nn.Module], names: list[str], *, with_habits: bool
+) -> tuple[list[nn.Module], list[str]]:
     """Layers that hand on a dict, with the same tensor twice, skips and views."""
     ways: dict[str, Callable[..., Any]] = {"apply": _apply, "stash": _stash, "use": _use, "views": _views}
+    if with_habits:
+        ways = {**{name: used(way) for name, way in ways.items()}, "aliased": aliased, "changes": changes}
     chosen = [rng.choice(list(ways)) for _ in layers]
     made: list[nn.Module] = [Do(ways[way], layer) for way, layer in zip(chosen, layers, strict=True)]
     return made, [f"{name} ({way})" for name, way in zip(names, chosen, strict=True)]
