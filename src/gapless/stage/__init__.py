@@ -16,6 +16,7 @@ A stage and its microbatches
     undo           a forward that starts again leaves no trace; `held`: what layers hold
     buffers        those that a forward changes, and a second run must not
     auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
+    weight_changes while a step runs
     versions       weights as they were at several updates, for training without a flush
     graphed        a stage whose actions are CUDA graphs; `replay`: one of them; `places`: what they read and write
     likeness       microbatches that share graphs; `unchanged`: what these rely on; `trial`: whether they are worth it

@@ -34,6 +34,7 @@ from .plain import apply_first
 from .remat import cells_of
 from .stored import Stored
 from .tie import Tie
+from .weight_changes import WeightChanges, versions_of
 
 Then = Callable[[Any], None]
 Remat = Literal["none", "stage", "layer"]
@@ -96,7 +97,7 @@ class Stage:
             BackwardMode(self._calls.draws, self._calls.statistics, self._calls.stored.generators) for _ in range(2)
         )
         self._step_back = self._step_weight = -1
-        self._noted: tuple[int, list[tuple[nn.Parameter, int]]] = (-1, [])  # weights that this step must not change
+        self._step, self._weight_changes = -1, WeightChanges(self.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that its layers and its loss use, each once."""
@@ -112,6 +113,7 @@ class Stage:
         parameter that it should not know.
         """
         self._number, self._shared = number, list(ties)
+        self._weight_changes.of = self.parameters()
         self._calls.mode.exclude([each.parameter for each in ties])
         for cell in self._cells:
             cell.tie(number, ties, stray)
@@ -191,8 +193,9 @@ class Stage:
             raise GaplessError(
                 f"microbatch {microbatch} is in flight already: its backward, or drop(), comes before its next forward."
             )
-        if step != self._noted[0]:
-            self._noted = step, self._read_again()
+        if step != self._step:
+            self._step = step
+            self._weight_changes.begin(self._read_again())
         place = microbatch if place is None else place
         work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
@@ -233,6 +236,7 @@ class Stage:
         grads: list[Tensor | None] = output_grads or []
         self._calls.watching = self._back if work.step != self._step_back else None
         marks = marks_of(self._changing()) if self._calls.may_change_buffers else None
+        before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
         try:
             for cell in self._cells_back:
                 grads = cell.backward(work, grads)
@@ -246,6 +250,8 @@ class Stage:
                 "changed: let the layer compute with a clone() of it, as in F.linear(x, weight.clone())"
             ) from error
         self._step_back = work.step
+        if before is not None:
+            self._weight_changes.changed_in_backward(before, self._number, others=len(self._work) > 1)
         if marks and moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
             self._changed_late |= any(later > microbatch for later in self._work)
         return grads
@@ -257,12 +263,15 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""
         work = self._work.pop(microbatch)
+        before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
         if work.records and work.step != self._step_weight:
             with self._weights:
                 work.records.accumulate()
             self._step_weight = work.step
         else:
             work.records.accumulate()
+        if before is not None:
+            self._weight_changes.changed_in_backward(before, self._number, others=bool(self._work))
 
     def infer(self, inputs: Any) -> Any:
         """The outputs alone: no gradients, no interception, nothing kept. Train or eval mode is the caller's choice."""
@@ -275,6 +284,10 @@ class Stage:
     def watch_divisors(self) -> None:
         """Microbatches count by their samples, and it is not known whether that is right for the loss."""
         self._calls.divisors = Divisors()
+
+    def sum_later(self) -> None:
+        """Tells the stage that its gradients are summed with those of other replicas when the step ends."""
+        self._weight_changes.summed_later = True
 
     def compute_alone(self, alone: bool) -> None:
         """Tells the stage whether no other thread of this process computes."""
@@ -299,12 +312,7 @@ class Stage:
                 "a layer again, after forwards of later microbatches have: take what changes it out of the checkpoint, "
                 "or use remat= in place of the checkpoint"
             )
-        if any(weight._version != version for weight, version in self._noted[1]):
-            raise ConfigError(
-                f"a weight of stage {self._number} was changed in the middle of a step, as a forward of nn.Embedding "
-                "does with max_norm, and remat or another stage computes with it again: use remat='none', and a weight "
-                "that no other stage shares"
-            )
+        self._weight_changes.finish(self._number)
         if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
                 f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "
@@ -318,10 +326,9 @@ class Stage:
         """Nothing is under way in any stage: what layers have stored in attributes is there for the caller."""
         self._calls.stored.rest()
 
-    def _read_again(self) -> list[tuple[nn.Parameter, int]]:
-        """Weights that are used later than in their microbatch's turn, and how often they have changed so far."""
-        weights = [each.parameter for each in self._shared] if self.remat == "none" else self.parameters()
-        return [(weight, weight._version) for weight in weights]
+    def _read_again(self) -> list[nn.Parameter]:
+        """Weights that are used later than in their microbatch's turn."""
+        return [each.parameter for each in self._shared] if self.remat == "none" else self.parameters()
 
     def drop(self) -> None:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""

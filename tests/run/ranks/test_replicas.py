@@ -75,6 +75,23 @@ def test_float32_gradients_of_bfloat16_weights_are_added_as_such(launch: Launch)
     launch(adds_in_float32, 2)
 
 
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def steps_in_a_hook() -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    refused = pytest.raises(GaplessError, match=r"changed a weight .* with the gradient of this replica alone: step")
+    with pipeline([layer], microbatches=1) as pipe, refused:
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_an_optimizer_that_steps_before_gradients_are_added_is_refused(launch: Launch) -> None:
+    launch(steps_in_a_hook, 2)
+
+
 # -- sync=False --------------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,8 @@ class Exchange:
         self.parameters = list(dict.fromkeys(each for stage in stages.values() for each in stage.parameters()))
         if self._replicas is None:
             return
+        for stage in stages.values():
+            stage.sum_later()
         shared = {each.parameter for each in ties}
         earlier = list(self._buckets.values()) if self.pending.steps else []
         self._buckets = {

@@ -1,0 +1,63 @@
+"""Weights that change while a step runs: in a forward, as nn.Embedding does with max_norm, or in a backward, where an
+optimizer steps in a hook.
+
+    in a forward     exact, unless the weight is read later than in its microbatch's turn: by remat, or by another stage
+    in a backward    exact, unless another microbatch is under way, which was computed with the weight as it was
+"""
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+from gapless.errors import ConfigError
+
+Versions = list[tuple[Parameter, int]]  # and how often they have changed
+
+
+class WeightChanges:
+    """`of` the parameters of one stage."""
+
+    def __init__(self, of: Sequence[Parameter]) -> None:
+        self.of = of
+        self.summed_later = False  # gradients are those of this replica alone until the step ends
+        self._read_again: Versions = []
+        self.hooked: Sequence[Parameter] = ()  # all, where hooks may change some of them
+
+    def begin(self, read_again: Sequence[Parameter]) -> None:
+        """A step starts. Some of them are used later than in their microbatch's turn."""
+        self._read_again = versions_of(read_again)
+        is_hooked = any(each._post_accumulate_grad_hooks or each._backward_hooks for each in self.of)
+        self.hooked = self.of if is_hooked else ()
+
+    def changed_in_backward(self, before: Versions, stage: int, *, others: bool) -> None:
+        """A backward is over, or half of one. `others`: more microbatches are under way."""
+        if not _moved(before):
+            return
+        why = "while other microbatches are computed with it" if others else ""
+        if self.summed_later:
+            why = "with the gradient of this replica alone"
+        if why:
+            raise ConfigError(
+                f"a hook has changed a weight of stage {stage} in a backward, as an optimizer does that steps in "
+                f"register_post_accumulate_grad_hook, {why}: step the optimizer after pipe.step"
+                + ("" if self.summed_later else ", or use microbatches=1")
+            )
+        self._read_again = versions_of([weight for weight, _ in self._read_again])
+
+    def finish(self, stage: int) -> None:
+        """The step is over."""
+        if _moved(self._read_again):
+            raise ConfigError(
+                f"a weight of stage {stage} was changed in the middle of a step, as a forward of nn.Embedding does "
+                "with max_norm, and remat or another stage computes with it again: use remat='none', and a weight that "
+                "no other stage shares"
+            )
+
+
+def versions_of(weights: Sequence[Parameter]) -> Versions:
+    """As they are now."""
+    return [(weight, weight._version) for weight in weights]
+
+
+def _moved(before: Versions) -> bool:
+    return any(weight._version != version for weight, version in before)
