@@ -30,7 +30,7 @@ from .stored import Stored
 from .table import TABLE
 from .unseen import watched
 from .unwatched import Unwatched
-from .way import Way, has_hooks, is_plainly_called, way_of
+from .way import Way, has_hooks, is_open, is_plainly_called, way_of
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _LOSS = -1  # as the number of a layer
@@ -86,8 +86,8 @@ class Calls:
         self._hides = False  # one was seen in this forward to draw unseen
         self._alone_now = False  # backwards of this step put generators where they stood in first calls
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
-        # Whether some of it is not torch's own, so that it may use what it likes.
-        self.is_open = any(way in (Way.INSIDE, Way.COMPILED) for way in ways)
+        self.is_open = any(map(is_open, (*layers, loss)))
+        self.ran_unseen = False  # a call of this forward
         self.one_thread = False  # no other one of this process computes
         self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
@@ -174,6 +174,7 @@ class Calls:
             self.forget()
         draws.step, draws.microbatch = step, self.first_microbatch + microbatch
         draws.restart()
+        self.ran_unseen = False
         mode, device = self.mode, self._device()
         mode.begin(records if self._split else None, device.type)
         seen = again or mode.defers_now or bool(mode.cast_anew) or not self.one_thread
@@ -202,11 +203,13 @@ class Calls:
     def _called(self, index: int, layer: Any, way: Way, call: Callable[..., Any], *args: Any) -> Any:
         """A call of which something must be seen, or nothing can."""
         if way is _COMPILED:
+            self.ran_unseen = True
             result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
             self._cold = self._cold or cold
             return result
         key = (index, getattr(layer, "training", True))
         if self._unwatched.runs(key):
+            self.ran_unseen = True
             return call(*args)
         drawn, normed, behind = self.draws.count, self.statistics.asked, self.mode.behind
         with (
@@ -329,6 +332,7 @@ class Calls:
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
         self.mode.forget()
+        self._unwatched.rest()
         self._cold = self._alone_now = False
 
     def _inside(self, layer: Any, way: Way) -> bool:

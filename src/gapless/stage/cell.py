@@ -54,10 +54,10 @@ class Cell:
         self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
-        self._step = -1
+        self._step, self._walked = -1, False  # whether a graph of this step was walked
         self._cast_anew: tuple[Tie, ...] = ()  # in this step
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
-        self._own: dict[int, Tensor] = {}  # parameters, by id
+        self._own = self._owned()  # parameters, by id
         self._stray: Stray | None = None
         self._graphs: set[tuple[bool, int]] = set()  # of torch's own modules: how many nodes those had that were walked
 
@@ -65,13 +65,14 @@ class Cell:
         """Tells the cell which of its parameters other places use too, and whom to tell of those that it should not
         know.
         """
-        own = self._calls.parameters_of(self._layers, with_loss=self._with_loss)
-        self._own = {id(each): each for each in own}
-        self._place = (stage, self._place[1])
+        self._own, self._place = self._owned(), (stage, self._place[1])
         self._ties = tuple(each for each in ties if id(each.parameter) in self._own)
         self._stray, self._graphs, self._step = stray, set(), -1
         for each in self._ties:
             each.settle(*self._place)
+
+    def _owned(self) -> dict[int, Tensor]:
+        return {id(each): each for each in self._calls.parameters_of(self._layers, with_loss=self._with_loss)}
 
     @property
     def changing(self) -> Collection[Owned]:
@@ -251,11 +252,11 @@ class Cell:
             calls.stored.set_elsewhere(stored)
         defer = defer and work.defer
         if work.step != self._step:
-            self._step, self._cast_anew = work.step, self._ties
+            self._step, self._cast_anew, self._walked = work.step, self._ties, False
             self._deferring.clear()
         elif self._ties != self._cast_anew:
             self._cast_anew = tuple(each for each in self._ties if each in self._cast_anew or self._may_cast_anew(each))
-        mode.waiting = self._deferring
+        mode.waiting, mode.own = self._deferring, self._own
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
@@ -272,8 +273,9 @@ class Cell:
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
             graph = defer, nodes_made() - start
-        if calls.is_open or graph not in self._graphs:
+        if graph not in self._graphs or self._may_differ():
             self._look(kept)
+            self._walked = True
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:
@@ -290,6 +292,11 @@ class Cell:
                 if each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]:
                     each.casts(self._place)
         return handed
+
+    def _may_differ(self) -> bool:
+        """Whether a graph with as many nodes as others may end elsewhere."""
+        calls = self._calls
+        return calls.is_open and (not self._walked or calls.mode.met_strangers or calls.ran_unseen)
 
     def _look(self, kept: Kept) -> None:
         """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives

@@ -38,6 +38,11 @@ class Records(list[Any]):
 
     __slots__ = ()
 
+    @property
+    def run_code_of_users(self) -> bool:
+        """Whether to add them up calls hooks, or what was given to `defer`."""
+        return any(item[1] is _call or _has_hooks(item[0]) for item in self)
+
     def accumulate(self) -> None:
         """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
         if not self:
@@ -125,7 +130,7 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
     may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
     """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (shared and grad.is_sparse):
+    if _has_hooks(parameter) or (shared and grad.is_sparse):
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
         return
@@ -136,6 +141,10 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
         parameter.grad = grad.clone() if shared else grad
     else:
         parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+
+
+def _has_hooks(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 recording: Running[Records] = Running()  # around a backward: where `defer` puts what is deferred
@@ -173,7 +182,7 @@ def divert(edges: list[GradientEdge | None] | None, parameters: Collection[int],
             edges[number] = get_gradient_edge(leaf.view_as(leaf))
     for node, number, leaf in Reached(edges).users():
         if id(leaf) in parameters:
-            if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+            if _has_hooks(leaf):
                 raise ConfigError(
                     f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
                     "way, so a split backward can't call the hook in their order: remove the hook, or choose a "

@@ -20,15 +20,22 @@ class _Mine(threading.local):
 _mine = _Mine()
 
 
-@contextlib.contextmanager
-def exclusively() -> Iterator[None]:
-    """While it holds, no other thread is here."""
-    with _mine.lock:
+class _Exclusively(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        _mine.lock.acquire()
         _mine.held += 1
-        try:
-            yield
-        finally:
-            _mine.held -= 1
+
+    def __exit__(self, *_: object) -> None:
+        _mine.held -= 1
+        _mine.lock.release()
+
+
+_exclusively = _Exclusively()
+
+
+def exclusively() -> contextlib.AbstractContextManager[None]:
+    """While it holds, no other thread is here."""
+    return _exclusively
 
 
 @contextlib.contextmanager

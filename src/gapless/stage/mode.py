@@ -69,6 +69,8 @@ class Mode(TorchFunctionMode):
         self._own: dict[int, Tensor] = {}
         self.modules: Sequence[nn.Module] = ()  # of the stage
         self.leaves: Collection[int] = ()  # what this forward starts from, by id
+        self.own: Collection[int] = ()  # parameters of this forward's layers, by id
+        self.met_strangers = False  # a call of this forward was given another one
         self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
 
     @property
@@ -83,7 +85,7 @@ class Mode(TorchFunctionMode):
             self._spread_exclusions()
         self.deferred = {}
         self._plain.clear()
-        self.second_use = False
+        self.second_use = self.met_strangers = False
         self._kind = kind
         self._casts_all = casts_are_kept()
         if self.cast_anew:
@@ -94,6 +96,14 @@ class Mode(TorchFunctionMode):
         if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:
             args = tuple([self._cast_one(each, low) for each in args])
             kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}
+        holds = False
+        for arg in args:
+            if type(arg) in _MAY_HOLD_PARAMETERS:
+                holds = True
+                self._meet(args)
+                break
+        if kwargs:
+            self._meet(kwargs.values())
         handler = self._table.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
@@ -104,11 +114,19 @@ class Mode(TorchFunctionMode):
         if kwargs:
             return self.plain(func, args, kwargs)
         result = func(*args)
-        for arg in args:
-            if type(arg) in _MAY_HOLD_PARAMETERS:
-                self._note(args, result)
-                break
+        if holds:
+            self._note(args, result)
         return result
+
+    def _meet(self, args: Iterable[Any]) -> None:
+        """Whether one of these is a parameter of another place."""
+        for arg in args:
+            kind = type(arg)
+            if kind is Parameter:
+                if id(arg) not in self.own:
+                    self.met_strangers = True
+            elif kind is list or kind is tuple:
+                self._meet(arg)
 
     def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
         """What autocast would do with its cache, with one that lasts for this forward."""

@@ -1,9 +1,11 @@
 """Which parameters a graph reaches: what a stage really uses, whatever its modules say.
 
 A loss with a penalty on all weights, a function that uses a weight from outside, a custom autograd function: no module
-and no mode tells of them, but the autograd graph does. The graphs of code that is not torch's own are walked for every
-microbatch, at less than a hundredth of what making them costs. Torch's own modules use what they have; there a number
-of nodes that is new tells of a hook.
+tells of them, but the autograd graph does. To walk it costs a fourteenth of a forward on small tensors, so it is done
+
+    always                           for a number of nodes that is new: somebody does something else
+    for code that is not torch's     in the first microbatch of every step; where the mode has seen a parameter of
+                                     another place, though as many nodes were made; and where no mode looks on
 """
 
 from collections import Counter

@@ -264,7 +264,7 @@ class Stage:
         """The other half: the deferred weight gradients. Frees the microbatch."""
         work = self._work.pop(microbatch)
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
-        if work.records and work.step != self._step_weight:
+        if work.step != self._step_weight and work.records.run_code_of_users:
             with self._weights:
                 work.records.accumulate()
             self._step_weight = work.step

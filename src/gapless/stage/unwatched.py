@@ -5,7 +5,8 @@ A layer may begin to draw later on: its dropout gets a probability, noise sets i
 inside of the mode may begin to draw in a way that the mode does not see. So torch's default generators are looked at
 before and after a forward. If they have moved, all layers are watched as if they were new, from the start of this
 forward. If one of them draws then, the generators are put back to where they stood. Otherwise it was somebody else, a
-thread of the user's, whose numbers must not come twice.
+thread of the user's, whose numbers must not come twice. To ask a generator where it stands costs as much as a small
+layer, so what one forward leaves is where the next one of its step begins.
 
 Where several threads compute, and layers of several stages begin in one step to draw so that the mode does not see it,
 one may do so while another thread has its own numbers in the generators. That goes unnoticed.
@@ -39,6 +40,7 @@ class Unwatched:
         self._known: set[Call] = set()
         self._allowed = False
         self._before: Stood | None = None
+        self._stood: Stood | None = None  # where they stood in the last forward of this step, to whose end none moved
         self._put_back = 0
         self._looks = _MOST_MOVES if unknown else 0
         self._doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
@@ -58,6 +60,9 @@ class Unwatched:
         if not apart:  # a layer was seen to draw in another way than the mode sees
             self._settle()
         if not self._looks or not apart:
+            return
+        if self._stood is not None and self._put_back == _PutBack.times:
+            self._before = self._stood
             return
         with if_free() as free:
             if free:
@@ -113,10 +118,15 @@ class Unwatched:
         with exclusively():
             stay = all(stands_at(generator, state) for generator, state in before)
             if stay and self._put_back == _PutBack.times:
+                self._stood = before
                 return False
-        self._doubt, self._suspects, self._known = before, self._known, set()
+        self._stood, self._doubt, self._suspects, self._known = None, before, self._known, set()
         self._looks -= 1
         return True
+
+    def rest(self) -> None:
+        """A step ends, or begins: others may draw in between."""
+        self._stood = None
 
     def stop(self) -> None:
         """Others draw from these generators during a forward, so nothing is looked at any more, and all are watched."""

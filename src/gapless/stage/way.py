@@ -44,15 +44,22 @@ def way_of(layer: Any, split: bool) -> Way:
     if not isinstance(layer, nn.Module):
         return Way.OUTSIDE if is_torchs(layer) and layer not in TABLE else Way.INSIDE
     modules = list(layer.modules())
-    if any(
-        not is_torchs(type(module)) or has_hooks(module) or isinstance(module, LazyModuleMixin) for module in modules
-    ):
+    if is_open(layer) or any(isinstance(module, LazyModuleMixin) for module in modules):
         return Way.INSIDE
     if split and type(layer) is nn.Linear:
         return Way.DIRECTLY
     if any(isinstance(module, _NormBase) or (split and isinstance(module, _HEAVY)) for module in modules):
         return Way.INSIDE
     return Way.IN_TRAINING if any(_may_draw(module) for module in modules) else Way.OUTSIDE
+
+
+def is_open(layer: Any) -> bool:
+    """Whether there is code in it that is not torch's own, and may use whatever it likes."""
+    if is_traced(layer) or getattr(layer, "draws_nothing_and_defers_itself", False):
+        return is_compiled(layer)
+    if not isinstance(layer, nn.Module):
+        return layer is not None and not is_torchs(layer)
+    return any(not is_torchs(type(module)) or has_hooks(module) for module in layer.modules())
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -50,7 +50,8 @@ class Sharded:
         for module in chain(*self._modules.values()):
             for group in _groups(module._get_fsdp_state()):
                 for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    if "unsharded_accumulated_grad" in vars(parameter):  # newer ones have all in the `.grad` below
+                        parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
 
