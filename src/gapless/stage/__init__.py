@@ -28,6 +28,7 @@ How layers are called
     mode           the one function mode; `table`: what it answers; `signature`: the arguments of such a call
     linear         handlers that let weight gradients wait (a new one: see `table`); `convolution`: more of them
     random_calls   torch's random functions; `batchnorm`: running statistics; `behind`: `.data` and own backwards
+    grad_fields    `.grad` and `.requires_grad` of a weight
 
 What they stand on
     deferred       weight gradients that wait for the second half of a backward; `graph_task`: for whom a backward runs

@@ -20,6 +20,7 @@ from .buffers import Owned
 from .calls import Calls
 from .compiled import is_traced
 from .deferred import divert, given
+from .grad_fields import check_switched
 from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
 from .mode import Restart
@@ -247,6 +248,7 @@ class Cell:
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls, mode = self._calls, self._calls.mode
         mode.leaves = {id(leaf) for leaf in kept.leaves}
+        mode.at = work.microbatch, work.place, work.replaying, self._kept
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
             calls.stored.set_elsewhere(stored)
@@ -273,6 +275,8 @@ class Cell:
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
             graph = defer, nodes_made() - start
+        if mode.switched:
+            check_switched(mode, [each.parameter for each in self._ties])
         if graph not in self._graphs or self._may_differ():
             self._look(kept)
             self._walked = True

@@ -82,6 +82,8 @@ class Stage:
             first_microbatch=first_microbatch,
             stored=stored,
         )
+        weights = self._calls.mode.weights = self._calls.stored.weights
+        weights.update(map(id, self.parameters()))
         self._cells = cells_of(self.layers, self._calls, remat=remat, with_loss=loss is not None)
         *self._first_cells, self._last_cell = self._cells
         self._first_cell, *later = self._cells

@@ -116,6 +116,7 @@ class Stored:
         self._heard: set[str] = set()
         # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
         self.generators = no_users()
+        self.weights: set[int] = set()  # the parameters of the stages, by id
         self._learning: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and by such a tensor its place
         for module in self._elsewhere:
             for value in module.__dict__.values():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import batchnorm, behind
+from . import batchnorm, behind, grad_fields
 from .convolution import CONVOLUTIONS, convolution, embedding
 from .linear import addmm, linear, matmul
 from .mode import Handler, Mode
@@ -37,6 +37,7 @@ TABLE: dict[Any, Handler] = {
     **dict.fromkeys(RECURRENT, recurrent),
     **batchnorm.HANDLERS,
     **behind.HANDLERS,
+    **grad_fields.HANDLERS,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
 }
 if hasattr(F, "linear_cross_entropy"):
