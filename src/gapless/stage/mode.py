@@ -72,7 +72,7 @@ class Mode(TorchFunctionMode):
         self.own: Collection[int] = ()  # parameters of this forward's layers, by id
         self.met_strangers = False  # a call of this forward was given another one
         self.weights: Collection[int] = ()  # of all stages, by id
-        # The microbatch of this forward, its place in the step, whether remat runs it again, and all that are under way.
+        # The microbatch of this forward, its place in the step, whether remat runs it again, and those under way.
         self.at: tuple[int, int, bool, Collection[int]] = 0, 0, False, ()
         self.switched: dict[int, tuple[Tensor, bool]] = {}  # weights that it has frozen or thawed, by id
         self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
