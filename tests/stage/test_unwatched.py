@@ -155,7 +155,7 @@ CALL = (0, True)
 
 def looking() -> Unwatched:
     """At a forward in which one layer runs unwatched."""
-    made = Unwatched(unknown=True)
+    made = Unwatched(unknown=True, is_open=True)
     made.learn(CALL, nn.Identity())
     made.begin(torch.device("cpu"), apart=True, allowed=True)
     assert made.runs(CALL)

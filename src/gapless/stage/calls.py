@@ -89,7 +89,8 @@ class Calls:
         self.is_open = any(map(is_open, (*layers, loss)))
         self.ran_unseen = False  # a call of this forward
         self.one_thread = False  # no other one of this process computes
-        self._unwatched = Unwatched(unknown=any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways))
+        unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)
+        self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
         outside = outside and self._loss_way is Way.OUTSIDE and not _holds_tensors(loss)
         self._bare: list[Any] | None = None

@@ -52,7 +52,7 @@ class Cell:
         self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))
         self._kept: dict[int, Kept] = {}
         self._intake = Intake()
-        self._layouts: set[Any] = set()  # of inputs and gradients, for which bare layers keep the layout of the input
+        self._layouts: set[Any] = set()  # of microbatches whose gradients were laid out as their inputs
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
         self._step, self._walked = -1, False  # whether a graph of this step was walked
@@ -156,11 +156,8 @@ class Cell:
         """The gradients of the inputs from those of the outputs. Weight gradients are added to `.grad` or recorded."""
         kept = self._kept.pop(work.microbatch)
         edges, starts = kept.backward_starts(grads, with_loss=self._with_loss)
-        layout = None
-        if kept.bare and starts:
-            known = (kept.leaves[0], starts[0], work.target)
-            layout = tuple(None if each is None else (each.shape, each.stride()) for each in known)
-        if layout not in self._layouts:
+        layout = kept.layout(starts, work.target if self._with_loss else None)
+        if layout is None or layout not in self._layouts:
             kept.watch_layouts()
         try:
             if self._ties:
@@ -274,12 +271,12 @@ class Cell:
                 loss = calls.loss(value, work)
                 handed = kept.end(work, value, loss, added.to(aux))
             calls.look_back()
-            graph = defer, nodes_made() - start
+            kept.graph = graph = defer, nodes_made() - start
         if mode.switched:
             check_switched(mode, [each.parameter for each in self._ties])
         if graph not in self._graphs or self._may_differ():
             self._look(kept)
-            self._walked = True
+            self._walked = kept.looked_at = True
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:

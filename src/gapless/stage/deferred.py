@@ -130,7 +130,7 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
     may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
     """
-    if _has_hooks(parameter) or (shared and grad.is_sparse):
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (shared and grad.is_sparse):
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
         return

@@ -241,6 +241,8 @@ def alone(generators: Sequence[torch.Generator] = ()) -> Iterator[list[Tensor]]:
 
 def stands_at(generator: torch.Generator, state: Tensor) -> bool:
     """Whether it has drawn nothing since. States have numbers, even where a mode makes tensors that have none."""
+    if not torch._C._len_torch_dispatch_stack():
+        return torch.equal(generator.get_state(), state)
     with torch._C._DisableTorchDispatch():
         return torch.equal(generator.get_state(), state)
 

@@ -53,6 +53,8 @@ class Kept:
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     bare: bool = False  # of layers that do the same every time
+    graph: tuple[bool, int] | None = None  # whether gradients wait, and how many nodes it has
+    looked_at: bool = False  # as it may differ from others with as many
     known_ties: tuple[Tie, ...] = ()  # when its forward ran
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
 
@@ -100,6 +102,17 @@ class Kept:
         for tie in ties:
             if tie not in self.known_ties and id(tie.parameter) in nodes:
                 self.casts[tie] = nodes[id(tie.parameter)]
+
+    def layout(self, starts: Sequence[Tensor], target: Any) -> Any:
+        """What decides how the gradients of the leaves are laid out, or None where they must be looked at: to have that
+        done in every backward costs as much as a small layer.
+        """
+        if not starts or self.looked_at or (target is not None and type(target) is not Tensor):
+            return None
+        known = (*self.leaves, *starts) if target is None else (*self.leaves, *starts, target)
+        if any(each.is_nested or each.layout is not torch.strided for each in known):
+            return None
+        return (self.graph, *[(each.shape, each.stride()) for each in known])
 
     def watch_layouts(self) -> None:
         """Before the backward: keep gradients as they come."""

@@ -266,12 +266,12 @@ class Stage:
         """The other half: the deferred weight gradients. Frees the microbatch."""
         work = self._work.pop(microbatch)
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
-        if work.step != self._step_weight and work.records.run_code_of_users:
+        if work.step == self._step_weight or not work.records.run_code_of_users:
+            work.records.accumulate()
+        else:
             with self._weights:
                 work.records.accumulate()
-            self._step_weight = work.step
-        else:
-            work.records.accumulate()
+        self._step_weight = work.step
         if before is not None:
             self._weight_changes.changed_in_backward(before, self._number, others=bool(self._work))
 

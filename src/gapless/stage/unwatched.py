@@ -33,10 +33,12 @@ class _PutBack:
 
 class Unwatched:
     """Which layers of a stage run so, and where the generators stood when its forward began. Nothing is looked at if
-    nothing is `unknown`.
+    nothing is `unknown`. `is_open`: there is code among them that is not torch's own, which may draw in a way that the
+    mode does not see.
     """
 
-    def __init__(self, *, unknown: bool) -> None:
+    def __init__(self, *, unknown: bool, is_open: bool) -> None:
+        self._is_open = is_open
         self._known: set[Call] = set()
         self._allowed = False
         self._before: Stood | None = None
@@ -59,7 +61,7 @@ class Unwatched:
         self._before, self._allowed = None, allowed
         if not apart:  # a layer was seen to draw in another way than the mode sees
             self._settle()
-        if not self._looks or not apart:
+        if not self._looks or not apart or not (allowed or self._is_open):
             return
         if self._stood is not None and self._put_back == _PutBack.times:
             self._before = self._stood
