@@ -314,7 +314,7 @@ class Stage:
                 "a layer again, after forwards of later microbatches have: take what changes it out of the checkpoint, "
                 "or use remat= in place of the checkpoint"
             )
-        self._weight_changes.finish(self._number)
+        self._weight_changes.finish(self._number, resting=resting)
         if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
                 f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "

@@ -44,9 +44,10 @@ class WeightChanges:
             )
         self._read_again = versions_of([weight for weight, _ in self._read_again])
 
-    def finish(self, stage: int) -> None:
-        """The step is over."""
-        if _moved(self._read_again):
+    def finish(self, stage: int, *, resting: bool) -> None:
+        """The step is over. `resting`: the next one begins anew, or its forwards are replayed, which nobody sees."""
+        before, self._read_again = self._read_again, [] if resting else self._read_again
+        if _moved(before):
             raise ConfigError(
                 f"a weight of stage {stage} was changed in the middle of a step, as a forward of nn.Embedding does "
                 "with max_norm, and remat or another stage computes with it again: use remat='none', and a weight that "
