@@ -4,6 +4,7 @@ at the graph, some steps on. All are compared with the loop that a user would wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,3 +199,44 @@ def test_a_stream_refuses_a_penalty_in_the_minibatch_in_which_it_begins() -> Non
         with pytest.raises(ConfigError, match="uses weights of another stage"):
             list(stream.run(batches()))
     assert clock.step == 3
+
+
+@pytest.mark.parametrize("owner", range(4))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
+def test_under_autocast_a_use_of_some_microbatches_is_exact_or_refused_where_the_backward_is_split(
+    schedule: str, owner: int
+) -> None:
+    """Their gradients meet in one cast, which all microbatches share. The first microbatch is without it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=number != owner) for number in range(4)]
+    weights = [layers[owner].weight]
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    x[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+
+    def sometimes(part: nn.Module, h: Tensor) -> Tensor:
+        made: Tensor = part(h)
+        return made + F.linear(made, weights[0].to(made.dtype)) * 0.1 if h[0, 0] > 0 else made
+
+    model = nn.Sequential(Do(sometimes, layers[0]), *layers[1:])
+    with (
+        CAST(),
+        gapless.Pipeline(
+            model, devices=2, schedule=schedule, microbatches=4, loss=F.mse_loss, intra_op_threads=1
+        ) as pipe,
+    ):
+        try:
+            pipe.step(x, y)
+        except ConfigError as error:
+            assert re.search("^under autocast, .*such as 1f1b", str(error))  # noqa: PT017 (or it is exact)
+            assert schedule != "1f1b"
+            return
+    assert owner < 2 or schedule == "1f1b"
+    ours = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with CAST():
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            (F.mse_loss(model(part), target) * 0.25).backward()
+    for mine, parameter in zip(ours, model.parameters(), strict=True):
+        assert mine is not None
+        assert parameter.grad is not None
+        assert torch.equal(mine, parameter.grad)

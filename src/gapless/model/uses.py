@@ -75,9 +75,10 @@ def tie(
     nobodys: dict[nn.Parameter, list[Place]] = {}  # where those that no module has were seen
     lock = threading.Lock()
 
-    def stray(place: Place, parameter: torch.Tensor) -> None:
+    def stray(place: Place, parameter: torch.Tensor, late: bool) -> None:
         """A place uses it though no module there has it: a penalty on all weights in the loss, a function that takes a
-        weight from outside. A forward shows that, before its backward, and it is tied then.
+        weight from outside. A forward shows that, before its backward, and it is tied then. `late`: autocast has cast
+        weights for earlier microbatches of the step.
         """
         assert isinstance(parameter, nn.Parameter)
         with lock:
@@ -109,6 +110,12 @@ def tie(
                 stages[known.stages[0]].exclude(parameter)
             for stage in known.followers:
                 stages[stage].exclude(parameter)
+            if late and any(stages[stage].split for stage in known.stages):
+                raise ConfigError(
+                    f"under autocast, stage {place[0]} uses {known.name}, which belongs to another stage, in some "
+                    "microbatches only, and a split backward would cast its gradient elsewhere than plain training: "
+                    "choose a schedule whose backward is not split, such as 1f1b, or use it in every microbatch"
+                )
 
     for number, stage in stages.items():
         stage.tie(number, [each for each in ties if number in each.stages], stray)

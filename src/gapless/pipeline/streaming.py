@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -277,7 +277,7 @@ def check_drained(streams: Iterable[Stream], *, whole: bool = False) -> None:
             stream.check_whole()
 
 
-def _refuse_stray(place: Place, _: Tensor) -> None:
+def _refuse_stray(place: Place, *_: object) -> NoReturn:
     raise ConfigError(
         f"a layer or the loss of stage {place[0]} uses weights of another stage, which are at another minibatch: use "
         "them in a layer of that stage, or, for a penalty on weights, give the optimizer weight_decay"

@@ -29,7 +29,7 @@ from .stored import Attributes
 from .tie import Place, Tie, running
 from .undo import IN_PLACE_ON_LEAF, Undo
 
-Stray = Callable[[Place, Tensor], None]
+Stray = Callable[[Place, Tensor, bool], None]  # and whether it is late for the casts of this step
 
 _TWICE = "backward through the graph a second time"
 _STORED = (
@@ -281,7 +281,7 @@ class Cell:
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:
                 tied = {id(tie.parameter) for tie in self._ties if not tie.may_wait(self._place)}
-                divert(kept.edges, {*mode.deferred, *self._deferring} - tied, work.records)
+                divert(kept.edges, {*mode.deferred, *self._deferring} - tied, work.records, mode.own_casts.values())
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
             self._deferring.update(mode.deferred)
         kept.known_ties = self._cast_anew
@@ -313,7 +313,7 @@ class Cell:
             used = [each for each in found.parameters if id(each) not in own]
             used += [each for key, (each, _) in deferred.items() if key not in own]
             for each in used:
-                self._stray(self._place, each)
+                self._stray(self._place, each, self._walked and casts_are_kept())
                 own[id(each)] = each
             late = [tie for tie in self._ties if any(tie.parameter is each for each in used)]
             low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()

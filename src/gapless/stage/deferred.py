@@ -20,9 +20,9 @@ from torch.nn import Parameter
 
 from gapless.errors import ConfigError
 
-from .autocast import autocast_is_on, without_autocast
+from .autocast import autocast_is_on, casts_are_kept, without_autocast
 from .graph_task import Running
-from .reach import Reached
+from .reach import Reached, is_cast
 
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
@@ -171,9 +171,12 @@ def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     return None
 
 
-def divert(edges: list[GradientEdge | None] | None, parameters: Collection[int], records: Records) -> None:
+def divert(
+    edges: list[GradientEdge | None] | None, parameters: Collection[int], records: Records, own_casts: Collection[Any]
+) -> None:
     """Has the gradients of these parameters (by id) recorded that this graph would add to `.grad` itself: each part as
-    soon as autograd has it, so that all are added up in autograd's order, and in the turn of their microbatch.
+    soon as autograd has it, so that all are added up in autograd's order, and in the turn of their microbatch. Of the
+    casts that autocast makes, no other graph has `own_casts`.
     """
     edges = edges or []
     for number, edge in enumerate(edges):
@@ -187,6 +190,12 @@ def divert(edges: list[GradientEdge | None] | None, parameters: Collection[int],
                     f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
                     "way, so a split backward can't call the hook in their order: remove the hook, or choose a "
                     "schedule whose backward is not split, such as 1f1b"
+                )
+            if casts_are_kept() and is_cast(node) and node not in own_casts:
+                raise ConfigError(
+                    f"under autocast, only some microbatches use a weight of shape {tuple(leaf.shape)} in a second "
+                    "way, and a split backward can't add up what autocast has cast in their order: choose a schedule "
+                    "whose backward is not split, such as 1f1b, or use it so in every microbatch"
                 )
             node.register_hook(functools.partial(_record, records.append, leaf, number))
 

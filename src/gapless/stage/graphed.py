@@ -58,10 +58,10 @@ class GraphedStage(Stage):
         return "graphs" if self._likenesses.captured else "graphs after a few steps"
 
     def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
-        def noted(place: Place, parameter: Tensor) -> None:
+        def noted(place: Place, parameter: Tensor, late: bool) -> None:
             likenesses.foreign = True
             if stray is not None:
-                stray(place, parameter)
+                stray(place, parameter, late)
 
         likenesses = self._likenesses
         likenesses.number = number

@@ -70,4 +70,9 @@ class Reached:
     @cached_property
     def cast_nodes(self) -> dict[int, Any]:
         """The casts, by the id of the leaf."""
-        return {id(end.variable): by for end, by in self._ends if type(by).__name__ == "ToCopyBackward0"}
+        return {id(end.variable): by for end, by in self._ends if is_cast(by)}
+
+
+def is_cast(node: Any) -> bool:
+    """Whether it is the cast of a tensor."""
+    return type(node).__name__ == "ToCopyBackward0"
