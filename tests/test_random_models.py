@@ -232,22 +232,9 @@ def assert_exact(seeds: Iterable[int], *, with_habits: bool = True) -> None:
     assert refused.total() <= 2 + len(seeds) / 4, f"{refused} of {len(seeds)}"
 
 
-STILL_DIFFER = {
-    68: "a checkpoint's autocast drops the casts of all threads: a race",
-}
-
-
 @pytest.mark.parametrize("first", range(0, 150, 15))
 def test_random_models_train_to_the_bits_of_the_loop_a_user_would_write(first: int) -> None:
-    assert_exact(seed for seed in range(first, first + 15) if seed not in STILL_DIFFER)
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.xfail(reason=why)) for seed, why in STILL_DIFFER.items()]
-)
-def test_models_that_still_differ(seed: int) -> None:
-    """Defects that are known and not mended yet."""
-    assert_exact([seed])
+    assert_exact(range(first, first + 15))
 
 
 @pytest.mark.parametrize("seed", [101, 2082, 2091, 2127, 2296, 2359, 7007, 7220, 8305, 256816410, 746700677])

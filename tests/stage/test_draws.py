@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
-from gapless.stage.draws import Draws
 from gapless.stage.plain import plain_step
 from gapless.stage.random_calls import RANDOM, RECURRENT
 from gapless.stage.seeds import seed_of
 from gapless.stage.table import TABLE
-from gapless.stage.unseen import watched
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square, run_step
 
 
@@ -217,17 +214,3 @@ def test_a_generator_of_a_layers_own_draws_as_in_the_plain_loop(schedule: str, r
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_profiler_sees_what_comes_after_a_layer_that_was_watched() -> None:
-    # It was put back as a function, which cProfile's object is not: plans could not be made under a profiler.
-    profiler = cProfile.Profile()
-    profiler.enable()
-    try:
-        with watched(Draws(0), torch.device("cpu")) as touched:
-            torch.default_generator.get_state()
-        _square(torch.ones(1))
-    finally:
-        profiler.disable()
-    assert touched.seen
-    assert any(getattr(entry.code, "co_name", "") == "_square" for entry in profiler.getstats())

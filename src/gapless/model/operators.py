@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from gapless.stage.autocast import alone_with_casts
 from gapless.stage.auxiliary import aux_loss
 from gapless.stage.random_calls import RECURRENT
 
@@ -40,7 +39,7 @@ def _with_grad(enabled: bool, body: Callable[..., Any], *args: Any) -> Any:
 
 def _with_autocast(kind: str, dtype: Any, enabled: bool, cache: Any, body: Callable[..., Any], *args: Any) -> Any:
     # `cache` is off in every trace, because tracing switches it off; in the model it was on.
-    with alone_with_casts(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=True):
         return body(*args)
 
 

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 import torch
 
-from gapless.stage.autocast import AutocastState, autocast_is_on, casts_are_kept
+from gapless.stage.autocast import (
+    AutocastState,
+    autocast_is_on,
+    casts_are_kept,
+    clear_cache,
+    decrement_nesting,
+    increment_nesting,
+)
 from gapless.stage.exclusive import Heirs
 
 _CPU = torch.device("cpu")
@@ -37,8 +44,8 @@ class CallerState:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._casts:
                 # All threads share autocast's casts. One that leaves autocast must not take them from the others.
-                torch.autocast_increment_nesting()
-                stack.callback(torch.autocast_decrement_nesting)
+                increment_nesting()
+                stack.callback(decrement_nesting)
             if self._autocast is not None:
                 stack.enter_context(self._autocast.replayed())
             if self._device != torch.get_default_device():
@@ -50,4 +57,4 @@ class CallerState:
         change.
         """
         if self._casts:
-            torch.clear_autocast_cache()
+            clear_cache()

@@ -33,6 +33,7 @@ How layers are called
 What they stand on
     deferred       weight gradients that wait for the second half of a backward; `graph_task`: for whom a backward runs
     draws          private generators; `unseen`: draws that the mode can't see; `exclusive`: one thread at a time
+    process_state  what torch keeps once for all threads, whenever a layer touches it
     draws_back     draws in a backward, which can't be those of plain training
     unwatched      layers that draw nothing, which the mode need not see
     reach          which parameters a graph reaches

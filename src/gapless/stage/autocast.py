@@ -1,15 +1,19 @@
 """Autocast as gapless meets it: off in every backward, replayed in every recompute."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exclusive import exclusively
 from .signature import functions_named
+
+# As torch has them: see `process_state` for what a layer gets.
+increment_nesting: Callable[[], int] = torch.autocast_increment_nesting
+decrement_nesting: Callable[[], int] = torch.autocast_decrement_nesting
+clear_cache: Callable[[], None] = torch.clear_autocast_cache
 
 _DEVICE_TYPES = ("cpu", "cuda")
 # What autocast runs in the lower precision, as people call it.
@@ -56,26 +60,14 @@ def autocast_is_on() -> bool:
 
 def casts_are_kept() -> bool:
     """Whether autocast keeps a parameter's cast beyond this place: inside of any autocast, a switched off one too."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting() > 0
-
-
-@contextlib.contextmanager
-def alone_with_casts() -> Iterator[None]:
-    """Around what enters an autocast of its own. All threads share autocast's casts, and leaving the outermost autocast
-    of a thread lets go of all of them, so only one thread at a time may be inside.
-    """
-    if casts_are_kept():
-        yield
-        return
-    with exclusively():
-        yield
+    increment_nesting()
+    return decrement_nesting() > 0
 
 
 def clear_casts() -> None:
     """Autocast keeps the casts it made. Those made without a graph must not be used where one is built."""
     if autocast_is_on():
-        torch.clear_autocast_cache()
+        clear_cache()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.errors import ConfigError
 
-from .autocast import alone_with_casts, autocast_is_on, without_autocast
+from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .deferred import Records, recording
@@ -26,6 +26,7 @@ from .kept import Work
 from .linear import linear
 from .mode import Mode, Restart
 from .plain import apply_first, check_scalar, note_rows
+from .process_state import AtWork, watch_torch
 from .stored import Stored
 from .table import TABLE
 from .unseen import watched
@@ -81,14 +82,15 @@ class Calls:
             self._compiled[_LOSS] = CompiledCalls(loss)
         self._cold = False  # something was compiled in this step
         self._cold_seconds = 0.0
-        self.casting: set[int] = set()  # layers with an autocast of their own
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         self._hides = False  # one was seen in this forward to draw unseen
         self._alone_now = False  # backwards of this step put generators where they stood in first calls
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
         self.is_open = any(map(is_open, (*layers, loss)))
         self.ran_unseen = False  # a call of this forward
-        self.one_thread = False  # no other one of this process computes
+        watch_torch()
+        self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
+        self._backwards_here = AtWork(self.mode, "backward") if self.is_open and not self._compiled else self._aside
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)
         self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
@@ -178,9 +180,9 @@ class Calls:
         self.ran_unseen = False
         mode, device = self.mode, self._device()
         mode.begin(records if self._split else None, device.type)
-        seen = again or mode.defers_now or bool(mode.cast_anew) or not self.one_thread
+        seen = again or mode.defers_now or bool(mode.cast_anew) or not mode.one_thread
         self._unwatched.begin(device, apart=not (mode.alone or draws.are_captured), allowed=not seen)
-        return alone(default_generators([self._device()])) if self.mode.alone else _NOTHING
+        return self._forwards_here.alone(default_generators([device])) if mode.alone else self._forwards_here
 
     def layer(self, index: int, value: Any) -> Any:
         """Calls layer `index` of the stage."""
@@ -205,7 +207,8 @@ class Calls:
         """A call of which something must be seen, or nothing can."""
         if way is _COMPILED:
             self.ran_unseen = True
-            result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
+            with self._aside:
+                result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
             self._cold = self._cold or cold
             return result
         key = (index, getattr(layer, "training", True))
@@ -214,14 +217,13 @@ class Calls:
             return call(*args)
         drawn, normed, behind = self.draws.count, self.statistics.asked, self.mode.behind
         with (
-            alone_with_casts() if index in self.casting else _NOTHING,
             self.mode if self._inside(layer, way) else _NOTHING,
             self._watch(key) if way is _INSIDE and not self.mode.alone and key not in self._watched else _NOTHING,
         ):
             result = call(*args)
         if self.draws.count != drawn:
             self._unwatched.drew(key)
-        elif (self.statistics.asked, self.mode.behind) == (normed, behind) and index not in self.casting:
+        elif (self.statistics.asked, self.mode.behind) == (normed, behind):
             self._unwatched.learn(key, layer)
         return result
 
@@ -247,14 +249,6 @@ class Calls:
             finally:
                 self.mode.first_call = None
         self._watched.add(key)
-        if touched.sets is not None and not self.one_thread:
-            raise ConfigError(
-                f"a layer or the loss calls {touched.sets} in its forward, and torch keeps what that sets once for all "
-                "threads, so it would hold in other stages too and perhaps not here: set it for the whole model before "
-                "the step, or run the stages in processes of their own, with mesh="
-            )
-        if touched.casts:
-            self.casting.add(key[0])
         self._alone_now |= touched.checkpoints
         if touched.seen:
             self._unwatched.hides()
@@ -304,13 +298,15 @@ class Calls:
         ):
             self._backward_with_care(records, edges, grads)
         elif self._split:
-            with recording.here(records):
+            with self._backwards_here, recording.here(records):
                 _backward(edges, grads)
         else:
-            _backward(edges, grads)
+            with self._backwards_here:
+                _backward(edges, grads)
 
     def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         with (
+            self._backwards_here,
             without_autocast(),
             alone() if self.mode.alone or self._alone_now else _NOTHING,
             self.statistics.recomputed() if self.statistics.in_checkpoints else _NOTHING,

@@ -215,7 +215,7 @@ def _exchanged(generator: torch.Generator) -> Iterator[None]:
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random calls on this device draw from."""
     if device.type == "cpu":
-        return torch.default_generator
+        return torch._C.default_generator  # the same as torch's, which layers are seen to ask for: see `process_state`
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
 
@@ -254,6 +254,12 @@ def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
         for generator in generators:
             generator.manual_seed(seed)
         yield
+
+
+def own_generator(kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """The one that a random call brings, unless it is one of torch's default ones."""
+    own: torch.Generator | None = kwargs.get("generator")
+    return None if own is None or own is default_generator(own.device) else own
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gapless.errors import ConfigError
 
 from .batchnorm import Statistics
-from .draws import Draws
+from .draws import Draws, own_generator
 from .mode import Handler, Mode
 from .random_calls import RANDOM, RECURRENT, attention, dropout, recurrent
 
@@ -34,7 +34,7 @@ class BackwardMode(Mode):
         self._users = users
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = kwargs.get("generator")
+        own = own_generator(kwargs)
         if not _runs_again():
             name = getattr(func, "__name__", func)
             if own is None:

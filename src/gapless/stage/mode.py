@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from .autocast import casts_are_kept, runs_low
 from .batchnorm import Statistics
 from .deferred import Records
-from .draws import Draws, checkpoints_around, device_of, draws_by_tag
+from .draws import Draws, checkpoints_around, device_of, draws_by_tag, own_generator
 from .unseen import Touched
 
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,6 +49,7 @@ class Mode(TorchFunctionMode):
         self.statistics = statistics
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
         self.first_call: Touched | None = None  # so does a layer in its first call, which tells whether it must
+        self.one_thread = False  # no other one of this process computes
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
         self._spread = 0  # how many were excluded when these were last told of each other
@@ -57,7 +59,7 @@ class Mode(TorchFunctionMode):
         self._plain: set[int] = set()
         self.waiting: Collection[int] = ()  # parameters, by id, whose gradients wait in this step
         self.second_use = False  # of one of these or of those deferred, by a call that autograd sees
-        self._casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
+        self.casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = table
@@ -90,7 +92,7 @@ class Mode(TorchFunctionMode):
         self._plain.clear()
         self.second_use = self.met_strangers = False
         self._kind = kind
-        self._casts_all = casts_are_kept()
+        self.casts_all = casts_are_kept()
         if self.cast_anew:
             self.own_casts, self._own = {}, {}
         self.statistics.run()
@@ -160,7 +162,7 @@ class Mode(TorchFunctionMode):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any random call: with the stage's generators in place of torch's, or with one that the layer brings."""
-        own = kwargs.get("generator")
+        own = own_generator(kwargs)
         if own is not None:
             with self.draws.of_its_own(own):
                 return self.plain(func, args, kwargs)
@@ -209,6 +211,8 @@ class Mode(TorchFunctionMode):
             return False
         if bias is not None and (type(bias) is not Parameter or id(bias) in self.excluded or id(bias) in self._plain):
             return False
+        if (self.alone or self.first_call is not None) and forward_ad._current_level >= 0:
+            return False  # the derivative of a tangent reaches the weight too
         return _top_hooks(False) is None and _in_functorch() is None and weight.is_floating_point()
 
     def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
@@ -216,7 +220,7 @@ class Mode(TorchFunctionMode):
         assert self._records is not None
         for each in (weight,) if bias is None else (weight, bias):
             known = id(each) in self.deferred
-            if low and known and not self._casts_all:
+            if low and known and not self.casts_all:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
                 self.excluded.add(id(each))
                 raise Restart("a layer uses a weight twice in an autocast of its own")
@@ -304,6 +308,14 @@ class Mode(TorchFunctionMode):
         if checkpoints_around():
             self.alone = True
             raise Restart("a layer draws inside of torch.utils.checkpoint")
+
+    def run_alone(self, why: str) -> None:
+        """Called before a layer does what needs torch's default generators, seeded, or no other thread beside it."""
+        if self.first_call is not None:
+            self.first_call.seen = True
+        elif not self.alone:
+            self.alone = True
+            raise Restart(why)
 
 
 def _needs_grad(result: Any) -> bool:

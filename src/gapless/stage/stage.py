@@ -293,7 +293,7 @@ class Stage:
 
     def compute_alone(self, alone: bool) -> None:
         """Tells the stage whether no other thread of this process computes."""
-        self._calls.one_thread = alone
+        self._calls.mode.one_thread = alone
 
     def finish(self, *, resting: bool = True) -> None:
         """The minibatch is over: running statistics that were deferred move. `resting`: no other one is under way."""
