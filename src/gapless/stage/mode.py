@@ -182,7 +182,7 @@ class Mode(TorchFunctionMode):
         for arg in args:
             kind = type(arg)
             if kind is Parameter:
-                if arg.requires_grad and _needs_grad(result):
+                if arg.requires_grad and (_needs_grad(result) or _in_functorch() is not None):  # which hides it
                     self._plain.add(id(arg))
                     if id(arg) in self.deferred:
                         self.leave_to_autograd([arg])
