@@ -73,6 +73,18 @@ def _cast(part: nn.Module, x: Tensor) -> Tensor:
         return (part(x) + part(x * 0.5)).to(x.dtype)  # type: ignore[no-any-return]
 
 
+def _forks(part: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        noise = torch.rand(WIDTH)
+    return part(x) * noise + torch.rand(WIDTH)  # type: ignore[no-any-return]
+
+
+def _along(part: nn.Module, x: Tensor) -> Tensor:
+    made, slope = torch.func.jvp(part, (x,), (torch.ones_like(x),))
+    return made + 0.1 * slope  # type: ignore[no-any-return]
+
+
 def _in_low(part: nn.Module, x: Tensor) -> Tensor:
     return part(x.bfloat16()).to(x.dtype)  # type: ignore[no-any-return]
 
@@ -127,6 +139,8 @@ class Habits:
             ),
             "hidden use later": lambda: Do(lambda part, x: _twice(part, x) if self.late else part(x), linear()),
             "autocast later": lambda: Do(lambda part, x: _cast(part, x) if self.late else part(x), linear()),
+            "fork_rng later": lambda: Do(lambda part, x: _forks(part, x) if self.late else part(x), linear()),
+            "jvp later": lambda: Do(lambda part, x: _along(part, x) if self.late else part(x), linear()),
             "in place later": lambda: Do(lambda part, x: part(x.mul_(0.5) if self.late else x * 0.5), linear()),
             "checkpoint later": lambda: Do(
                 lambda part, x: checkpoint(part, x, use_reentrant=False) if self.late else part(x), linear()
