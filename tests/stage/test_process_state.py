@@ -332,6 +332,34 @@ def test_layers_with_an_autocast_of_their_own_keep_their_casts(other: Any, when:
     assert_trained_alike(lambda: Late(next(ways), WHEN[when]), microbatches=8, schedule=schedule)
 
 
+class RunsSlowlyAgain(nn.Module):
+    """Draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.slowly, x, use_reentrant=False)
+
+    def slowly(self, x: Tensor) -> Any:
+        time.sleep(0.005)
+        return self.linear(x)
+
+
+def draws_slowly(linear: nn.Module, x: Tensor) -> Tensor:
+    torch.get_rng_state()
+    time.sleep(0.005)
+    return linear(x) * torch.rand_like(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_checkpoint_that_draws_nothing_leaves_generators_to_other_stages(schedule: str) -> None:
+    """Its backward put them where they had stood, while a layer of another stage drew from them."""
+    layers = iter([*(Late(draws_slowly, lambda *_: True) for _ in range(2)), RunsSlowlyAgain(), RunsSlowlyAgain()])
+    assert_trained_alike(lambda: next(layers), microbatches=8, schedule=schedule)
+
+
 def test_parametrizations_without_a_cache_are_exact() -> None:
     assert_exact(layers_with(lambda: parametrizations.weight_norm(nn.Linear(6, 6))), devices=2)
 

@@ -38,6 +38,11 @@ def exclusively() -> contextlib.AbstractContextManager[None]:
     return _exclusively
 
 
+def is_held() -> bool:
+    """Whether it is this thread that is here."""
+    return _mine.held > 0
+
+
 @contextlib.contextmanager
 def if_free() -> Iterator[bool]:
     """The same where nobody is here; it does not wait."""

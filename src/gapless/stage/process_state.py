@@ -29,7 +29,7 @@ from gapless.errors import ConfigError
 
 from .autocast import autocast_is_on, clear_cache, decrement_nesting, increment_nesting
 from .draws import alone
-from .exclusive import exclusively
+from .exclusive import exclusively, is_held
 from .mode import Mode
 
 Function = Callable[..., Any]
@@ -103,7 +103,7 @@ def watch_torch() -> None:
         _wrap_code(setter, functools.partial(_refuse_setting, name))
     for place, names in ((torch.random, _GENERATORS), (torch.cuda.random, _GENERATORS_ON_GPUS)):
         for name in names.split():
-            _wrap_code(getattr(place, name), _touch_generators)
+            _wrap_code(getattr(place, name), _set_state if name == "set_rng_state" else _touch_generators)
     _wrap_default_generator()
     _wrap_code(transforms.jvp_increment_nesting, _enter_level)
     _wrap_code(torch.autograd.forward_ad.enter_dual_level, _enter_level)
@@ -123,15 +123,14 @@ def _wrap(place: Any, name: str, first: Callable[[], None]) -> None:
     setattr(place, name, instead)
 
 
-def _wrap_code(wrapped: Function, first: Callable[[], None]) -> None:
-    """A function in Python, whoever has it already."""
+def _wrap_code(wrapped: Function, first: Callable[[], bool | None]) -> None:
+    """A function in Python, whoever has it already. `first` tells whether the call is to be left out."""
     function: Any = inspect.unwrap(wrapped)
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
+        return None if first() else original(*args, **kwargs)
 
     function.__signature__ = inspect.signature(function)
     function.__kwdefaults__ = {"_instead": instead}
@@ -177,6 +176,17 @@ def _touch_generators() -> None:
         work.mode.run_alone("a layer uses the state of torch's generators")
     elif work.mode.first_call is not None:
         work.mode.first_call.checkpoints = True
+
+
+def _set_state() -> bool:
+    """A checkpoint brings generators to where they stood in its forward, whether or not anything was drawn there. Where
+    something was, the backward has them to itself. Otherwise another thread may be drawing from them.
+    """
+    _touch_generators()
+    work = _here.work
+    if work is None or work.mode is None or work.mode.one_thread or work.what != "backward" or is_held():
+        return False
+    return _caller() == _CHECKPOINT
 
 
 def _enter_level() -> None:
