@@ -58,6 +58,13 @@ def with_views(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int | View
     return bases, [found[id(tensor)] for tensor in tensors]
 
 
+def has_history(tensor: Tensor) -> bool:
+    """Whether its gradient goes on from here. Torch lets a view that is made under no_grad require one, of which nobody
+    hears.
+    """
+    return tensor.requires_grad and (tensor.grad_fn is not None or not tensor._is_view())
+
+
 def _memory(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor), None  # nothing is known of it, or nothing is there
@@ -85,7 +92,7 @@ def _overlapping(group: list[Tensor]) -> list[list[Tensor]]:
 
 def _base_of(members: list[Tensor]) -> Tensor | None:
     """What all of them are views of, in a way that can be handed on; None if they have to go apart."""
-    graded = [each for each in members if each.requires_grad]
+    graded = [each for each in members if has_history(each)]
     starts, ends = zip(*map(_stretch, members), strict=True)
     alike = len({(each.dtype, each.is_conj(), each.is_neg(), type(each)) for each in members}) == 1
     if alike:
@@ -120,4 +127,4 @@ def _is_dense(tensor: Tensor) -> bool:
 def _view(number: int, tensor: Tensor, base: Tensor | None) -> View:
     assert base is not None
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
-    return View(number, list(tensor.shape), list(tensor.stride()), offset, tensor.requires_grad)
+    return View(number, list(tensor.shape), list(tensor.stride()), offset, has_history(tensor))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import microbatch as mb
+from .aliases import has_history
 from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
 from .buffers import Owned
@@ -343,5 +344,5 @@ class Cell:
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value, views=self._shares)
-        kept.edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+        kept.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in tensors]
         return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)
