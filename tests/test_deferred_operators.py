@@ -14,7 +14,9 @@ from gapless.stage import way
 from gapless.stage.table import TABLE
 
 # The files of handlers that let no weight gradient wait; a handler in any other file does.
-WITHOUT_WEIGHTS = {f"gapless.stage.{name}" for name in ("batchnorm", "behind", "mode", "random_calls", "table")}
+WITHOUT_WEIGHTS = {
+    f"gapless.stage.{name}" for name in ("batchnorm", "behind", "grad_fields", "mode", "random_calls", "table")
+}
 DEFERRED = {function for function, handler in TABLE.items() if handler.__module__ not in WITHOUT_WEIGHTS}
 
 
