@@ -147,8 +147,7 @@ def trial(seed: int, *, with_habits: bool = True) -> Trial:
     if not traced:
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
         options["partition"] = sizes
-    in_attributes = any("attribute" in name or "in place" in name for name in names)  # remat would change it twice
-    if rng.random() < 0.5 and schedule != "auto" and not (habits and in_attributes):
+    if rng.random() < 0.5 and schedule != "auto":
         options["remat"] = [rng.choice(("none", "stage", "layer")) for _ in range(stages)]
     samples = rng.choice([2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1, microbatches])
     if weigh == "counted":

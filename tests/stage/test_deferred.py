@@ -267,9 +267,10 @@ def test_infer_gives_the_bits_of_the_model_in_eval_mode_and_keeps_nothing() -> N
     assert not value.requires_grad
 
 
-def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
-    runs: list[int] = []
+runs: list[int] = []  # what a recompute does not put back
 
+
+def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
     def counted(number: int) -> Any:
         def layer(x: Tensor) -> Tensor:
             runs.append(number)
@@ -282,9 +283,9 @@ def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
         stage = Stage(
             [counted(0), counted(1), nn.Linear(8, 8)], first_layer=0, split=True, remat=remat, loss=mean_square
         )
-        for microbatch in range(2):
+        for microbatch, x in enumerate(torch.randn(2, 2, 8)):
             runs.clear()
-            stage.forward(microbatch, torch.randn(2, 8), step=0)
+            stage.forward(microbatch, x, step=0)
             stage.recompute(microbatch)
             stage.backward_input(microbatch, None)
             stage.backward_weight(microbatch)

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from gapless.errors import ConfigError
 
 from .compiled import is_compiled, is_traced
 
@@ -140,6 +143,30 @@ class Buffers:
                 if norm:
                     self.changing[module, name] = None  # a kernel changes them without telling
                 yield module, name, value
+
+
+def changed_late(stage: int, name: str) -> ConfigError:
+    """A backward has met what forwards of later microbatches have changed, and it is too late to tell them."""
+    return ConfigError(
+        f"a backward of stage {stage} uses {name}, as torch.utils.checkpoint does when it runs a layer again, after "
+        "forwards of later microbatches have changed it: take what changes it out of the checkpoint, pass its value to "
+        "the checkpoint as an argument, or use remat= in place of the checkpoint"
+    )
+
+
+class LateUses(TorchFunctionMode):
+    """Around a backward: refuses calls that use one of these buffers."""
+
+    def __init__(self, buffers: Iterable[Owned], stage: int) -> None:
+        super().__init__()
+        self._names = {id(each._buffers.get(name)): f"{type(each).__name__}.{name}" for each, name in buffers}
+        self._stage = stage
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for arg in (*args, *(kwargs or {}).values()):
+            if id(arg) in self._names:
+                raise changed_late(self._stage, f"the buffer {self._names[id(arg)]}")
+        return func(*args, **(kwargs or {}))
 
 
 def marks_of(buffers: Iterable[Owned]) -> Marks:

@@ -6,8 +6,8 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from .auxiliary import Added, WithAux
 from .buffers import Owned
 from .calls import Calls
 from .compiled import is_traced
-from .deferred import divert, given
+from .deferred import divert
 from .grad_fields import check_switched
 from .intake import Intake, copied
 from .kept import Kept, Work, edge_of, leaf_of
@@ -161,10 +161,11 @@ class Cell:
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
         try:
-            if self._ties:
-                self._backward_tied(work, kept, edges, starts)
-            elif edges:
-                self._calls.backward(work.records, edges, starts)
+            with self._undo.as_left(kept, self._place[0]) if kept.after else nullcontext():
+                if self._ties:
+                    self._backward_tied(work, kept, edges, starts)
+                elif edges:
+                    self._calls.backward(work.records, edges, starts)
         except RuntimeError as error:
             if _TWICE in str(error):
                 error.add_note(_STORED)
@@ -183,7 +184,7 @@ class Cell:
             kept.find_casts([each for each in self._ties if each.is_first(self._place)])
         with ExitStack() as hooks:
             for each in self._ties:
-                for edge, grad in self._seeds(work, kept, each, hooks):
+                for edge, grad in kept.seeds(work, each, self._place, self._deferring, hooks):
                     edges.append(edge)
                     starts.append(grad)
             if edges:
@@ -192,33 +193,16 @@ class Cell:
         for each in self._ties:
             each.passed(self._place, work.microbatch)
 
-    def _seeds(self, work: Work, kept: Kept, tie: Tie, hooks: ExitStack) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Where the sums of later places go on."""
-        place, parameter = self._place, tie.parameter
-        waits = id(parameter) in work.deferred
-        if work.defer and tie.may_wait(place):  # a microbatch that skips it keeps its turn among those whose W adds it
-            waits = waits or id(parameter) in self._deferring
-        cast = kept.casts.get(tie) if tie.shares_cast(place) and not waits else None
-        high, low = tie.goes_on(place, work.microbatch, cast, hooks, waits=waits)
-        if waits:
-            work.records[:0] = [
-                (parameter, given, sums, None, is_low)
-                for sums, is_low in ((high, False), (low, True))
-                if sums is not None
-            ]
-            return
-        if high is not None:
-            yield get_gradient_edge(parameter), high
-        if low is not None and cast is not None:
-            yield GradientEdge(cast, 0), low
-
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
         self._kept.pop(microbatch, None)
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
         with self._attributes.during(work.step):
-            return self._built(work, kept, defer=defer)
+            handed = self._built(work, kept, defer=defer)
+        if not work.replaying:
+            self._undo.note(kept, self._kept.values(), self._attributes.begun)
+        return handed
 
     def _built(self, work: Work, kept: Kept, *, defer: bool) -> Any:
         """Runs the layers on the leaves and notes the edges, and again where what was learnt on the way changes the

@@ -1,233 +1,204 @@
 """What layers hold besides parameters and buffers: counters and averages in attributes, lists, objects, closures.
 
-Objects that several threads may use (with a lock in them), and those of torch and of Python's library, are not theirs.
+first forward     all is noted; it tells what changes
+every forward     what is known to change is noted, before and after; attributes of modules that begin to are told
+second run        for remat: starts from what the first has started from, and leaves no trace
+backward          finds what its forward has left, for a checkpoint in it that runs a layer again
 """
 
-import random
-import sys
-import types
-from collections import deque
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .compiled import is_traced
+from .notes import LISTS, Entries, Fields, Note, changed_keys, content_of, notes_of, same, write
+from .stored import NOTHING, Was, holds_tensors
 
-_OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
-_SIMPLE = frozenset(
-    (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.Size)
-)
-_LISTS = (list, deque, set, bytearray)
-_LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
-    "torch"
-}
-_THREADING = ("_thread", "threading")
 _MOST = 4096  # entries of a list that is noted in every forward
-_ABSENT = object()
-
-
-class Note(NamedTuple):
-    """What can change, where it is, and what is in it now."""
-
-    holder: Any
-    path: str
-    content: Any
-
-
-class _Attributes:
-    """The attributes of an object, without those that every module has."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.keys: Iterable[str] | None = None  # those that matter, once it is known
-
-    def read(self) -> dict[str, Any]:
-        held = self.owner.__dict__
-        if self.keys is not None:
-            return {key: held.get(key, _ABSENT) for key in self.keys}
-        own: Any = _OWN if isinstance(self.owner, nn.Module) else ()
-        return {key: value for key, value in list(held.items()) if key not in own}
-
-    def write(self, content: dict[str, Any]) -> None:
-        held = self.owner.__dict__
-        for key in self.read().keys() | content.keys():
-            if content.get(key, _ABSENT) is _ABSENT:
-                held.pop(key, None)
-            else:
-                held[key] = content[key]
 
 
 class Held:
-    """What some layers hold."""
+    """What some layers hold. With `always`, what is known to change is noted however long it is."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], *, always: bool = False) -> None:
         self._parts = [part for part in parts if not is_traced(part)]
-        self._known: list[Note] | None = None  # what was seen to change, by the first forward
+        self._always = always
+        self._known: list[Note] | None = None  # what was seen to change
 
-    def taken(self, everything: bool) -> list[Note]:
+    def taken(self, everything: bool = False) -> list[Note]:
         """Before a run: what is known to change in it, or everything that could."""
         if everything:
             return self.all()
-        if self._known:
+        if self._known and not self._always:
             self._known = [each for each in self._known if not _is_long(each.holder)]
-        return [each._replace(content=_content(each.holder)) for each in self._known or ()]
+        return [each._replace(content=content_of(each.holder)) for each in self._known or ()]
 
     def put_back(self, taken: list[Note]) -> None:
         """The run does not count."""
         for holder, _, content in taken:
-            if not _same(holder, content):
-                _write(holder, content)
+            if not same(holder, content):
+                write(holder, content)
 
-    def learn(self, everything: list[Note]) -> None:
-        """After a run that counts."""
-        self._known = [each for each in everything if not _same(each.holder, each.content)]
-        for each in self._known:
-            if isinstance(each.holder, _Attributes):
-                each.holder.keys = _changed_keys(each.content, each.holder.read())
+    def learn(self, everything: list[Note]) -> list[Note]:
+        """After a run that counts. Returns what is known to change, as it was before."""
+        for each in everything:
+            if not same(each.holder, each.content):
+                holder = each.holder
+                if isinstance(holder, Fields):
+                    holder = Fields(holder.owner, changed_keys(each.content, holder.read()))
+                self._know([each._replace(holder=holder)])
+        self._known, before = self._known or [], {id(_owner(each.holder)): each.content for each in everything}
+        return [
+            each._replace(content={key: content.get(key, NOTHING) for key in each.holder.keys or ()})
+            if isinstance(each.holder, Entries)
+            else each._replace(content=content)
+            for each in self._known
+            if (content := before.get(id(_owner(each.holder)))) is not None
+        ]
+
+    def begun(self, attributes: Iterable[tuple[nn.Module, str, Was]]) -> tuple[list[Note], list[str]]:
+        """Fields that a run was the first to change, as they were; and those of which nobody knows what they were.
+        Of these and of those that are known already nothing is noted.
+        """
+        found, lost = [], []
+        for module, name, was in attributes:
+            path, holder, content = f"{type(module).__name__}.{name}", was.value, was.inside
+            if content is None:
+                holder, content = Fields(module, [name]), {name: was.value}
+            elif isinstance(holder, dict):
+                content = dict(zip(content, content[len(content) // 2 :], strict=False))
+            if not self._knows(holder):
+                self._know([Note(holder, path, None)])
+                if isinstance(holder, Tensor):
+                    lost.append(path)
+                else:
+                    found.append(Note(holder, path, content))
+        return found, lost
+
+    def _know(self, found: list[Note]) -> None:
+        self._known = [*(self._known or ()), *(each for each in found if not self._knows(each.holder))]
+
+    def _knows(self, holder: Any) -> bool:
+        """Whether all of it is known to change."""
+        keys = self._known_keys().get(id(_owner(holder)), ())
+        return keys is None or (isinstance(holder, Fields) and {*(holder.keys or ())} <= {*keys})
+
+    def _known_keys(self) -> dict[int, set[str] | None]:
+        """By the id of what changes its attributes that do; None: it is no such thing."""
+        found: dict[int, set[str] | None] = {}
+        for each in self._known or ():
+            keys = found.setdefault(id(_owner(each.holder)), set() if isinstance(each.holder, Fields) else None)
+            if keys is not None:
+                keys.update(each.holder.keys or ())
+        return found
 
     @property
     def is_known(self) -> bool:
         """Whether a run has told what changes."""
         return self._known is not None
 
+    @property
+    def changes(self) -> bool:
+        """Whether something is known to."""
+        return bool(self._known)
+
     def all(self) -> list[Note]:
         """All that could change."""
-        return list(_all(self._parts))
+        return list(notes_of(self._parts))
 
     def twice(self, before: list[Note]) -> list[str]:
         """What such a run has changed, but for what is known: the run before it has done so too."""
-        known = {id(_owner(each.holder)): each.holder for each in self._known or ()}
+        known = self._known_keys()
         return [
             name
             for each in before
-            if not _same(each.holder, each.content)
-            for name in _names(each, known.get(id(_owner(each.holder))))
+            if not same(each.holder, each.content)
+            for name in _names(each, known.get(id(_owner(each.holder)), set()))
         ]
 
-
-def _all(parts: Sequence[Any]) -> Iterator[Note]:
-    """All that can be reached from them and can change."""
-    seen: set[int] = set()
-    to_visit: list[tuple[Any, str]] = [(part, type(part).__name__) for part in parts]
-    while to_visit:
-        value, path = to_visit.pop()
-        if type(value) in _SIMPLE or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            to_visit += [(part, f"{path}.{name}") for name, part in value._modules.items() if part is not None]
-        holder = _holder(value)
-        if holder is not None:
-            content = _content(holder)
-            yield Note(holder, path, content)
-        else:
-            content = _parts(value)
-        if isinstance(content, dict):
-            to_visit += [(each, f"{path}.{key}") for key, each in content.items()]
-        elif holder is None or isinstance(content, list):
-            to_visit += [(each, f"{path}[{number}]") for number, each in enumerate(content)]
-
-
-def _holder(value: Any) -> Any:
-    """What has contents that can be noted and put back; None where it has none."""
-    if isinstance(value, Tensor):
-        plain = type(value) is Tensor and value.grad_fn is None and value.layout == torch.strided
-        return value if plain and not (value.is_meta or value.is_inference()) else None
-    if isinstance(value, (dict, types.CellType, random.Random, *_LISTS)) or _is_array(value):
-        return value
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(value, type):
-        return None
-    if not isinstance(value, nn.Module):
-        if type(value).__module__.partition(".")[0] in _LIBRARIES:
-            return None
-        if any(type(each).__module__ in _THREADING for each in attributes.values()):
-            return None
-    return _Attributes(value)
-
-
-def _parts(value: Any) -> Any:
-    """What stands behind a thing that can't change itself."""
-    if isinstance(value, types.FunctionType):
-        return (*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__)
-    if isinstance(value, types.MethodType):
-        return (value.__self__,)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
-    return tuple(value) if isinstance(value, (tuple, frozenset)) else ()
-
-
-def _content(holder: Any) -> Any:
-    if isinstance(holder, _Attributes):
-        return holder.read()
-    if isinstance(holder, Tensor):
-        return holder._version, holder.detach().clone()
-    if isinstance(holder, dict):
-        return dict(holder)
-    if isinstance(holder, _LISTS):
-        return list(holder)
-    if isinstance(holder, types.CellType):
+    @contextlib.contextmanager
+    def replayed(self, before: list[Note]) -> Iterator[None]:
+        """Around a second run, which starts from what the first has started from, and leaves no trace."""
+        # A tensor gets other memory meanwhile: what is written to it would count as a change.
+        present = [
+            each._replace(content=each.holder.data if isinstance(each.holder, Tensor) else content_of(each.holder))
+            for each in self._known or ()
+        ]
+        self.put_back(before)
         try:
-            return [holder.cell_contents]
-        except ValueError:  # nothing is in it yet
-            return []
-    return holder.getstate() if isinstance(holder, random.Random) else holder.copy()
+            yield
+        finally:
+            self.put_back(present)
+
+    @contextlib.contextmanager
+    def as_left(self, after: list[Note]) -> Iterator[list[str]]:
+        """Around a backward, which finds what the forward of its microbatch has left. Yields the names of what later
+        forwards have changed and this backward too, once it is over.
+        """
+        moved = [each for note in after for each in _moved(note)]
+        present = [each._replace(content=content_of(each.holder)) for each in moved]
+        changed: list[str] = []
+        self.put_back(moved)
+        try:
+            yield changed
+        finally:
+            changed += [each.path for each in moved if not same(each.holder, each.content)]
+            self.put_back(present)
 
 
-def _same(holder: Any, content: Any) -> bool:
-    """Whether nothing has changed. What a list holds is noted by itself."""
-    if isinstance(holder, Tensor):
-        is_nan = holder.isnan() & content[1].isnan()
-        return holder._version == content[0] and bool(((holder == content[1]) | is_nan).all())
-    now = _content(holder)
-    if isinstance(now, dict):
-        return not _changed_keys(content, now)
-    if isinstance(now, list):
-        return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
-    return bool(now == content) if isinstance(now, tuple) else bool(now.tobytes() == content.tobytes())
+def for_replay(notes: Iterable[Note]) -> Iterator[Note]:
+    """The same without graphs, and with memory in place of the contents of tensors."""
+    for each in notes:
+        content = each.content
+        if isinstance(each.holder, Entries):
+            content = {key: _detached(value) for key, value in content.items()}
+        yield each._replace(content=content[1] if isinstance(each.holder, Tensor) else content)
 
 
-def _changed_keys(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
-    keys = dict.fromkeys([*before, *now])
-    return [key for key in keys if before.get(key, _ABSENT) is not now.get(key, _ABSENT)]
+def without_tensors(notes: Iterable[Note]) -> Iterator[Note]:
+    """The same without tensors in attributes, which a backward may not read (`stored`)."""
+    for each in notes:
+        if isinstance(each.holder, Tensor):
+            continue
+        if isinstance(each.holder, Fields) and isinstance(each.holder.owner, nn.Module):
+            content = {key: value for key, value in each.content.items() if not holds_tensors(value)}
+            if content:
+                yield each._replace(holder=Entries(each.holder.held, list(content)), content=content)
+        else:
+            yield each
 
 
-def _write(holder: Any, content: Any) -> None:
-    if isinstance(holder, _Attributes):
-        holder.write(content)
-    elif isinstance(holder, Tensor):
-        with torch.no_grad():
-            holder.copy_(content[1])
-    elif isinstance(holder, types.CellType):
-        holder.cell_contents = content[0]
-    elif isinstance(holder, (dict, deque, set, list, bytearray)):
-        holder.clear()
-        (holder.update if isinstance(holder, (dict, set)) else holder.extend)(content)
-    elif isinstance(holder, random.Random):
-        holder.setstate(content)
-    else:
-        holder[...] = content
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+def _moved(note: Note) -> Iterator[Note]:
+    """What has changed of it."""
+    holder, path, content = note
+    if same(holder, content):
+        return
+    if isinstance(content, dict):
+        keys = changed_keys(content, content_of(holder))
+        held = holder.held if isinstance(holder, Entries) else holder
+        holder, content = Entries(held, keys), {key: content.get(key, NOTHING) for key in keys}
+        path = f"{path}.{keys[0]}" if isinstance(note.holder, Entries) else path
+    yield Note(holder, path, content)
 
 
 def _is_long(holder: Any) -> bool:
     """Too long to be noted in every forward."""
-    return isinstance(holder, (dict, *_LISTS)) and len(holder) > _MOST
+    return isinstance(holder, (dict, *LISTS)) and len(holder) > _MOST
 
 
 def _owner(holder: Any) -> Any:
-    return holder.owner if isinstance(holder, _Attributes) else holder
+    return holder.owner if isinstance(holder, Fields) else holder
 
 
-def _names(note: Note, known: Any) -> list[str]:
+def _names(note: Note, known: set[str] | None) -> list[str]:
     """What has changed, but for what is `known` to."""
-    if not isinstance(note.holder, _Attributes):
-        return [] if known is not None else [note.path]
-    keys = _changed_keys(note.content, note.holder.read())
-    return [f"{note.path}.{key}" for key in keys if known is None or key not in known.keys]
+    if not isinstance(note.holder, Fields):
+        return [] if known is None else [note.path]
+    keys = changed_keys(note.content, note.holder.read())
+    return [f"{note.path}.{key}" for key in keys if key not in (known or ())]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from gapless.errors import GaplessError
 from . import microbatch as mb
 from .autocast import AutocastState
 from .buffers import Taken
-from .deferred import Records
+from .deferred import Records, given
+from .notes import Note
 from .plain import detach, without_loss
 from .reach import Reached
-from .tie import Tie
+from .tie import Place, Tie
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,6 +51,8 @@ class Kept:
     starts: list[Tensor] = dataclasses.field(default_factory=list)  # with the loss: the gradients of `edges`
     autocast: AutocastState | None = None
     buffers: Taken = dataclasses.field(default_factory=list)  # as they were, for the second run
+    before: list[Note] = dataclasses.field(default_factory=list)  # what layers held then, of what changes
+    after: list[Note] = dataclasses.field(default_factory=list)  # and what its forward has left, for the backward
     # Gradients laid out in another way than their leaf, which `.grad` would not keep: whoever sums them next would sum
     # in another order.
     as_they_came: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -113,6 +117,28 @@ class Kept:
         if any(each.is_nested or each.layout is not torch.strided for each in known):
             return None
         return (self.graph, *[(each.shape, each.stride()) for each in known])
+
+    def seeds(
+        self, work: Work, tie: Tie, place: Place, deferring: Collection[int], hooks: ExitStack
+    ) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Where the sums that later places have added up for a shared parameter go on."""
+        parameter = tie.parameter
+        waits = id(parameter) in work.deferred
+        if work.defer and tie.may_wait(place):  # a microbatch that skips it keeps its turn among those whose W adds it
+            waits = waits or id(parameter) in deferring
+        cast = self.casts.get(tie) if tie.shares_cast(place) and not waits else None
+        high, low = tie.goes_on(place, work.microbatch, cast, hooks, waits=waits)
+        if waits:
+            work.records[:0] = [
+                (parameter, given, sums, None, is_low)
+                for sums, is_low in ((high, False), (low, True))
+                if sums is not None
+            ]
+            return
+        if high is not None:
+            yield get_gradient_edge(parameter), high
+        if low is not None and cast is not None:
+            yield GradientEdge(cast, 0), low
 
     def watch_layouts(self) -> None:
         """Before the backward: keep gradients as they come."""

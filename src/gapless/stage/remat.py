@@ -49,7 +49,7 @@ class RematCell(Cell):
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
         first = Kept(leaves, shape)
         handed = self._build(work, first, defer=False)
-        kept.buffers = first.buffers
+        kept.buffers, kept.before, kept.after = first.buffers, first.before, first.after
         for each in self._kept.values():
             each.buffers += self._undo.buffers.begun_now()
         intake.tried = True
@@ -70,7 +70,7 @@ class RematCell(Cell):
         assert kept.autocast is not None
         work.replaying = True
         drawn, buffers = self._calls.draws.replayed(), self._undo.buffers.replayed(kept.buffers)
-        with torch.enable_grad(), kept.autocast.replayed(), buffers, drawn:
+        with torch.enable_grad(), kept.autocast.replayed(), buffers, self._undo.replayed(kept), drawn:
             self._build(work, kept)
         work.replaying = False
 

@@ -12,7 +12,8 @@ alone; between `backward_input` and `backward_weight` only what the deferred wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from gapless.errors import ConfigError, GaplessError
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
-from .buffers import Owned, marks_of, moved
+from .buffers import LateUses, Owned, changed_late, marks_of, moved
 from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced
@@ -93,7 +94,6 @@ class Stage:
         self._shared_buffers: Mapping[Owned, str] = {}
         self._number = 0
         self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
-        self._changed_late = False  # a backward has changed buffers after forwards of later microbatches had
         # Around the first backward of each step, and around its other half.
         self._back, self._weights = (
             BackwardMode(self._calls.draws, self._calls.statistics, self._calls.stored.generators) for _ in range(2)
@@ -237,12 +237,15 @@ class Stage:
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
         self._calls.watching = self._back if work.step != self._step_back else None
-        marks = marks_of(self._changing()) if self._calls.may_change_buffers else None
+        # In a plain loop no forward of a later microbatch comes before a backward.
+        marks = marks_of(self._own_changing()) if self._calls.may_change_buffers else None
+        late = bool(marks) and any(later > microbatch for later in self._work)
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
         try:
-            for cell in self._cells_back:
-                grads = cell.backward(work, grads)
-            grads = self._first_cell.backward(work, grads, then)
+            with LateUses(self._changing(), self._number) if late else nullcontext():
+                for cell in self._cells_back:
+                    grads = cell.backward(work, grads)
+                grads = self._first_cell.backward(work, grads, then)
         except RuntimeError as error:
             if _CHANGED_SINCE not in str(error):
                 raise
@@ -254,13 +257,18 @@ class Stage:
         self._step_back = work.step
         if before is not None:
             self._weight_changes.changed_in_backward(before, self._number, others=len(self._work) > 1)
-        if marks and moved(marks):  # in a plain loop no forward of a later microbatch comes before a backward
-            self._changed_late |= any(later > microbatch for later in self._work)
+        if marks and late and moved(marks):
+            raise changed_late(self._number, "a buffer")
         return grads
 
     def _changing(self) -> list[Owned]:
-        """Buffers that forwards were seen to change."""
-        return [*(each for cell in self._cells for each in cell.changing), *self._calls.statistics.counters]
+        """Buffers that forwards were seen to change; those of batch norms are counted elsewhere."""
+        return [each for cell in self._cells for each in cell.changing]
+
+    def _own_changing(self) -> Iterator[Owned]:
+        """Those that no other stage changes meanwhile, and counters of batch norms."""
+        found = (*self._changing(), *self._calls.statistics.counters)
+        return (each for each in found if each not in self._shared_buffers)
 
     def backward_weight(self, microbatch: int) -> None:
         """The other half: the deferred weight gradients. Frees the microbatch."""
@@ -300,7 +308,7 @@ class Stage:
         if resting:
             self.rest()
         statistics = self._calls.statistics
-        changing = {each for cell in self._cells for each in cell.changing}
+        changing = {*self._changing()}
         for (module, name), shown in self._shared_buffers.items():
             if (module, name) in changing or id(module._buffers[name]) in statistics.moved:
                 raise ConfigError(
@@ -308,12 +316,6 @@ class Stage:
                     "plain training: choose a partition that keeps its layers in one stage, or give each layer a "
                     "buffer of its own"
                 )
-        if self._changed_late:
-            raise ConfigError(
-                f"a backward of stage {self._number} has changed a buffer, as torch.utils.checkpoint does when it runs "
-                "a layer again, after forwards of later microbatches have: take what changes it out of the checkpoint, "
-                "or use remat= in place of the checkpoint"
-            )
         self._weight_changes.finish(self._number, resting=resting)
         if not self.forwards_in_order and (changing or statistics.moves):
             raise ConfigError(
@@ -336,7 +338,6 @@ class Stage:
         """Forgets every microbatch in flight (after an error) and what is cached for one step."""
         for microbatch in list(self._work):
             self._forget(microbatch)
-        self._changed_late = False
         self._calls.forget()
         self._calls.statistics.clear()
         if self._calls.divisors is not None:

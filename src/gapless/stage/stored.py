@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 from torch import Generator, Tensor, nn
@@ -26,7 +26,7 @@ from .compiled import is_compiled, is_traced
 from .draws import no_users
 from .way import is_torchs
 
-_NOTHING = object()
+NOTHING = object()
 _OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _WAY_OUT = (
@@ -42,12 +42,20 @@ class _Forward(threading.local):
 _forward = _Forward()
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
+    """A tensor, or a list or dict with one in it."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, Tensor) or (
         isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
     )
+
+
+class Was(NamedTuple):
+    """An attribute before a forward has changed it: what it was, and what was in it, if that is what has changed."""
+
+    value: Any
+    inside: Any
 
 
 class _Watched:
@@ -72,24 +80,31 @@ class _Watched:
         """Nobody looks until `look_anew`: what stood there may die."""
         self._values, self._inside = [], []
 
-    def changed(self) -> list[str]:
-        """Those that were set since, or changed where they are."""
+    def changed(self) -> list[tuple[str, Was]]:
+        """Those that were set since, or changed where they are, and what they were."""
         held, names, values = self._held, self._names, self._values
-        if len(held) == len(names) + len(_OWN) and all(map(is_, map(held.get, names), values)):
-            altered = {id(each) for each, before in self._inside if not _same(_inside(each), before)}
-            found = [name for name, value in zip(names, values, strict=True) if id(value) in altered] if altered else []
-        else:
-            before = dict(zip(names, values, strict=True))
-            self._names = [name for name in held if name not in _OWN]
-            found = [name for name in self._names if held[name] is not before.get(name, _NOTHING)]
-        if found or self._names is not names:
-            self.look()
+        inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
+        altered = {id(each): before for each, before in inside}
+        stay = len(held) == len(names) + len(_OWN) and all(map(is_, map(held.get, names), values))
+        if stay and not altered:
+            return []
+        before = dict(zip(names, values, strict=True))
+        found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
+        self._names = [name for name in held if name not in _OWN]
+        found += [
+            (name, Was(value, None))
+            for name in dict.fromkeys([*names, *self._names])
+            if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
+        ]
+        self.look()
         return found
 
 
 def _inside(value: Any) -> Any:
     """What tells of a change in place."""
-    return value._version if isinstance(value, Tensor) else [*(value.values() if isinstance(value, dict) else value)]
+    if isinstance(value, Tensor):
+        return value._version
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -150,7 +165,7 @@ class Stored:
                 module.__class__ = guarded
             for module, name in self._never_set():
                 why = f"{type(module).__name__}.{name} is set by the forward of a model that was traced"
-                self._tripped[module, name] = module.__dict__.get(name, _NOTHING)
+                self._tripped[module, name] = module.__dict__.get(name, NOTHING)
                 module.__dict__[name] = Tripwire(f"{why}, which never runs again")
 
     def rest(self) -> None:
@@ -164,7 +179,7 @@ class Stored:
             while self._tripped:
                 (module, name), before = self._tripped.popitem()
                 module.__dict__[name] = before
-                if before is _NOTHING:
+                if before is NOTHING:
                     del module.__dict__[name]
 
     def guard(self, module: nn.Module, name: str, by: "Attributes") -> None:
@@ -233,6 +248,8 @@ class Attributes(contextlib.AbstractContextManager[None]):
         self._torchs = {each: len(each.__dict__) for each in modules if is_torchs(type(each))}
         self._watched = [_Watched(each) for each in modules if each not in self._torchs]
         self._set: set[tuple[nn.Module, str]] = set()  # attributes that these forwards set
+        self._changing: set[tuple[nn.Module, str]] = set()  # and those that these change, whatever they hold
+        self.begun: list[tuple[nn.Module, str, Was]] = []  # those of them that the last forward was the first to change
         self._before: Attributes | None = None
         self._step = -1
 
@@ -253,6 +270,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before, _forward.of = _forward.of, self
+        self.begun = []
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
@@ -266,9 +284,12 @@ class Attributes(contextlib.AbstractContextManager[None]):
             names = [name for name in list(module.__dict__)[:size] if name not in _OWN]
             self._watched.append(_Watched(module, names=names))
         for each in self._watched:
-            for name in each.changed():
+            for name, was in each.changed():
                 key = each.module, name
-                if key not in self._set and _holds_tensors(each.module.__dict__[name]):
+                if key not in self._changing:
+                    self._changing.add(key)
+                    self.begun.append((*key, was))
+                if key not in self._set and holds_tensors(each.module.__dict__.get(name)):
                     self._set.add(key)
                     self._stored.guard(*key, self)
 

@@ -9,15 +9,22 @@ it tells without (`unseen`), and so do weights that are used in a second way (`d
                         the run before has changed that too. This is refused, in the one step where it can happen
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
+
+from torch import nn
 
 from gapless.errors import ConfigError, GaplessError
 
 from .batchnorm import Statistics
-from .buffers import Buffers, Marks, Taken
-from .held import Held, Note
+from .buffers import Buffers, Marks, Taken, changed_late
+from .held import Held, for_replay, without_tensors
+from .kept import Kept
 from .mode import Restart
+from .notes import Note
+from .stored import Was
 
 IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 _ON_META = "device meta"  # what belongs to another process is there
@@ -28,10 +35,11 @@ class Undo:
 
     def __init__(self, parts: Sequence[Any], statistics: Statistics, *, always: bool) -> None:
         self.buffers = Buffers(parts, always=always)
-        self._held = Held(parts)
+        self._held, self._always = Held(parts, always=always), always
         self._statistics = statistics
         self._taken: Taken = []
         self._notes: list[Note] = []
+        self._changed: list[Note] = []  # what the run that counts has changed, as it was
         self._again: tuple[str, Marks, list[Note]] | None = None
         self._miscounted = ""
         self._step = self._next_look = 0
@@ -80,10 +88,43 @@ class Undo:
             if changed:
                 self._refuse(story, f"has changed {', '.join(changed[:3])} a second time")
         if self._step >= self._next_look:
-            self._held.learn(self._notes)
+            self._changed = self._held.learn(self._notes)
             self._next_look = max(self._step + 1, 2 * self._step)
+        else:
+            self._changed = self._notes
         self._notes = []
         return self.buffers.learn(self._taken)
+
+    def note(self, kept: Kept, others: Iterable[Kept], begun: Sequence[tuple[nn.Module, str, Was]]) -> None:
+        """Keeps with a microbatch what layers held before its forward, for a second run, and what it has left, for the
+        backward. `begun`: attributes that it was the first to change; what is kept of others lacks them.
+        """
+        found, lost = self._held.begun(begun) if begun else ([], [])
+        if lost and self._always:
+            raise ConfigError(
+                f"a forward has changed {lost[0]} in place for the first time, and remat needs to know what it was: "
+                "let the layer do so from its first call on, or make it a buffer"
+            )
+        if not self._held.changes:
+            return
+        kept.after = list(without_tensors(self._held.taken()))
+        kept.before = list(for_replay([*self._changed, *found])) if self._always else []
+        self._changed = []
+        for each in others if found else ():
+            each.after += without_tensors(found)
+            each.before += for_replay(found)
+
+    def replayed(self, kept: Kept) -> AbstractContextManager[None]:
+        """Around a second run."""
+        return self._held.replayed(kept.before)
+
+    @contextlib.contextmanager
+    def as_left(self, kept: Kept, stage: int) -> Iterator[None]:
+        """Around the backward of a microbatch."""
+        with self._held.as_left(kept.after) as changed:
+            yield
+        if changed:
+            raise changed_late(stage, changed[0])
 
     def _refuse(self, story: str, what: str) -> None:
         raise GaplessError(f"{story} that {what}: let the layer do so from the first step on.")

@@ -1,0 +1,185 @@
+"""What can change of what an object holds: attributes, entries, contents, each noted so that it can be put back.
+
+Objects that several threads may use (with a lock in them), and those of torch and of Python's library, are not noted.
+"""
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .stored import NOTHING
+
+_OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
+_SIMPLE = frozenset(
+    (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.Size)
+)
+LISTS = (list, deque, set, bytearray)
+_LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
+    "torch"
+}
+_THREADING = ("_thread", "threading")
+
+
+class Note(NamedTuple):
+    """What can change, where it is, and what is in it now."""
+
+    holder: Any
+    path: str
+    content: Any
+
+
+class Entries:
+    """Some of the entries of a dict."""
+
+    def __init__(self, held: dict[Any, Any], keys: Iterable[Any] | None) -> None:
+        self.held, self.keys = held, keys
+
+    def read(self) -> dict[Any, Any]:
+        return {key: self.held.get(key, NOTHING) for key in self.keys or ()}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        for key, value in content.items():
+            if value is NOTHING:
+                self.held.pop(key, None)
+            else:
+                self.held[key] = value
+
+
+class Fields(Entries):
+    """The attributes of an object, without those that every module has; `keys` are those that matter, if known."""
+
+    def __init__(self, owner: Any, keys: Iterable[str] | None = None) -> None:
+        super().__init__(owner.__dict__, keys)
+        self.owner = owner
+
+    def read(self) -> dict[Any, Any]:
+        if self.keys is not None:
+            return super().read()
+        own: Any = _OWN if isinstance(self.owner, nn.Module) else ()
+        return {key: value for key, value in list(self.held.items()) if key not in own}
+
+    def write(self, content: dict[Any, Any]) -> None:
+        now = content if self.keys is not None else self.read()
+        super().write({**dict.fromkeys(now, NOTHING), **content})
+
+
+def notes_of(parts: Sequence[Any]) -> Iterator[Note]:
+    """All that can be reached from them and can change."""
+    seen: set[int] = set()
+    to_visit: list[tuple[Any, str]] = [(part, type(part).__name__) for part in parts]
+    while to_visit:
+        value, path = to_visit.pop()
+        if type(value) in _SIMPLE or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            to_visit += [(part, f"{path}.{name}") for name, part in value._modules.items() if part is not None]
+        holder = _holder(value)
+        if holder is not None:
+            content = content_of(holder)
+            yield Note(holder, path, content)
+        else:
+            content = _parts(value)
+        if isinstance(content, dict):
+            to_visit += [(each, f"{path}.{key}") for key, each in content.items()]
+        elif holder is None or isinstance(content, list):
+            to_visit += [(each, f"{path}[{number}]") for number, each in enumerate(content)]
+
+
+def _holder(value: Any) -> Any:
+    """What has contents that can be noted and put back; None where it has none."""
+    if isinstance(value, Tensor):
+        plain = type(value) is Tensor and value.grad_fn is None and value.layout == torch.strided
+        return value if plain and not (value.is_meta or value.is_inference()) else None
+    if isinstance(value, (dict, types.CellType, random.Random, *LISTS)) or _is_array(value):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(value, type):
+        return None
+    if not isinstance(value, nn.Module):
+        if type(value).__module__.partition(".")[0] in _LIBRARIES:
+            return None
+        if any(type(each).__module__ in _THREADING for each in attributes.values()):
+            return None
+    return Fields(value)
+
+
+def _parts(value: Any) -> Any:
+    """What stands behind a thing that can't change itself."""
+    if isinstance(value, types.FunctionType):
+        return (*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__)
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    return tuple(value) if isinstance(value, (tuple, frozenset)) else ()
+
+
+def content_of(holder: Any) -> Any:
+    """What is in it now."""
+    if isinstance(holder, Entries):
+        return holder.read()
+    if isinstance(holder, Tensor):
+        return holder._version, holder.detach().clone()
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, LISTS):
+        return list(holder)
+    if isinstance(holder, types.CellType):
+        try:
+            return [holder.cell_contents]
+        except ValueError:  # nothing is in it yet
+            return []
+    return holder.getstate() if isinstance(holder, random.Random) else holder.copy()
+
+
+def same(holder: Any, content: Any) -> bool:
+    """Whether nothing has changed. What a list holds is noted by itself."""
+    if isinstance(content, Tensor):
+        return False
+    if isinstance(holder, Tensor):
+        is_nan = holder.isnan() & content[1].isnan()
+        return holder._version == content[0] and bool(((holder == content[1]) | is_nan).all())
+    now = content_of(holder)
+    if isinstance(now, dict):
+        return not changed_keys(content, now)
+    if isinstance(now, list):
+        return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
+    return bool(now == content) if isinstance(now, tuple) else bool(now.tobytes() == content.tobytes())
+
+
+def changed_keys(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
+    """Of entries that were set or taken away."""
+    keys = dict.fromkeys([*before, *now])
+    return [key for key in keys if before.get(key, NOTHING) is not now.get(key, NOTHING)]
+
+
+def write(holder: Any, content: Any) -> None:
+    """Puts it back. A tensor gets other memory, if that is its content, or other numbers."""
+    if isinstance(holder, Entries):
+        holder.write(content)
+    elif isinstance(content, Tensor):
+        holder.data = content
+    elif isinstance(holder, Tensor):
+        with torch.no_grad():
+            holder.copy_(content[1])
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = content[0]
+    elif isinstance(holder, (dict, deque, set, list, bytearray)):
+        holder.clear()
+        (holder.update if isinstance(holder, (dict, set)) else holder.extend)(content)
+    elif isinstance(holder, random.Random):
+        holder.setstate(content)
+    else:
+        holder[...] = content
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
