@@ -85,8 +85,8 @@ def _along(part: nn.Module, x: Tensor) -> Tensor:
     return made + 0.1 * slope  # type: ignore[no-any-return]
 
 
-def _in_low(part: nn.Module, x: Tensor) -> Tensor:
-    return part(x.bfloat16()).to(x.dtype)  # type: ignore[no-any-return]
+def _in_low(part: nn.Linear, x: Tensor) -> Tensor:
+    return part(x.to(part.weight.dtype)).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _low_with_high_gradients() -> nn.Module:
