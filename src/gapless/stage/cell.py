@@ -211,7 +211,7 @@ class Cell:
         self._calls.enter(work.microbatch, replaying=work.replaying)
         undo = self._undo.entered()
         while True:
-            cast = self._intake.casts or autocast_is_on()
+            cast = self._intake.casts or self._calls.mode.casts_by_itself or autocast_is_on()
             tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]
             versions, was_copied = [tensor._version for tensor in tensors], self._intake.copies
             leaves = self._intake.taken(kept.leaves)

@@ -60,6 +60,7 @@ class Mode(TorchFunctionMode):
         self.waiting: Collection[int] = ()  # parameters, by id, whose gradients wait in this step
         self.second_use = False  # of one of these or of those deferred, by a call that autograd sees
         self.casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
+        self.casts_by_itself = False  # a layer has an autocast of its own
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = table
@@ -141,7 +142,7 @@ class Mode(TorchFunctionMode):
         """What autocast would do with its cache, with one that lasts for this forward."""
         if type(arg) is not Parameter or id(arg) not in self.cast_anew or arg.dtype != torch.float32:
             return arg
-        if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled():
+        if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled() or _in_functorch() is not None:
             return arg
         if self._records is not None and id(arg) in self._unless_deferred & self._have_waited - self.excluded:
             return arg

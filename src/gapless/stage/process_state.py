@@ -202,6 +202,7 @@ def _enter_autocast() -> int:
         if work is None or work.mode is None:
             _here.casts = True
         elif _here.alone is None and not work.mode.casts_all:
+            work.mode.casts_by_itself = True
             _here.alone = exclusively()
             _here.alone.__enter__()
             with _Casting.lock:
