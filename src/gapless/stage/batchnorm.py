@@ -120,7 +120,10 @@ class Statistics:
                 factor = next(iter(parts.values())).factor  # an average over all minibatches has it from the counter
                 self._move([parts[microbatch] for microbatch in sorted(parts)], factor)
         self._raised.clear()
+        to_come = +self._to_come  # of minibatches that are under way too
         self.clear()
+        if not whole:
+            self._to_come = to_come
 
     def clear(self) -> None:
         """Forgets a minibatch that did not come to its end."""
