@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gapless.bench import BENCHMARKS, emulated
 from gapless.bench.scale import sizes
@@ -44,11 +45,16 @@ def test_emulated_compares_with_the_bound_and_with_torch(capsys: pytest.CaptureF
     found, report = bench(capsys, "emulated", "-K", "2", "-M", "4", "--milliseconds", "1", "--rounds", "1")
     rows = {(row["by"], row["schedule"]): row for row in found["rows"]}
     ours = [("gapless", name) for name in ("1f1b", "zb-h1", "interleaved", "zb-v")]
-    assert list(rows) == [*ours, *(("torch", name) for name in ("1f1b", "interleaved", "zb-v"))]
+    theirs = [("torch", name) for name in ("1f1b", "interleaved", "zb-v")]
+    if torch.__version__ < "2.13":  # which can't split the backward of a custom function
+        assert found["refused"].keys() == {"zb-v"}
+        theirs.pop()
+    assert list(rows) == [*ours, *theirs]
     # 3 ms of work per microbatch and device; 1f1b is idle for K - 1 more microbatches.
     assert rows["gapless", "1f1b"]["bound"] == pytest.approx(0.015)
     assert rows["torch", "1f1b"]["bound"] == pytest.approx(0.015)
-    assert rows["torch", "zb-v"]["bound"] == pytest.approx(rows["gapless", "zb-v"]["bound"])
+    for by, name in theirs:
+        assert rows[by, name]["bound"] == pytest.approx(rows["gapless", name]["bound"])
     for row in rows.values():
         assert 0 < row["useful"] <= row["efficiency"]
         assert row["efficiency"] == pytest.approx(row["bound"] / row["seconds"])

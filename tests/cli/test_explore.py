@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
-from tests.bench.processes import below
+from tests.bench.processes import below, needs_proc
 from tests.cli.conftest import Command
 
 # Ctrl-C reaches a program even where whoever started the tests ignores it.
@@ -33,6 +33,7 @@ def _leaves_ctrl_c_to_others(process: int) -> bool:
     return bool(int(blocked, 16) >> (signal.SIGINT - 1) & 1)
 
 
+@needs_proc
 def test_it_serves_without_a_terminal_until_ctrl_c_and_ends_with_0() -> None:
     words = [sys.executable, "-c", PROGRAM, "explore", "--json"]
     with subprocess.Popen(

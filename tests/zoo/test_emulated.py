@@ -68,6 +68,7 @@ def test_an_unsplit_backward_takes_both_times() -> None:
     assert seconds(loss.backward) >= 0.010 - 2 * EARLY
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch can't split a custom function's backward")
 def test_the_split_of_torchs_own_pipelining_sleeps_each_half_where_it_runs_it() -> None:
     layer = Emulated(forward=0.0, input_grad=0.004, weight_grad=0.016, separate=True)
     x = torch.ones(2, 1, requires_grad=True)

@@ -9,6 +9,7 @@ from functools import partial
 from os import kill
 
 import pytest
+import torch
 
 from gapless.bench.peer.contest import Contest
 from gapless.bench.peer.launcher import Launcher
@@ -26,15 +27,16 @@ EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
 
 def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process(launcher: Launcher) -> None:
     before = below()
-    with Peer(EMULATED, ["1f1b", "interleaved", "zb-v"], launcher=launcher) as peer:
+    runs = ["1f1b", "zb-v"] if torch.__version__ >= "2.13" else ["1f1b"]  # older ones can't split a custom function
+    with Peer(EMULATED, [*runs, "interleaved"], launcher=launcher) as peer:
         started = below() - before
         assert len(started) == 2  # its ranks
         assert peer.refused.keys() == {"interleaved"}
         assert "multiple of the number of rounds" in peer.refused["interleaved"]
-        assert peer.schedules["zb-v"].rows == make_schedule("zb-v", devices=2, microbatches=5).rows
+        for name in runs:
+            assert peer.schedules[name].rows == make_schedule(name, devices=2, microbatches=5).rows
+            assert peer.step(name, times=2) > 0
         assert all(verify(schedule).ok for schedule in peer.schedules.values())
-        assert peer.step("1f1b") > 0
-        assert peer.step("zb-v", times=2) > 0
         used = _ticks(started)
         time.sleep(0.5)
         assert _ticks(started) - used <= 2  # they sleep while others are measured
