@@ -360,6 +360,31 @@ def test_a_checkpoint_that_draws_nothing_leaves_generators_to_other_stages(sched
     assert_trained_alike(lambda: next(layers), microbatches=8, schedule=schedule)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_draws_nothing_does_not_ask_for_the_state_of_the_generator(reentrant: bool) -> None:
+    """Two threads that ask for it at once can wait for each other for ever."""
+    asked, default = list[str](), torch.default_generator
+
+    def note(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__self__", None) is default and frame.f_back is not None:
+            asked.append(frame.f_globals["__name__"])
+
+    def forward(linear: nn.Module, x: Tensor) -> Any:
+        return checkpoint(linear, x, use_reentrant=reentrant)
+
+    layers = [Do(forward, nn.Linear(6, 6)) for _ in range(2)]
+    before = threading.getprofile()
+    threading.setprofile(note)
+    try:
+        with gapless.Pipeline(layers, devices=2, microbatches=4, loss=F.mse_loss) as pipe:
+            for _ in range(2):
+                asked.clear()
+                pipe.step(torch.randn(8, 6, requires_grad=True), torch.randn(8, 6))
+    finally:
+        threading.setprofile(before)
+    assert "torch.random" not in asked
+
+
 def test_parametrizations_without_a_cache_are_exact() -> None:
     assert_exact(layers_with(lambda: parametrizations.weight_norm(nn.Linear(6, 6))), devices=2)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch._functorch.eager_transforms as transforms
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.nn.utils import parametrize
 
 from gapless.errors import ConfigError
@@ -33,6 +34,7 @@ from .exclusive import exclusively, is_held
 from .mode import Mode
 
 Function = Callable[..., Any]
+_ANY_STATE = torch.Generator().get_state()  # of a generator from which nobody draws
 _CHECKPOINT = "torch.utils.checkpoint"
 _BETWEEN = ("torch.random", "torch.cuda.random", "torch.cuda", "contextlib", __name__)
 _GENERATORS = "set_rng_state get_rng_state manual_seed seed initial_seed"
@@ -101,9 +103,12 @@ def watch_torch() -> None:
             _wrap(place, name, functools.partial(_refuse_setting, name.lstrip("_")))
     for name, setter in _SETTERS.items():
         _wrap_code(setter, functools.partial(_refuse_setting, name))
-    for place, names in ((torch.random, _GENERATORS), (torch.cuda.random, _GENERATORS_ON_GPUS)):
-        for name in names.split():
-            _wrap_code(getattr(place, name), _set_state if name == "set_rng_state" else _touch_generators)
+    answers: dict[str, Callable[[], Any]] = {"set_rng_state": _set_state}
+    for name in _GENERATORS_ON_GPUS.split():
+        _wrap_code(getattr(torch.cuda.random, name), answers.get(name, _touch_generators))
+    answers["get_rng_state"] = _get_state
+    for name in _GENERATORS.split():
+        _wrap_code(getattr(torch.random, name), answers.get(name, _touch_generators))
     _wrap_default_generator()
     _wrap_code(transforms.jvp_increment_nesting, _enter_level)
     _wrap_code(torch.autograd.forward_ad.enter_dual_level, _enter_level)
@@ -123,14 +128,15 @@ def _wrap(place: Any, name: str, first: Callable[[], None]) -> None:
     setattr(place, name, instead)
 
 
-def _wrap_code(wrapped: Function, first: Callable[[], bool | None]) -> None:
-    """A function in Python, whoever has it already. `first` tells whether the call is to be left out."""
+def _wrap_code(wrapped: Function, first: Callable[[], Any]) -> None:
+    """A function in Python, whoever has it already. What `first` returns, if not None, is the answer."""
     function: Any = inspect.unwrap(wrapped)
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        return None if first() else original(*args, **kwargs)
+        answer = first()
+        return original(*args, **kwargs) if answer is None else answer
 
     function.__signature__ = inspect.signature(function)
     function.__kwdefaults__ = {"_instead": instead}
@@ -178,13 +184,26 @@ def _touch_generators() -> None:
         work.mode.first_call.checkpoints = True
 
 
-def _set_state() -> bool:
+def _set_state() -> bool | None:
     """A checkpoint brings generators to where they stood in its forward, whether or not anything was drawn there. Where
     something was, the backward has them to itself. Otherwise another thread may be drawing from them.
     """
     _touch_generators()
+    return True if _is_idle_checkpoint() else None
+
+
+def _get_state() -> Tensor | None:
+    """Nor is that of the CPU asked for: two threads that do so at once may wait for each other for ever, since torch
+    holds its lock while Python collects garbage, and lets others run.
+    """
+    _touch_generators()
+    return _ANY_STATE if _is_idle_checkpoint() else None
+
+
+def _is_idle_checkpoint() -> bool:
+    """Whether it is a checkpoint that asks, which draws nothing: where it does, it has the generators to itself."""
     work = _here.work
-    if work is None or work.mode is None or work.mode.one_thread or work.what != "backward" or is_held():
+    if work is None or work.mode is None or work.mode.one_thread or is_held():
         return False
     return _caller() == _CHECKPOINT
 
