@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import signal
 import textwrap
 import threading
@@ -240,12 +241,12 @@ class Fragile(nn.Module):
 
     def arm(self, kind: str, after: int = 0, error: BaseException | None = None, seconds: float = 0.0) -> None:
         self.kind, self.after, self.error, self.seconds = kind, after, error, seconds
+        self.times = itertools.count()  # a number would be put back after a recompute
 
     def reach(self, kind: str) -> None:
         if kind != self.kind:
             return
-        self.after -= 1
-        if self.after < 0:
+        if next(self.times) >= self.after:
             time.sleep(self.seconds)
             if self.error is not None:
                 raise self.error

@@ -161,7 +161,8 @@ class Cell:
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
         try:
-            with self._undo.as_left(kept, self._place[0]) if kept.after else nullcontext():
+            runs_again = kept.after and self._calls.mode.checkpoints
+            with self._undo.as_left(kept, self._place[0]) if runs_again else nullcontext():
                 if self._ties:
                     self._backward_tied(work, kept, edges, starts)
                 elif edges:

@@ -60,6 +60,7 @@ class Mode(TorchFunctionMode):
         self.waiting: Collection[int] = ()  # parameters, by id, whose gradients wait in this step
         self.second_use = False  # of one of these or of those deferred, by a call that autograd sees
         self.casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
+        self.checkpoints = False  # a layer uses torch.utils.checkpoint
         self.casts_by_itself = False  # a layer has an autocast of its own
         self._kind = "cpu"
         self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}

@@ -1,6 +1,7 @@
 """What can change of what an object holds: attributes, entries, contents, each noted so that it can be put back.
 
-Objects that several threads may use (with a lock in them), and those of torch and of Python's library, are not noted.
+Objects that several threads may use (with a lock in them), and those of torch, of gapless and of Python's library are
+not noted.
 """
 
 import random
@@ -22,7 +23,8 @@ _SIMPLE = frozenset(
 )
 LISTS = (list, deque, set, bytearray)
 _LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
-    "torch"
+    "torch",
+    "gapless",
 }
 _THREADING = ("_thread", "threading")
 

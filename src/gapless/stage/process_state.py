@@ -175,13 +175,14 @@ def _refuse_setting(name: str) -> None:
 
 def _touch_generators() -> None:
     work = _here.work
-    if work is None or work.mode is None or work.mode.alone or work.what != "forward":
+    if work is None or work.mode is None or work.what != "forward":
         return
-    caller = _caller()
-    if caller != _CHECKPOINT:  # which asks whether or not anything is drawn
+    if _caller() == _CHECKPOINT:  # which asks whether or not anything is drawn
+        work.mode.checkpoints = True
+        if work.mode.first_call is not None:
+            work.mode.first_call.checkpoints = True
+    elif not work.mode.alone:
         work.mode.run_alone("a layer uses the state of torch's generators")
-    elif work.mode.first_call is not None:
-        work.mode.first_call.checkpoints = True
 
 
 def _set_state() -> bool | None:
