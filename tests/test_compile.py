@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -296,3 +298,22 @@ def test_batch_norm_that_cannot_be_seen_is_not_deferred() -> None:
     layers: list[Any] = [torch.compile(nn.BatchNorm1d(6)), nn.Linear(6, 6)]
     with pytest.raises(ConfigError, match="a compiled layer can't defer the statistics of its batch norm"):
         gapless.Pipeline(layers, devices=2, microbatches=2, loss=F.mse_loss, batchnorm="deferred")
+
+
+TWICE = """
+import ctypes, torch, torch.nn.functional as F, gapless
+malloc = ctypes.pythonapi.PyMem_RawMalloc
+malloc.restype = ctypes.c_void_p
+layers = [torch.compile(torch.nn.Linear(4, 4), backend="aot_eager") for _ in range(2)]
+with gapless.Pipeline(layers, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+    pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+for _ in range(20000):  # what the threads have let go of belongs to others now
+    ctypes.memset(ctypes.c_void_p(malloc(8)), 0x41, 8)
+torch.export.export(torch.nn.Linear(4, 4), (torch.randn(2, 4),))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs CUDA's torch and no GPU")
+def test_after_the_threads_that_compiled_have_ended_torch_can_trace() -> None:
+    """It crashed: torch 2.11 goes by something that had ended with them."""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", TWICE], check=False).returncode == 0

@@ -119,6 +119,7 @@ def test_a_model_from_torch_compile_is_compiled_in_pieces_and_keeps_its_names() 
 
 
 def test_a_sequence_from_torch_compile_is_compiled_layer_by_layer_with_its_options() -> None:
+    torch.compiler.reset()  # torch compiles a function only so many times, and other tests have compiled linear layers
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     plain = copy.deepcopy(model)

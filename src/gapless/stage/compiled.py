@@ -38,6 +38,9 @@ class CompiledCalls:
     """The calls of one compiled layer."""
 
     def __init__(self, layer: Any) -> None:
+        # Compiling asks for this. Where there is no GPU, torch 2.11 sets something that ends with the thread that asks
+        # first, and crashes later: so that is not one of the pipeline's own.
+        torch._C._ensureCUDADeviceGuardSet()
         self._layer = layer
         self._drawn: dict[Any, list[torch.Generator]] = {}  # by kind of input: what its calls draw from
         self.seconds = 0.0  # of the calls that compiled
