@@ -132,6 +132,16 @@ def test_the_gap_of_several_sizes_is_that_of_the_least_bound() -> None:
     assert found.best.step_seconds * (1 - found.searched.gap) == pytest.approx(0.5 * part.best.step_seconds)
 
 
+def test_sizes_that_each_found_plans_of_the_other_only_still_give_one() -> None:
+    # Measured with 2 samples the best have 8, and the other way round; a search does not list them all.
+    two, eight = (profiles.even(8).scaled(samples) for samples in (2, 8))
+    wanted = Wanted(schedules=["1f1b"], mesh=Mesh(1, 2), microbatches=2)
+    of_two, of_eight = search(two, 2, wanted, 16), search(eight, 2, replace(wanted, microbatches=8), 16)
+    assert (of_two.best.samples, of_eight.best.samples) == (8, 2)
+    found = _merged({2: two, 8: eight}, {2: of_two, 8: of_eight}).found
+    assert found.best in (replace(each.best, searched=found.searched) for each in (of_two, of_eight))
+
+
 def test_a_plan_for_fewer_devices_than_there_are_runs_on_those() -> None:
     found = gapless.make_plan(
         model(), *batch(), devices=["cpu"] * 2, loss=F.mse_loss, schedules=["1f1b"], microbatches=2, seconds=0.01

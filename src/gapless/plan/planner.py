@@ -209,12 +209,12 @@ def _overhead(layer: profiled.Layer, twin: profiled.Layer, ratio: float) -> floa
 
 
 def _merged(profiles: Mapping[int, Profile], founds: Mapping[int, Found]) -> Planned:
-    """All plans of all sizes, each with the costs of the size that is nearest to it."""
-    near = {
-        plan.samples: min(founds, key=lambda samples: (abs(math.log(samples / plan.samples)), samples))
-        for found in founds.values()
-        for plan in found.plans
-    }
+    """All plans of all sizes, each with the costs of the size that is nearest to it of those that found such plans."""
+    near: dict[int, int] = {}
+    for measured, found in founds.items():
+        for plan in found.plans:
+            both = (measured, near.get(plan.samples, measured))
+            near[plan.samples] = min(both, key=lambda size: (abs(math.log(size / plan.samples)), size))
     plans = [plan for samples, found in founds.items() for plan in found.plans if near[plan.samples] == samples]
     plans.sort(key=lambda plan: plan.step_seconds)
     samples = near[plans[0].samples]
