@@ -18,7 +18,7 @@ from study import POINTS, Found, Report, Results, Study, curve, main, option, sp
 from torch import Tensor
 
 import gapless
-from gapless.train.sources import standard_library
+from gapless.train.data.sources import standard_library
 from gapless.view import curves
 from gapless.zoo.gpt import gpt, next_token_loss
 

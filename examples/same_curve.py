@@ -20,7 +20,7 @@ from study import Found, Report, Results, Study, curve, main, middles, numbers, 
 from torch import Tensor, nn
 
 import gapless
-from gapless.train.sources import standard_library
+from gapless.train.data.sources import standard_library
 from gapless.view import curves
 from gapless.zoo.gpt import gpt, next_token_loss
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 ABOUT_PLACES = (
     "tests/model/test_odd_models.py::test_what_can_not_be_traced_is_refused_with_the_line_and_the_way_out",
     "tests/model/test_origin.py",
-    "tests/train/test_data.py",
-    "tests/train/test_user_code.py",
+    "tests/train/data/test_feed.py",
+    "tests/train/config/test_user_code.py",
     "tests/test_public_surface.py",
 )
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import gapless
 from gapless.errors import PartitionError, note_place, noted_place
 from gapless.model.origin import is_users
-from gapless.train.user_code import described
+from gapless.train.config.user_code import described
 
 _MODEL = """
 from torch import nn

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from gapless.plan.plan import Plan
-from gapless.train.callbacks import Callback, Loop, Step
-from gapless.train.config import Config
+from gapless.train.config.config import Config
 from gapless.train.job import build
-from gapless.train.training import make_trainer
+from gapless.train.run.trainer import Callback, Step, Trainer
+from gapless.train.run.training import make_trainer
 
 MINE = """
 import torch
@@ -122,10 +122,10 @@ class Kept(Callback):
         self.steps: list[Step] = []
         self.evaluations: list[tuple[int, float]] = []
 
-    def on_step(self, trainer: Loop, step: Step) -> None:
+    def on_step(self, trainer: Trainer, step: Step) -> None:
         self.steps.append(step)
 
-    def on_evaluate(self, trainer: Loop, loss: float, seconds: float) -> None:
+    def on_evaluate(self, trainer: Trainer, loss: float, seconds: float) -> None:
         self.evaluations.append((trainer.step, loss))
 
 

@@ -32,7 +32,7 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.run.flow.async_replicas import AsyncReplicas
 from gapless.run.flow.nesterov import DelayedNesterov
 from gapless.stage.intra_op import intra_op_threads
-from gapless.train.sources import standard_library
+from gapless.train.data.sources import standard_library
 from gapless.view import curves
 from gapless.zoo.gpt import gpt, next_token_loss
 

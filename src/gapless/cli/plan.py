@@ -237,7 +237,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
             "--profile, and plan that"
         )
     options.refuse_ranks("gapless plan CONFIG")
-    from gapless.train.config import read_config  # torch is loaded here, and not before
+    from gapless.train.config.config import read_config  # torch is loaded here, and not before
     from gapless.train.job import build
 
     config = read_config(arguments.source).changed(devices=arguments.devices, minibatch=arguments.minibatch)

@@ -13,10 +13,10 @@ from gapless.schedule.recipes import find_recipe
 from gapless.units import show_count, show_seconds
 
 if TYPE_CHECKING:
-    from gapless.train.config import Config
-    from gapless.train.run_folder import RunFolder
+    from gapless.train.config.config import Config
+    from gapless.train.run.run_folder import RunFolder
+    from gapless.train.run.training import Training
     from gapless.train.torchrun import Ranks
-    from gapless.train.training import Training
 
 EXAMPLE = "gapless train --example > my.toml; gapless train my.toml --set train.steps=50"
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schedule is not None:
         find_recipe(arguments.schedule)
     if arguments.keys or arguments.example:
-        from gapless.train import manual
+        from gapless.train.config import manual
 
         terminal.say(manual.page() if arguments.keys else manual.example(), end="")
         return 0
@@ -73,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from gapless.train.config import read_config  # torch is loaded here, and not before
-    from gapless.train.interrupts import CTRL_C
-    from gapless.train.run_folder import folder_of
+    from gapless.train.config.config import read_config  # torch is loaded here, and not before
+    from gapless.train.run.interrupts import CTRL_C
+    from gapless.train.run.run_folder import folder_of
+    from gapless.train.run.trainer import NotFiniteError
+    from gapless.train.run.training import prepared
     from gapless.train.torchrun import joined
-    from gapless.train.trainer import NotFiniteError
-    from gapless.train.training import prepared
 
     out = sys.stderr if arguments.json else sys.stdout
     read = read_config(arguments.config, arguments.set)
@@ -143,7 +143,7 @@ def _introduce(training: "Training", out: TextIO) -> None:
 
 def _display(arguments: argparse.Namespace, training: "Training", out: TextIO) -> Any:
     """Live on a terminal where rich is installed, lines elsewhere."""
-    from gapless.train.display import Lines, Live
+    from gapless.train.run.display import Lines, Live
 
     if out.isatty() and not arguments.plain:
         try:
@@ -153,7 +153,7 @@ def _display(arguments: argparse.Namespace, training: "Training", out: TextIO) -
         else:
             devices = show_count(len(training.pipe.devices), "device")
             title = f"{training.config.model.name} on {devices}, {training.folder.path}"
-            return Live(title, training.gauge, rich.console.Console(file=out))
+            return Live(title, training.monitor, rich.console.Console(file=out))
 
     def say(line: str) -> None:
         terminal.say(line, out)
@@ -164,7 +164,7 @@ def _display(arguments: argparse.Namespace, training: "Training", out: TextIO) -
 
 def _say_replaced(config: "Config", arguments: argparse.Namespace, out: TextIO) -> None:
     """What of the file a plan takes the place of."""
-    from gapless.train.config import BROUGHT_BY_A_PLAN
+    from gapless.train.config.config import BROUGHT_BY_A_PLAN
 
     said = [key for key in BROUGHT_BY_A_PLAN if getattr(config.pipeline, key) is not None]
     if said:
@@ -189,8 +189,8 @@ def _stopped(training: "Training", why: str, code: int) -> int:
 
 
 def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
-    from gapless.train.interrupts import SIGTERM
-    from gapless.train.metrics import summary_of
+    from gapless.train.run.metrics import summary_of
+    from gapless.train.run.trainer import SIGTERM
 
     found = summary_of(training.folder.metrics, training.begun)
     plan = training.plan

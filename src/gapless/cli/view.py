@@ -20,9 +20,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Reads what the run has written so far."""
-    from gapless.train.metrics import summary_of  # torch is loaded here, and not before
-    from gapless.train.record import report_of, write_report
-    from gapless.train.run_folder import RunFolder
+    from gapless.train.run.metrics import summary_of  # torch is loaded here, and not before
+    from gapless.train.run.run_folder import RunFolder
+    from gapless.train.run.run_report import report_of, write_report
 
     folder = RunFolder(Path(arguments.run))
     if arguments.json:

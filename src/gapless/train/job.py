@@ -19,10 +19,10 @@ from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.wanted import ANYTHING, Wanted
 from gapless.stage import microbatch as mb
 from gapless.stage.devices import torch_devices
-from gapless.train import room
-from gapless.train import user_code as own
-from gapless.train.config import Config, Part
-from gapless.train.data import Batch, Feed, make_feeds, with_shape
+from gapless.train import host_memory
+from gapless.train.config import user_code as own
+from gapless.train.config.config import Config, Part
+from gapless.train.data.feed import Batch, Feed, make_feeds, with_shape
 from gapless.train.learning_rate import Scheduled, scheduled
 from gapless.train.torchrun import Ranks
 from gapless.units import show_count
@@ -190,8 +190,8 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
         if arguments := own.fitting(loss, config.loss, None, None):
             loss = partial(loss, **arguments)
     optimizer = _optimizer(config, files)
-    room.check_batch(config)
-    sketch = room.sketched(config, files)
+    host_memory.check_batch(config)
+    sketch = host_memory.sketched(config, files)
     make = own.load(config.model, config, files)
     torch.manual_seed(config.seed)
     model = own.call(make, config.model, config, **({} if config.model.is_own else {"folder": config.folder}))
@@ -203,7 +203,7 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
     vocab = _vocabulary(config, model)
     feed, validation = make_feeds(config, files, share=ranks.share, vocab=vocab)
     first = feed.peek()
-    room.check_activations(config, sketch, first[0])
+    host_memory.check_activations(config, sketch, first[0])
     return Job(config, model, loss, optimizer, devices, scheduled(config, files), first, feed, validation, ranks)
 
 

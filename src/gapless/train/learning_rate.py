@@ -15,9 +15,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from gapless.errors import ConfigError
-from gapless.train import user_code as own
-from gapless.train.config import Config
-from gapless.train.tables import OUR_RATES
+from gapless.train.config import user_code as own
+from gapless.train.config.config import Config
+from gapless.train.config.tables import OUR_RATES
 
 Scheduled = Callable[[torch.optim.Optimizer], LRScheduler]
 

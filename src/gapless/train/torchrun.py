@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gapless.distributed import init_process_group
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.arguments import check_system
-from gapless.train.config import Config
+from gapless.train.config.config import Config
 from gapless.units import show_count
 
 if TYPE_CHECKING:

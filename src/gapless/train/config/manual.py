@@ -1,0 +1,75 @@
+"""What the definitions of the keys say to people: the page with all of them, and a commented config to start from."""
+
+import inspect
+from typing import Any
+
+from gapless.train.config.keys import Key, keys_of
+from gapless.train.config.tables import TABLES
+
+_HEAD = """# Every key of a config
+
+This page is made from the definitions that `gapless train` reads a config with: `gapless train --keys` prints it.
+[Training](training.md) explains how they work together. `--set train.steps=50` sets any of them for one run.
+"""
+_START = """# A config for `gapless train`. Lines behind a # may be left out: docs/config.md has all keys.
+"""
+_SHOWN = {  # what the commented config says without a #
+    "model.name",
+    "model.arguments",
+    "data.name",
+    "data.arguments",
+    "data.minibatch",
+    "optimizer.name",
+    "optimizer.arguments",
+    "pipeline.devices",
+    "pipeline.schedule",
+    "pipeline.microbatches",
+    "train.steps",
+    "train.clip",
+}
+_OF_THE_EXAMPLE = {"model.arguments": "{ width = 64, depth = 8, heads = 4, context = 64 }"}
+
+
+def page() -> str:
+    """Every key with what it means and its default, as Markdown."""
+    parts = [_HEAD]
+    for table, kind in TABLES.items():
+        rows = [f"| `{table}.{name}` | {key.what} | {_usual(key, default)} |" for name, (key, default) in _of(kind)]
+        parts.append(
+            "\n".join(
+                [f"## [{table}]\n", f"{_says(kind)}\n", "| key | meaning | default |", "|---|---|---|", *rows, ""]
+            )
+        )
+    return "\n".join(parts)
+
+
+def example() -> str:
+    """A config that runs as it is, with every key in it."""
+    parts = [_START]
+    for table, kind in TABLES.items():
+        lines = []
+        for name, (key, _) in _of(kind):
+            value = _OF_THE_EXAMPLE.get(f"{table}.{name}", key.example)
+            lines.append(f"{'' if f'{table}.{name}' in _SHOWN else '# '}{name} = {value}")
+        parts.append("\n".join([f"[{table}]  # {_says(kind)[:1].lower()}{_says(kind)[1:].rstrip('.')}", *lines, ""]))
+    return "\n".join(parts)
+
+
+def _of(kind: type) -> list[tuple[str, tuple[Key, Any]]]:
+    return list(keys_of(kind).items())
+
+
+def _says(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split())
+
+
+def _usual(key: Key, default: Any) -> str:
+    if key.needed is not None:
+        return "needed"
+    if key.usual:
+        return key.usual
+    return (
+        "none"
+        if default is None or default == {}
+        else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    )

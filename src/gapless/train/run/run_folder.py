@@ -1,0 +1,229 @@
+"""The folder of a run: what it was asked for, what happened, its checkpoints and its report.
+
+run.json        the config with all that holds, the pipeline and the machine
+metrics.jsonl   a line for each step, evaluation and checkpoint
+plan.json       the plan that was made for it, if one was
+timelines.json  the last steps that were measured
+checkpoints/    to go on from
+tensorboard/    event files
+report.html     all of it, to look at
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless._version import __version__
+from gapless.checkpoint.disk import is_aside, replace_file
+from gapless.checkpoint.held_folder import HeldFolder
+from gapless.checkpoint.listing import saved_in
+from gapless.errors import ConfigError
+from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.plan import Plan
+from gapless.schedule.action import Schedule
+from gapless.schedule.timeline import Timeline
+from gapless.train.config.config import Config
+
+_LOCK_WITHIN = 5.0  # seconds
+_MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run")  # tables that change no number that is trained
+_MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes")
+_THREADS = "threads of a device"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of a run is."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """There is something to go on from."""
+        return self.checkpoints.is_dir() and bool(saved_in(self.checkpoints))
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of a device in the run that goes on: its bits may depend on them, so they stay."""
+        said = self.said() if self.has_checkpoints else None
+        found = None if said is None else said.get("environment", {}).get(_THREADS)
+        return found if type(found) is int and found > 0 else None
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def missing(self) -> list[Path]:
+        """What of it is not there yet, the innermost first."""
+        return [each for each in (self.checkpoints, self.path, *self.path.parents) if not each.exists()]
+
+    def look(self, config: Config) -> HeldFolder | None:
+        """Hold it if it is there, as `open` does. One that is not is only made once nothing can be refused any more:
+        here it is asked whether it could be.
+        """
+        if self.path.exists():
+            return self.open(config)
+        nearest = next(each for each in self.path.absolute().parents if each.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = "can't be written to" if nearest.is_dir() else "is no folder"
+            raise ConfigError(f"run.folder: {self.path} can't be made: {nearest} {reason}")
+        return None
+
+    def open(self, config: Config) -> HeldFolder | None:
+        """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its
+        numbers would be neither's.
+        """
+        held = self._held()
+        try:
+            self._check(config)
+            if held is not None:
+                self._tidy()
+        except BaseException:
+            if held is not None:
+                held.give_back()
+            raise
+        return held
+
+    def _tidy(self) -> None:
+        """Of a run that was killed while it wrote a file the half of it may be left, which nobody reads."""
+        for entry in os.scandir(self.path):
+            if is_aside(entry.name) and entry.is_file(follow_symlinks=False):
+                os.unlink(entry.path)
+
+    def _held(self) -> HeldFolder | None:
+        """A second run in the folder would write over the first. One that was killed may hold it a little longer."""
+        until = time.monotonic() + _LOCK_WITHIN
+        while True:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                return HeldFolder.of(self.path)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "
+                    "--folder or --fresh"
+                )
+            time.sleep(0.1)
+
+    def _check(self, config: Config) -> None:
+        before = self.said()
+        if before is None or not self.has_checkpoints:
+            return
+        changes = list(_changes(before["config"], json.loads(json.dumps(config.as_json(), default=str))))
+        if changes:
+            raise ConfigError(
+                f"{self.path} holds a run with another config: {'; '.join(changes[:3])}: go on with that one, or "
+                "choose another folder with --folder, or --fresh"
+            )
+
+    def say(self, config: Config, pipe: Pipeline, threads: int, ranks: int) -> None:
+        """What was asked for, and of which machine."""
+        facts = {
+            "config": config.as_json(),
+            "pipeline": repr(pipe),
+            "schedule": pipe.schedule.text(),
+            "environment": {
+                "gapless": __version__,
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+                "system": platform.platform(),
+                "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+                "gpus": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
+                "processes": ranks,
+                _THREADS: threads,
+                "command": " ".join(sys.argv),
+            },
+        }
+        replace_file(self.path / "run.json", json.dumps(facts, indent=1, default=str).encode())
+
+    def keep_plan(self, plan: Plan) -> None:
+        """A run that goes on takes it again."""
+        replace_file(self.plan, plan.text().encode())
+
+    def said(self) -> dict[str, Any] | None:
+        """What `say` wrote, if it did."""
+        try:
+            found = json.loads((self.path / "run.json").read_text("utf-8"))
+            return found if isinstance(found, dict) and isinstance(found.get("config"), dict) else None
+        except (OSError, ValueError):
+            return None
+
+    def keep_timelines(self, timelines: Sequence[Timeline]) -> None:
+        """The last ones; all are of one schedule, or of those for smaller batches."""
+        found = [
+            {"schedule": each.schedule.text(), "name": each.schedule.name, "starts": each.starts, "ends": each.ends}
+            for each in timelines
+        ]
+        replace_file(self.path / "timelines.json", json.dumps(found).encode())
+
+    def timelines(self) -> list[Timeline]:
+        """As they were kept."""
+        try:
+            kept = json.loads((self.path / "timelines.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return []
+        return [
+            Timeline(
+                Schedule.parse(each["schedule"], name=each["name"]),
+                tuple(map(tuple, each["starts"])),
+                tuple(map(tuple, each["ends"])),
+            )
+            for each in kept
+        ]
+
+
+def folder_of(config: Config, asked: str | None, *, fresh: bool) -> RunFolder:
+    """The one asked for; `fresh`: the next that holds no run yet."""
+    path = Path(asked or config.run.folder or Path("runs") / config.name)
+    if fresh:
+        number, first = 1, path
+        while (path / "run.json").exists():
+            number += 1
+            path = first.with_name(f"{first.name}-{number}")
+    return RunFolder(path)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    for table in sorted((set(before) | set(now)) - set(_MAY_CHANGE)):
+        old, new = before.get(table, {}), now.get(table, {})
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key) and f"{table}.{key}" not in _MAY_CHANGE_TOO:
+                yield from _told(f"{table}.{key}", old.get(key), new.get(key))
+
+
+def _told(name: str, old: Any, new: Any) -> Iterator[str]:
+    """Of a table only what is not the same in it."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(set(old) | set(new)):
+            if old.get(key) != new.get(key):
+                yield from _told(f"{name}.{key}", old.get(key), new.get(key))
+    else:
+        was, now = ("not given" if value is None else f"{value!r:.40}" for value in (old, new))
+        yield f"{name} was {was}, and is {now} now"
