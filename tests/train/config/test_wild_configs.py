@@ -79,7 +79,7 @@ def wild(chance: random.Random) -> str:
         keys = keys_of(TABLES[table])
         key = chance.choice(list(keys)) if chance.random() < 0.95 else chance.choice(["zzz", "stesp", "é"])
         likely = chance.random() < 0.6 and key in keys and f"{table}.{key}" not in _ELSEWHERE
-        value = keys[key][0].example if likely else chance.choice(VALUES)
+        value = keys[key].example if likely else chance.choice(VALUES)
         tables[table] = [line for line in tables[table] if not line.startswith(f"{key} ")]
         tables[table].append(f"{key} = {value}")
     tables["train"] = [line for line in tables["train"] if not line.startswith("steps ")] + ["steps = 2"]

@@ -23,7 +23,7 @@ from typing import Any
 
 from gapless.errors import ConfigError
 from gapless.train.config import tables
-from gapless.train.config.keys import Tables
+from gapless.train.config.keys import read_tables
 from gapless.user_file import read_user_file
 
 _OWN_LOSS = {"gpt": "next_token", "transformer": "translation", "resnet": "cross_entropy", "unet": "cross_entropy"}
@@ -138,11 +138,10 @@ def parse_config(text: str, folder: Path, name: str = "run", settings: Sequence[
         raise ConfigError(f"it is not TOML: {str(error)[:200]}") from None
     for setting in settings:
         _set(data, setting)
-    read = Tables(data, tables.TABLES)
-    found = {name: read.read(name) for name in tables.TABLES}
+    found = read_tables(data, tables.TABLES)
     model = _part("model", found["model"], tables.MODELS)
     loss = None
-    if read.has("loss") or model.name in _OWN_LOSS:
+    if "loss" in data or model.name in _OWN_LOSS:
         loss = _part("loss", found["loss"], tables.LOSSES, _OWN_LOSS.get(model.name, ""))
     config = Config(
         folder,
@@ -157,8 +156,7 @@ def parse_config(text: str, folder: Path, name: str = "run", settings: Sequence[
         found["scheduler"],
         *(found[name] for name in ("pipeline", "train", "evaluate", "checkpoint", "run")),
     )
-    faults = [*read.faults, *(_contradictions(config) if not read.faults else ())]
-    if faults:
+    if faults := list(_contradictions(config)):
         raise ConfigError("; ".join(faults))
     return config
 

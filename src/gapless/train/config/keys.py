@@ -1,101 +1,106 @@
-"""The keys of a config: each is defined once, with how it is read and what is said of it.
+"""The keys of a config. Each is a field of its table, a dataclass, and a line of that table's docstring:
 
-    steps: int = key(whole(), "number of updates", 100)
+    steps = 100  number of updates                         an example, and what is said of it
+    clip = 1.0  the norm ... | none                        behind the bar: its default, in words
+    minibatch = 16  samples in a step | needed: as 16      or what to write, of a key that has none
 
-is a field of a dataclass, its reader, its default and its line in the manual. Every fault is told at once, with its key
-and what is allowed there.
+    steps: Annotated[int, whole()] = 100                   how it is read, and its default
+
+Every fault is told at once, with its key and what is allowed there.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from functools import cache
+from inspect import cleandoc
+from typing import Any, NamedTuple, get_args
 
 from gapless.errors import ConfigError, printable
 
 Reader = Callable[[Any], Any]
-T = TypeVar("T")
+_ENTRY = re.compile(r"(\w+) = (.*?)  (.*?)(?: \| (needed: )?(.*))?")
 
 
-@dataclass(frozen=True)
-class Key:
-    """What is known of a key beside its name, its type and its default.
+class Key(NamedTuple):
+    """What is known of a key.
 
     read     what a value of the file means; it raises a ConfigError that goes on after the key: "is 3, but ..."
-    what     its line in the manual
+    default  MISSING where it must be given
     example  a value as it stands in a file; the commented config shows it
-    usual    says the default where that is no plain value
-    needed   what to write, of a key that has no default
+    what     its line in the manual
+    usual    says the default where that is no plain value, and what to write where there is none
     """
 
     read: Reader
-    what: str
+    default: Any
     example: str
+    what: str
     usual: str
-    needed: str | None
 
 
-def key(
-    read: Reader, what: str, default: Any = None, *, example: str, usual: str = "", needed: str | None = None
-) -> Any:
-    """A field of a table; the default {} is a new one each time."""
-    known = {"key": Key(read, what, example, usual, needed)}
-    return field(default_factory=dict, metadata=known) if default == {} else field(default=default, metadata=known)
+@cache
+def keys_of(kind: type) -> dict[str, Key]:
+    """The keys of a table by name."""
+    entries = re.split(r"\n(?=\S)", cleandoc(kind.__doc__ or "").partition("\n\n")[2])
+    said = {}
+    for entry in entries:
+        known = _ENTRY.fullmatch(re.sub(r"\n\s+", " ", entry))
+        assert known is not None, entry
+        said[known[1]] = (known[2], known[3], known[5] or "")
+    found = {}
+    for each in fields(kind):
+        (read,) = next(hint.__metadata__ for hint in (each.type, *get_args(each.type)) if hasattr(hint, "__metadata__"))
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        found[each.name] = Key(read, default, *said[each.name])
+    return found
 
 
-def keys_of(kind: type) -> dict[str, tuple[Key, Any]]:
-    """The keys of a table by name, each with its default."""
-    return {each.name: (each.metadata["key"], {} if each.default is MISSING else each.default) for each in fields(kind)}
-
-
-class Tables:
-    """The tables of a file. They are read on after a fault, so that all of them can be told at once."""
-
-    def __init__(self, data: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-        self._data, self._kinds = data, kinds
-        self.faults: list[str] = []
-        self._check_names("", data, kinds)
-
-    def has(self, name: str) -> bool:
-        return name in self._data
-
-    def read(self, name: str) -> Any:
-        """The table of that name as its dataclass; where it is not in the file, with defaults alone."""
-        kind = self._kinds[name]
-        known = keys_of(kind)
-        rows, must = self._data.get(name, {}), [key for key, (each, _) in known.items() if each.needed is not None]
+def read_tables(data: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The tables of a file, each as its dataclass; one that is not there, with defaults alone. They are read on after a
+    fault, so that all of them can be told at once.
+    """
+    faults, found = list(_misnamed("", data, kinds, kinds)), {}
+    for name, kind in kinds.items():
+        known, rows = keys_of(kind), data.get(name, {})
+        must = [word for word, key in known.items() if key.default is MISSING]
+        values: dict[str, Any] = {}
         if not isinstance(rows, Mapping):
-            self.faults.append(f"{name} is {rows!r:.40}, but it must be a table: write [{name}] and below it its keys")
-            return kind()
-        if name not in self._data and must:
-            self.faults.append(f"[{name}] is missing: write [{name}] and below it {' and '.join(must)} = ...")
-            return kind()
-        self._check_names(name, rows, known)
-        found = {}
-        for word, (each, default) in known.items():
-            try:
-                if word in rows:
-                    found[word] = each.read(rows[word])
-                elif each.needed is not None:
-                    raise ConfigError(f"is missing: {each.needed}")
-            except ConfigError as error:
-                self.faults.append(f"{name}.{word} {error}")
-                found[word] = default
-        return kind(**found)
+            faults.append(f"{name} is {rows!r:.40}, but it must be a table: write [{name}] and below it its keys")
+        elif name not in data and must:
+            faults.append(f"[{name}] is missing: write [{name}] and below it {' and '.join(must)} = ...")
+        else:
+            faults += _misnamed(name, rows, known, kinds)
+            for word, key in known.items():
+                try:
+                    if word in rows:
+                        values[word] = key.read(rows[word])
+                    elif key.default is MISSING:
+                        raise ConfigError(f"is missing: {key.usual}")
+                except ConfigError as error:
+                    faults.append(f"{name}.{word} {error}")
+        found[name] = (kind, values)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return {name: kind(**values) for name, (kind, values) in found.items()}
 
-    def _check_names(self, table: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        """A key that stands in the wrong table is as good as one that is spelt wrong."""
-        elsewhere = {f"{name}.{word}" for name, kind in self._kinds.items() if name != table for word in keys_of(kind)}
-        for word in given:
-            if word in known:
-                continue
-            near = get_close_matches(word, known, n=1)
-            there = sorted(each for each in elsewhere if each.partition(".")[2] == word)
-            if there and not (near and table):
-                near = there[:1]
-            hint = f"did you mean {near[0]}?" if near else f"{table or 'a config'} takes {', '.join(known)}"
-            self.faults.append(f"{f'{table}.' if table else ''}{printable(word[:60])} is not understood; {hint}")
+
+def _misnamed(
+    table: str, given: Mapping[str, Any], known: Mapping[str, Any], kinds: Mapping[str, type]
+) -> Iterator[str]:
+    """A key that stands in the wrong table is as good as one that is spelt wrong."""
+    elsewhere = {f"{name}.{word}" for name, kind in kinds.items() if name != table for word in keys_of(kind)}
+    for word in given:
+        if word in known:
+            continue
+        near = get_close_matches(word, known, n=1)
+        there = sorted(each for each in elsewhere if each.partition(".")[2] == word)
+        if there and not (near and table):
+            near = there[:1]
+        hint = f"did you mean {near[0]}?" if near else f"{table or 'a config'} takes {', '.join(known)}"
+        yield f"{f'{table}.' if table else ''}{printable(word[:60])} is not understood; {hint}"
 
 
 # -- readers ----------------------------------------------------------------------------------------------------------

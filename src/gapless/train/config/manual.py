@@ -1,7 +1,7 @@
 """What the definitions of the keys say to people: the page with all of them, and a commented config to start from."""
 
 import inspect
-from typing import Any
+from dataclasses import MISSING
 
 from gapless.train.config.keys import Key, keys_of
 from gapless.train.config.tables import TABLES
@@ -34,11 +34,9 @@ def page() -> str:
     """Every key with what it means and its default, as Markdown."""
     parts = [_HEAD]
     for table, kind in TABLES.items():
-        rows = [f"| `{table}.{name}` | {key.what} | {_usual(key, default)} |" for name, (key, default) in _of(kind)]
+        rows = [f"| `{table}.{name}` | {key.what} | {_usual(key)} |" for name, key in keys_of(kind).items()]
         parts.append(
-            "\n".join(
-                [f"## [{table}]\n", f"{_says(kind)}\n", "| key | meaning | default |", "|---|---|---|", *rows, ""]
-            )
+            "\n".join([f"## [{table}]\n\n{_says(kind)}\n\n| key | meaning | default |\n|---|---|---|", *rows, ""])
         )
     return "\n".join(parts)
 
@@ -48,28 +46,20 @@ def example() -> str:
     parts = [_START]
     for table, kind in TABLES.items():
         lines = []
-        for name, (key, _) in _of(kind):
+        for name, key in keys_of(kind).items():
             value = _OF_THE_EXAMPLE.get(f"{table}.{name}", key.example)
             lines.append(f"{'' if f'{table}.{name}' in _SHOWN else '# '}{name} = {value}")
         parts.append("\n".join([f"[{table}]  # {_says(kind)[:1].lower()}{_says(kind)[1:].rstrip('.')}", *lines, ""]))
     return "\n".join(parts)
 
 
-def _of(kind: type) -> list[tuple[str, tuple[Key, Any]]]:
-    return list(keys_of(kind).items())
-
-
 def _says(kind: type) -> str:
-    return " ".join((inspect.getdoc(kind) or "").split())
+    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
 
 
-def _usual(key: Key, default: Any) -> str:
-    if key.needed is not None:
+def _usual(key: Key) -> str:
+    if key.default is MISSING:
         return "needed"
-    if key.usual:
-        return key.usual
-    return (
-        "none"
-        if default is None or default == {}
-        else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-    )
+    if key.usual or key.default in (None, {}):
+        return key.usual or "none"
+    return f"`{str(key.default).lower() if isinstance(key.default, bool) else key.default}`"

@@ -1,12 +1,12 @@
-"""The tables of a config. Each is a dataclass, and each key a field of it: how it is read, its default, and its line in
-the manual, once.
+"""The tables of a config. Each is a dataclass, and each key a field of it, and a line of its docstring: `keys` says how
+both are read, and the manual is made of them.
 """
 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from gapless import units
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.recipes import find_recipe
 from gapless.stage.stage import Remat
-from gapless.train.config.keys import arguments, key, listed, named, one_of, positive, share, text, truth, whole
+from gapless.train.config.keys import arguments, listed, named, one_of, positive, share, text, truth, whole
 
 MODELS = {
     "gpt": "gapless.zoo.gpt:gpt",
@@ -100,240 +100,204 @@ def _remat(value: Any) -> Any:
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = "a table that is passed to it by name"
-_OWN = 'or your own, as `"file.py:function"` or `"package.module:function"`'
+Whole = Annotated[int, whole()]
+Count = Annotated[int, whole(0)]
+Positive = Annotated[float, positive]
+Text = Annotated[str, text]
+Truth = Annotated[bool, truth]
+Arguments = Annotated[Mapping[str, Any], arguments]
+DataName = Annotated[str, named(DATA)]
 
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """What is trained."""
+    """What is trained.
 
-    name: str = key(
-        named(MODELS),
-        "`gpt`, `resnet`, `transformer` or `unet`; `huggingface`, a config or folder of `transformers`; "
-        f"{_OWN}: it returns a module or a list of layers",
-        "",
-        example='"gpt"',
-        needed="gpt or resnet or transformer or unet, or 'file.py:function'",
-    )
-    arguments: Mapping[str, Any] = key(arguments, _ARGUMENTS, {}, example="{ width = 64, depth = 8, heads = 4 }")
+    name = "gpt"  `gpt`, `resnet`, `transformer` or `unet`; `huggingface`, a config or folder of `transformers`; or your
+        own, as `"file.py:function"` or `"package.module:function"`: it returns a module or a list of layers
+        | needed: gpt or resnet or transformer or unet, or 'file.py:function'
+    arguments = { width = 64, depth = 8, heads = 4 }  a table that is passed to it by name
+    """
+
+    name: Annotated[str, named(MODELS)]
+    arguments: Arguments = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataKeys:
-    """What it is trained on."""
+    """What it is trained on.
 
-    name: str = key(
-        named(DATA),
-        f"`python-source`, `text`, `records` or `tokens`, {_OWN}: it returns batches",
-        "",
-        example='"python-source"',
-        needed="python-source or text or records or tokens, or 'file.py:function'",
-    )
-    arguments: Mapping[str, Any] = key(arguments, _ARGUMENTS, {}, example="{ context = 64 }")
-    minibatch: int = key(
-        whole(),
-        "samples in a step, those of all replicas together",
-        1,
-        example="16",
-        needed="samples in a step, as 16",
-    )
-    tokenizer: str = key(
-        text, '`"bytes"`, or a `tokenizer.json` (needs the package `tokenizers`)', "bytes", example='"bytes"'
-    )
-    passes: int | None = key(
-        whole(),
-        "training ends after so many passes over the data, if that comes before `train.steps`",
-        example="1",
-        usual="no limit",
-    )
+    name = "python-source"  `python-source`, `text`, `records` or `tokens`, or your own, as `"file.py:function"` or
+        `"package.module:function"`: it returns batches
+        | needed: python-source or text or records or tokens, or 'file.py:function'
+    arguments = { context = 64 }  a table that is passed to it by name
+    minibatch = 16  samples in a step, those of all replicas together | needed: samples in a step, as 16
+    tokenizer = "bytes"  `"bytes"`, or a `tokenizer.json` (needs the package `tokenizers`)
+    passes = 1  training ends after so many passes over the data, if that comes before `train.steps` | no limit
+    """
+
+    name: DataName
+    arguments: Arguments = field(default_factory=dict)
+    minibatch: Whole
+    tokenizer: Text = "bytes"
+    passes: Whole | None = None
 
 
 @dataclass(frozen=True)
 class LossKeys:
-    """What is made smaller."""
+    """What is made smaller.
 
-    name: str | None = key(
-        named(LOSSES),
-        "`next_token`, `translation`, a loss of `torch.nn.functional` such as `cross_entropy`, or your own function "
-        "of outputs and target",
-        example='"next_token"',
-        usual="for `gpt` `next_token`, for `transformer` `translation`, for `resnet` and `unet` `cross_entropy`; for "
-        "any other model the loss it returns",
-    )
-    arguments: Mapping[str, Any] = key(arguments, _ARGUMENTS, {}, example="{}")
+    name = "next_token"  `next_token`, `translation`, a loss of `torch.nn.functional` such as `cross_entropy`, or your
+        own function of outputs and target
+        | for `gpt` `next_token`, for `transformer` `translation`, for `resnet` and `unet` `cross_entropy`; for any
+        other model the loss it returns
+    arguments = {}  a table that is passed to it by name
+    """
+
+    name: Annotated[str, named(LOSSES)] | None = None
+    arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """What changes the weights."""
+    """What changes the weights.
 
-    name: str = key(
-        named(OPTIMIZERS),
-        "a class of `torch.optim` (but not `LBFGS` and `SparseAdam`), or a function of your own that takes the "
-        "parameters",
-        "AdamW",
-        example='"AdamW"',
-    )
-    arguments: Mapping[str, Any] = key(arguments, _ARGUMENTS, {}, example="{ lr = 3e-3 }")
+    name = "AdamW"  a class of `torch.optim` (but not `LBFGS` and `SparseAdam`), or a function of your own that takes
+        the parameters
+    arguments = { lr = 3e-3 }  a table that is passed to it by name
+    """
+
+    name: Annotated[str, named(OPTIMIZERS)] = "AdamW"
+    arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SchedulerKeys:
-    """How the learning rate changes, update by update."""
+    """How the learning rate changes, update by update.
 
-    name: str = key(
-        named(SCHEDULERS),
-        "`constant`, `linear` (down to `floor`), `cosine` (the same in a curve), a class of `torch.optim.lr_scheduler` "
-        "that needs no measure, or a function of your own that takes the optimizer",
-        "constant",
-        example='"cosine"',
-    )
-    arguments: Mapping[str, Any] = key(arguments, "for a class of torch or your own function", {}, example="{}")
-    warmup: int = key(
-        whole(0), "updates in which the rate rises to its full height, with one of the first three", 0, example="10"
-    )
-    steps: int | None = key(
-        whole(), "the update at which `linear` and `cosine` end", example="100", usual="`train.steps`"
-    )
-    floor: float = key(share(below=False), "where these end, as a share of the full rate", 0.0, example="0.1")
+    name = "cosine"  `constant`, `linear` (down to `floor`), `cosine` (the same in a curve), a class of
+        `torch.optim.lr_scheduler` that needs no measure, or a function of your own that takes the optimizer
+    arguments = {}  for a class of torch or your own function
+    warmup = 10  updates in which the rate rises to its full height, with one of the first three
+    steps = 100  the update at which `linear` and `cosine` end | `train.steps`
+    floor = 0.1  where these end, as a share of the full rate
+    """
+
+    name: Annotated[str, named(SCHEDULERS)] = "constant"
+    arguments: Arguments = field(default_factory=dict)
+    warmup: Count = 0
+    steps: Whole | None = None
+    floor: Annotated[float, share(below=False)] = 0.0
 
 
 @dataclass(frozen=True)
 class Layout:
     """On what it is trained, and in which order. Beside `plan = "auto"` a schedule and microbatches are all that is
     tried.
+
+    devices = ["cpu", "cpu", "cpu", "cpu"]  a number, or a list as `["cuda:0", "cuda:1"]`; under torchrun one rank for
+        each
+    memory = "24GiB"  memory of each device that a plan may use, as `"24GiB"`, or a list
+        | what a GPU has; none on the CPU
+    plan = "auto"  `"auto"`, or a file that `gapless plan --write` wrote; it brings the five keys below | none
+    schedule = "zb-h1"  a name from `gapless schedules` | `1f1b`
+    microbatches = 8  into how many parts a minibatch is cut, at most its samples | needed without a plan
+    stages_per_device = 2  stages on each device | what the schedule needs
+    partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
+    remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
+    threads = 1  CPU threads of each device. The last bits of a number may depend on it
+        | the cores of the machine, shared by its devices; what it had for a run that goes on
+    timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
     """
 
-    devices: int | tuple[str, ...] = key(
-        _devices,
-        'a number, or a list as `["cuda:0", "cuda:1"]`; under torchrun one rank for each',
-        4,
-        example='["cpu", "cpu", "cpu", "cpu"]',
-    )
-    memory: int | str | tuple[int | str, ...] | None = key(
-        _memory,
-        'memory of each device that a plan may use, as `"24GiB"`, or a list',
-        example='"24GiB"',
-        usual="what a GPU has; none on the CPU",
-    )
-    plan: str | None = key(
-        text,
-        '`"auto"`, or a file that `gapless plan --write` wrote; it brings the five keys below',
-        example='"auto"',
-        usual="none",
-    )
-    schedule: str | None = key(_schedule, "a name from `gapless schedules`", example='"zb-h1"', usual="`1f1b`")
-    microbatches: int | None = key(
-        whole(),
-        "into how many parts a minibatch is cut, at most its samples",
-        example="8",
-        usual="needed without a plan",
-    )
-    stages_per_device: int | None = key(whole(), "stages on each device", example="2", usual="what the schedule needs")
-    partition: tuple[int, ...] | None = key(
-        listed(whole(), "a list of whole numbers, as [3, 3, 2]"),
-        "layers per stage",
-        example="[3, 3, 3, 2]",
-        usual="balanced by parameters",
-    )
-    remat: Remat | tuple[Remat, ...] | None = key(  # noqa: RUF009
-        _remat, '`"none"`, `"stage"`, `"layer"`, or a list with one of these per stage', example='"none"', usual="none"
-    )
-    threads: int | None = key(
-        whole(),
-        "CPU threads of each device. The last bits of a number may depend on it",
-        example="1",
-        usual="the cores of the machine, shared by its devices; what it had for a run that goes on",
-    )
-    timeout: float = key(
-        positive,
-        "under torchrun: seconds without a sign of life or progress from some rank before all give up",
-        600.0,
-        example="120",
-    )
+    devices: Annotated[int | tuple[str, ...], _devices] = 4
+    memory: Annotated[int | str | tuple[int | str, ...], _memory] | None = None
+    plan: Text | None = None
+    schedule: Annotated[str, _schedule] | None = None
+    microbatches: Whole | None = None
+    stages_per_device: Whole | None = None
+    partition: Annotated[tuple[int, ...], listed(whole(), "a list of whole numbers, as [3, 3, 2]")] | None = None
+    remat: Annotated[Remat | tuple[Remat, ...], _remat] | None = None
+    threads: Whole | None = None
+    timeout: Positive = 600.0
 
 
 @dataclass(frozen=True)
 class TrainKeys:
-    """How long and how."""
+    """How long and how.
 
-    steps: int = key(whole(), "number of updates", 100, example="100")
-    clip: float | None = key(positive, "the norm that gradients are clipped to", example="1.0", usual="none")
-    seed: int = key(whole(0), "the seed of everything random", 0, example="0")
-    precision: str = key(
-        one_of("float32", "bf16", "fp16"),
-        "`float32`; `bf16`, autocast to bfloat16; `fp16`, autocast to float16 with a loss scaler, in one process",
-        "float32",
-        example='"bf16"',
-    )
-    accumulate: int = key(whole(), "minibatches in one update; their gradients are averaged", 1, example="1")
-    skip: int = key(
-        whole(0),
-        "how many updates in a row are left out because the loss is not finite, before training ends",
-        0,
-        example="3",
-    )
+    steps = 100  number of updates
+    clip = 1.0  the norm that gradients are clipped to | none
+    seed = 0  the seed of everything random
+    precision = "bf16"  `float32`; `bf16`, autocast to bfloat16; `fp16`, autocast to float16 with a loss scaler, in one
+        process
+    accumulate = 1  minibatches in one update; their gradients are averaged
+    skip = 3  how many updates in a row are left out because the loss is not finite, before training ends
+    """
+
+    steps: Whole = 100
+    clip: Positive | None = None
+    seed: Count = 0
+    precision: Annotated[str, one_of("float32", "bf16", "fp16")] = "float32"
+    accumulate: Whole = 1
+    skip: Count = 0
 
 
 @dataclass(frozen=True)
 class EvaluateKeys:
-    """The loss on data that is not trained on."""
+    """The loss on data that is not trained on.
 
-    every: int | None = key(whole(), "evaluate after so many updates", example="50", usual="never")
-    batches: int = key(whole(), "minibatches in an evaluation", 8, example="8")
-    held_out: float = key(
-        share(below=True),
-        "the share at the end of the data that is kept for it, where `evaluate.name` is not given",
-        0.1,
-        example="0.1",
-    )
-    name: str | None = key(
-        named(DATA),
-        "other data for it, as for `data.name`; needed for data of your own",
-        example='"text"',
-        usual="what is held out of `data`",
-    )
-    arguments: Mapping[str, Any] = key(arguments, _ARGUMENTS, {}, example='{ files = "valid.txt", context = 64 }')
-    patience: int | None = key(
-        whole(), "stop after so many evaluations without a better one", example="5", usual="no early stop"
-    )
+    every = 50  evaluate after so many updates | never
+    batches = 8  minibatches in an evaluation
+    held_out = 0.1  the share at the end of the data that is kept for it, where `evaluate.name` is not given
+    name = "text"  other data for it, as for `data.name`; needed for data of your own | what is held out of `data`
+    arguments = { files = "valid.txt", context = 64 }  a table that is passed to it by name
+    patience = 5  stop after so many evaluations without a better one | no early stop
+    """
+
+    every: Whole | None = None
+    batches: Whole = 8
+    held_out: Annotated[float, share(below=True)] = 0.1
+    name: DataName | None = None
+    arguments: Arguments = field(default_factory=dict)
+    patience: Whole | None = None
 
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """What is kept, to go on later. A run saves at its end too, on SIGTERM and on Ctrl-C."""
+    """What is kept, to go on later. A run saves at its end too, on SIGTERM and on Ctrl-C.
 
-    every: int | None = key(whole(), "save after so many updates", example="100", usual="at the end only")
-    minutes: float | None = key(positive, "save after so many minutes", example="10", usual="at the end only")
-    keep: int = key(whole(), "how many of the latest are kept", 2, example="2")
-    best: bool = key(truth, "keep the one with the best evaluation too", True, example="true")
-    background: bool = key(
-        truth, "write from a copy, in a thread of its own, while training goes on", False, example="false"
-    )
+    every = 100  save after so many updates | at the end only
+    minutes = 10  save after so many minutes | at the end only
+    keep = 2  how many of the latest are kept
+    best = true  keep the one with the best evaluation too
+    background = false  write from a copy, in a thread of its own, while training goes on
+    """
+
+    every: Whole | None = None
+    minutes: Positive | None = None
+    keep: Whole = 2
+    best: Truth = True
+    background: Truth = False
 
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Where it is written down, and how it is watched."""
+    """Where it is written down, and how it is watched.
 
-    folder: str | None = key(
-        text,
-        "the run's folder: its metrics, checkpoints and report. A run that is found there goes on",
-        example='"runs/my-run"',
-        usual="`runs/` and the name of the config, in the current folder",
-    )
-    timeline: int = key(
-        whole(0),
-        "measure who does what in every n-th step; 0 for never. The first steps are not measured",
-        20,
-        example="20",
-    )
-    tensorboard: bool | None = key(
-        truth, "write for TensorBoard", example="true", usual="where `tensorboard` is installed"
-    )
-    wandb: str | None = key(text, "log to this project of Weights & Biases", example='"my-project"', usual="no")
-    report: bool = key(truth, "write `report.html` at the end", True, example="true")
+    folder = "runs/my-run"  the run's folder: its metrics, checkpoints and report. A run that is found there goes on
+        | `runs/` and the name of the config, in the current folder
+    timeline = 20  measure who does what in every n-th step; 0 for never. The first steps are not measured
+    tensorboard = true  write for TensorBoard | where `tensorboard` is installed
+    wandb = "my-project"  log to this project of Weights & Biases | no
+    report = true  write `report.html` at the end
+    """
+
+    folder: Text | None = None
+    timeline: Count = 20
+    tensorboard: Truth | None = None
+    wandb: Text | None = None
+    report: Truth = True
 
 
 TABLES: dict[str, type] = {
