@@ -15,7 +15,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo docs bench-tables style check test tests test-newest test-oldest test-all slow shards browser network clean
+.PHONY: setup demo docs bench bench-tables style check test tests test-newest test-oldest test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -59,17 +59,21 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open site/index.html"
 
+# All benchmarks, on one page; or one, with its options: make bench NAME='emulated --devices 4'.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(or $(NAME),all --html benchmarks.html)
+
 # The tables of docs/benchmarks.md, from the results that are stored in docs/results/bench.
 bench-tables: $(STAMP)
-	$(BIN)/python -m gapless.bench.docs_tables docs/benchmarks.md docs/results/bench
+	$(BIN)/python -m benchmarks.runner.docs_tables docs/benchmarks.md docs/results/bench
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) $(PINS) 'mkdocs-material>=9.6'
 	touch $@
 
 style: $(STAMP)
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 
 # What is quick to know. `make test` has these tests among all others.
@@ -118,7 +122,7 @@ BESIDE := --numprocesses $(shell expr $(CORES) + 1) --maxprocesses 4 --dist work
 
 # The slow tests in shards, each of less than 15 minutes on 2 cores: `make slow-exact` and so on, `make slow` for all.
 # tests/test_shards.py sees to it that every test file is in one of them.
-SLOW_theory := tests/bench tests/cli tests/explore tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
+SLOW_theory := tests/benchmarks tests/cli tests/explore tests/pipeline tests/plan tests/schedule tests/train tests/view tests/test_units.py
 SLOW_models := tests/hf tests/model tests/stage tests/zoo
 SLOW_lives := tests/checkpoint $(shell find tests/run -name test_children.py -o -name test_failures.py -o -name test_life.py -o -name test_watch.py)
 SLOW_ranks := $(filter-out $(SLOW_lives),$(shell find tests/run -name 'test_*.py'))

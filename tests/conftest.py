@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapless.bench.peer.launcher import Launcher
+from benchmarks.peer.launcher import Launcher
 from gapless.model import capture
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.programs import Programs

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
 
-from gapless.bench.peer.launcher import Launcher
+from benchmarks.peer.launcher import Launcher
 
 _POLL = 0.02
 
@@ -74,7 +75,9 @@ class Programs:
     def start(
         self, *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
     ) -> Iterator[Program]:
-        """`gapless` and its words, `-c` and a text, or a file and its words. It is killed if it is still there."""
+        """`gapless` or `benchmarks` and its words, `-c` and a text, or a file and its words. It is killed if it is
+        still there.
+        """
         self._number += 1
         out, err = (self._folder / f"{self._number}.{name}" for name in ("out", "err"))
         settings = [f"{name}={value}" for name, value in (environment or {}).items()]
@@ -102,9 +105,8 @@ def _program(_rank: int, _ranks: int, err: str, folder: str, count: str, *rest: 
     if "triton" in sys.modules:
         atexit.register(gc.unfreeze)  # it counts what it has left when a program ends, and says so
     sys.argv = list(words)
-    if words[0] == "gapless":
-        from gapless.cli import main
-
+    if words[0] in ("gapless", "benchmarks"):
+        main = import_module({"gapless": "gapless.cli", "benchmarks": "benchmarks.runner.command"}[words[0]]).main
         sys.exit(main(list(words[1:])))
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

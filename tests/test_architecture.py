@@ -2,8 +2,9 @@
 
     errors < schedule < view < explore
     errors < stage < model
-    {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < bench < cli
+    {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < cli
     pipeline < hf
+    all of these < benchmarks, which is not in the package
 
 Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
 Inside `plan`:  profile < cut < plan < explain < search < planner
@@ -22,7 +23,11 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "gapless"
+import benchmarks
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "gapless"
+BENCHMARKS = ROOT / "benchmarks"
 
 _THEORY = {"errors", "schedule"}
 _CORE = _THEORY | {"stage", "model", "units", "user_file"}
@@ -46,8 +51,7 @@ MAY_IMPORT = {
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
     "hf": _FACADE | {"hf"},
-    "bench": _USERS | {"train", "bench"},
-    "cli": _USERS | {"explore", "train", "bench", "cli"},
+    "cli": _USERS | {"explore", "train", "cli"},
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
@@ -71,12 +75,18 @@ ROOMS = (
     ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.flow"),
     ("plan.profile", "plan.cut", "plan.plan", "plan.explain", "plan.search", "plan.planner"),
 )
-MOST_LINES = {"file": 350, "function": 80}
+MOST_LINES = {"file": 350, "benchmark": 320, "function": 80}
+MOST_FILES = 14  # of a folder of benchmarks
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "misc"}
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def everything() -> list[Path]:
+    """The package, and the benchmarks, which keep house in the same way."""
+    return modules() + sorted(BENCHMARKS.rglob("*.py"))
 
 
 def part(path: Path) -> str:
@@ -97,9 +107,7 @@ def _imported(path: Path, at_load_time: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            home = (
-                [*path.relative_to(PACKAGE.parent).parts[: -node.level], node.module] if node.level else [node.module]
-            )
+            home = [*_place(path).parts[: -node.level], node.module] if node.level else [node.module]
             yield from (".".join([*filter(None, home), alias.name]) for alias in node.names)
         elif at_load_time and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types_only(node)):
             continue
@@ -115,8 +123,12 @@ def own(names: Iterable[str]) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("gapless.")}
 
 
+def _place(path: Path) -> Path:
+    return path.relative_to(PACKAGE.parent if path.is_relative_to(PACKAGE) else ROOT)
+
+
 def named(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+    return str(path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else _place(path))
 
 
 def against_the_floors() -> Iterator[str]:
@@ -125,6 +137,8 @@ def against_the_floors() -> Iterator[str]:
         names = own(imported(path, at_load_time=path == PACKAGE / "__init__.py"))
         if wrong := names - MAY_IMPORT[part(path)]:
             yield f"{named(path)} imports {sorted(wrong)}, which {part(path)} must not know"
+        if {name.split(".")[0] for name in imported(path)} & {"benchmarks", "tests"}:
+            yield f"{named(path)} imports benchmarks or tests, which are not in the package"
 
 
 def test_every_part_of_the_package_has_its_place_in_the_order() -> None:
@@ -133,18 +147,18 @@ def test_every_part_of_the_package_has_its_place_in_the_order() -> None:
 
 def dotted(path: Path) -> str:
     """The name of a module without `gapless`; a package has its own."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(_place(path).with_suffix("").parts).removeprefix("gapless.").removesuffix(".__init__")
 
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """What every module imports of this package, for types alone or not."""
-    names = {dotted(path) for path in modules()}
+    """What every module imports of this package and of the benchmarks, for types alone or not."""
+    names = {dotted(path) for path in everything()}
     found: dict[str, set[str]] = {}
-    for path in modules():
+    for path in everything():
         if path == PACKAGE / "__init__.py":
             continue
-        whole = (name.removeprefix("gapless.") for name in imported(path) if name.startswith("gapless."))
+        whole = (name.removeprefix("gapless.") for name in imported(path))
         found[dotted(path)] = {name if name in names else name.rpartition(".")[0] for name in whole} & names
     return found
 
@@ -180,15 +194,18 @@ def in_circles() -> Iterator[str]:
 
 def names_of_several_things() -> Iterator[str]:
     classes = Counter(
-        node.name for path in modules() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
+        node.name for path in everything() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
     )
-    files = Counter(path.stem for path in modules() if part(path) not in ("cli", "bench") and path.stem != "__init__")
+    # A file of a command or a benchmark has its name, which may be that of what it shows or measures.
+    called = {BENCHMARKS / f"{each.file.replace('.', '/')}.py" for each in benchmarks.BENCHMARKS.values()}
+    called |= {path for path in modules() if part(path) == "cli"}
+    files = Counter(path.stem for path in everything() if path not in called and not path.stem.startswith("__"))
     yield from (name for counted in (classes, files) for name, times in counted.items() if times > 1)
 
 
 def too_long() -> Iterator[str]:
-    for path in modules():
-        if len(path.read_text("utf-8").splitlines()) > MOST_LINES["file"]:
+    for path in everything():
+        if len(path.read_text("utf-8").splitlines()) > MOST_LINES["file" if path in modules() else "benchmark"]:
             yield named(path)
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES["function"]:
@@ -197,7 +214,7 @@ def too_long() -> Iterator[str]:
 
 def without_a_word() -> Iterator[str]:
     """Public classes and functions that say nothing about themselves."""
-    for path in modules():
+    for path in everything():
         for node in _tree(path).body:
             if (
                 isinstance(node, ast.ClassDef | ast.FunctionDef)
@@ -209,7 +226,7 @@ def without_a_word() -> Iterator[str]:
 
 def unnamed_by_their_package() -> Iterator[str]:
     """Files and folders that the docstring of their package says nothing of."""
-    for package in PACKAGE.rglob("__init__.py"):
+    for package in (path for path in everything() if path.name == "__init__.py"):
         words = {word.strip(".") for word in re.findall(r"[\w.]+", ast.get_docstring(_tree(package)) or "")}
         for path in package.parent.iterdir():
             is_part = path.suffix in (".py", ".html", ".css", ".js") or (path / "__init__.py").exists()
@@ -217,9 +234,15 @@ def unnamed_by_their_package() -> Iterator[str]:
                 yield named(path)
 
 
+def too_many_files() -> Iterator[str]:
+    for folder, count in Counter(path.parent for path in BENCHMARKS.rglob("*.py")).items():
+        if count > MOST_FILES:
+            yield f"{_place(folder)} has {count} files"
+
+
 def without_a_noun() -> Iterator[str]:
-    for path in modules():
-        if FORBIDDEN_NAMES.intersection(path.relative_to(PACKAGE).with_suffix("").parts):
+    for path in everything():
+        if FORBIDDEN_NAMES.intersection(_place(path).with_suffix("").parts):
             yield named(path)
 
 
@@ -229,6 +252,7 @@ RULES = [
     in_circles,
     names_of_several_things,
     too_long,
+    too_many_files,
     without_a_noun,
     without_a_word,
     unnamed_by_their_package,

@@ -19,7 +19,6 @@ pipeline  what users call: Pipeline and make_plan
 zoo       models as people write them
 train     training from a config
 hf        Hugging Face's Trainer on a pipeline
-bench     the benchmarks
 cli       the command line
 """
 

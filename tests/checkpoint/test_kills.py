@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gapless
-from gapless.bench.peer.launcher import Launcher
+from benchmarks.peer.launcher import Launcher
 from gapless.checkpoint import Checkpoints
 from gapless.checkpoint.manifest import faults
 

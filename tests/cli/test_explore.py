@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
-from tests.bench.processes import below, needs_proc
+from tests.benchmarks.processes import below, needs_proc
 from tests.cli.conftest import Command
 
 # Ctrl-C reaches a program even where whoever started the tests ignores it.

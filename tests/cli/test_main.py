@@ -43,6 +43,8 @@ def test_the_example_of_each_command_runs(
 def test_an_unknown_command_suggests_the_nearest(gapless: Command) -> None:
     assert gapless("simulat 1f1b") == (2, "", "gapless: there is no command 'simulat'; did you mean simulate?\n")
     assert gapless("xyzzy") == (2, "", "gapless: there is no command 'xyzzy'; `gapless --help` lists them.\n")
+    said = "benchmarks are run from the repository as `python -m benchmarks`"
+    assert gapless("bench emulated") == (2, "", f"gapless: there is no command 'bench'; {said}\n")
 
 
 def test_an_unknown_option_suggests_the_nearest(gapless: Command) -> None:

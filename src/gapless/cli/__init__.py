@@ -14,7 +14,6 @@ plan          cut a model and choose a schedule for it; beside it plan_report, p
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
 view          the report of a run
-bench         run a benchmark; its options are the parameters of the benchmark's `run`; bench_all runs all of them
 
 A command is a file with an EXAMPLE for its help, `add`, which declares its options, and `run`; and a line in COMMANDS.
 What goes wrong is one sentence on standard error and exit code 2 (1 where training itself failed); Ctrl-C is exit code
@@ -24,7 +23,7 @@ What goes wrong is one sentence on standard error and exit code 2 (1 where train
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -44,14 +43,19 @@ COMMANDS = {
     "train": "train the model that a config describes",
     "checkpoint": "list, verify and export checkpoints",
     "view": "write the report of a run: curves, timelines, where the time went",
-    "bench": "measure schedules against their bound, and gapless against its peers",
 }
+_ELSEWHERE = {"bench": "benchmarks are run from the repository as `python -m benchmarks`"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    return exit_code(_run, argv)
+
+
+def exit_code(run: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Of a program with these words, by default its own: what goes wrong in it is one sentence."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = run(list(sys.argv[1:] if argv is None else argv))
         flush()  # a pipe that is closed shows here, not at exit
         return code
     except GaplessError as error:
@@ -87,6 +91,7 @@ def _run(argv: list[str]) -> int:
     if name is not None and name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
+        hint = _ELSEWHERE.get(name, hint)
         return _complain(f"there is no command {name[:60]!r}; {hint}")
     asked = None
     for command, purpose in COMMANDS.items():

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
-from gapless.bench.peer import gapless_side
-from gapless.bench.peer.contest import Contest
-from gapless.bench.rounds import Span
+from benchmarks.peer import gapless_side
+from benchmarks.peer.contest import Contest
+from benchmarks.runner.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.flow import reference
 from tests.run.flow.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
@@ -132,7 +132,7 @@ def saved() -> None:
 
 
 def benchmarked() -> None:
-    """The contestant of `gapless bench emulated --torchrun`."""
+    """The contestant of `python -m benchmarks emulated --torchrun`."""
     for name in ("pipedream", "2bw"):
         contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
         _, run = gapless_side.prepare(contest, name, dist.get_rank())

@@ -118,7 +118,7 @@ def clear_workspaces() -> None:
 
 
 # What torch's allocator loses on a GPU: measured on an H200 with torch 2.11, as the least limit under which a step runs
-# less all that is live at its peak (`gapless bench plan --fit`), as a share of what comes and goes.
+# less all that is live at its peak (`python -m benchmarks plan --fit`), as a share of what comes and goes.
 EXPANDABLE_SLACK = 0.06  # with expandable segments: up to 4.9%, 25 settings
 SEGMENTED_SLACK = 0.25  # without: up to 24%, 10 settings
 PAGE = 20 * 2**20  # it takes memory from the driver by these, and the last one is not full

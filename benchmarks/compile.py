@@ -1,0 +1,75 @@
+"""What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks.runner.outcome import Figure, of_rounds, quotients
+from benchmarks.runner.parameters import Between, Devices, Microbatches, Rounds, Steps, check_width
+from benchmarks.runner.report import fight, told
+from benchmarks.runner.rounds import Progress, silent, timed
+from gapless.pipeline.pipeline import Pipeline
+from gapless.units import show_count
+from gapless.zoo.gpt import gpt, next_token_loss
+
+TARGET = 1.0
+
+
+def run(
+    *,
+    devices: Devices = 2,
+    microbatches: Microbatches = 4,
+    depth: Annotated[int, "blocks of the GPT"] = 8,
+    width: Annotated[int, "its width, a multiple of 4, and of 128 from 512 on"] = 256,
+    vocab: Annotated[int, "its vocabulary"] = 256,
+    samples: Annotated[int, "sequences in a microbatch"] = 4,
+    length: Annotated[int, "tokens in a sequence"] = 128,
+    dropout: Annotated[float, "dropout of the blocks", Between(0, 0.99)] = 0.0,
+    bf16: Annotated[bool, "train under autocast to bfloat16"] = False,
+    backend: Annotated[str, "backend of torch.compile"] = "inductor",
+    steps: Steps = 2,
+    rounds: Rounds = 5,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads = max(4, width // 128)
+    check_width(width, heads)
+    model = gpt(vocab=vocab, width=width, depth=depth, heads=heads, context=length, dropout=dropout)
+    ids = torch.randint(vocab, (microbatches * samples, length + 1), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(device)
+    inputs, target = ids[:, :-1], ids[:, 1:]
+    common: dict[str, Any] = {"devices": [device] * devices, "microbatches": microbatches, "loss": next_token_loss}
+
+    def step(pipe: Pipeline) -> None:
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            pipe.step(inputs, target)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    with Pipeline(model, **common) as eager, Pipeline(model, compile={"backend": backend}, **common) as compiled:
+        ours, theirs = (timed(lambda pipe=pipe: step(pipe), steps) for pipe in (compiled, eager))  # type: ignore[misc]
+        found = fight(ours, "eager", theirs, rounds, progress, warmup=2)
+        cold = compiled.compile_seconds
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return found | {"device": name, "target": TARGET, "compile_seconds": cold}
+
+
+def report(found: dict[str, Any]) -> str:
+    """Both times, the gain, and what had to be spent on compiling before."""
+    precision = "bfloat16 by autocast" if found["bf16"] else "float32"
+    return told(
+        f"gpt of {show_count(found['depth'], 'layer')}, width {found['width']}, dropout {found['dropout']:g}, "
+        f"{precision}, {found['device']}\n{found['devices']} devices, {found['microbatches']} microbatches of "
+        f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
+        {"eager": found["eager_seconds"], "compiled": found["seconds"]},
+        ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']:g} on a GPU"),
+    )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """By how much compiled layers are faster."""
+    gains = quotients(found["rounds"]["eager"], found["rounds"]["gapless"])
+    return [of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU")]

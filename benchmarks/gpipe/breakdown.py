@@ -1,0 +1,152 @@
+"""Where the time of a step goes, as measured, in the parts of the GPipe paper.
+
+|-- compute --|- recompute -|- imbalance -|- bubble -|- transfer -|- set-up -|- update -|
+
+    compute     the time of forwards and backwards, had each device an equal share; from the recorded timeline
+    recompute   the same of recomputes
+    imbalance   what the busiest device has on top of its share
+    bubble      what it waits for by the schedule alone: the order simulated with the times that its actions took
+    transfer    what it waits besides: messages on their way, threads that wake up, actions slower than their median
+    set-up      what a step takes before its first action and after its last one
+    update      the optimizer step
+
+A small GPT runs on 2 devices, threads of this process with a core each, and emulated devices stand for more. A step is
+the median of the rounds.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.emulated import batch, pipeline
+from benchmarks.peer.contest import Contest
+from benchmarks.runner.outcome import Figure, Grid, of_rounds
+from benchmarks.runner.parameters import Milliseconds, Rounds, check_width
+from benchmarks.runner.report import milliseconds as in_ms
+from benchmarks.runner.report import tabular
+from benchmarks.runner.rounds import Progress, median, silent
+from gapless.pipeline.pipeline import Pipeline
+from gapless.schedule.action import Kind
+from gapless.schedule.calibration import costs_of
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.stage.intra_op import intra_op_threads
+from gapless.zoo.gpt import gpt, next_token_loss
+
+PARTS = ("compute", "recompute", "imbalance", "bubble", "transfer", "set-up", "update")
+Recorded = tuple[Timeline, float, float]  # and the seconds of the step and of the update
+
+
+def run(
+    *,
+    width: Annotated[int, "width of the GPT, a multiple of 4"] = 128,
+    depth: Annotated[int, "its blocks"] = 8,
+    tokens: Annotated[int, "in a sequence"] = 64,
+    microbatches: Annotated[int, "microbatches"] = 8,
+    devices: Annotated[int, "emulated devices"] = 8,
+    milliseconds: Milliseconds = 5.0,
+    rounds: Rounds = 7,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """A row for each setting: its parts in every round."""
+    check_width(width)
+    rows = []
+    for schedule, remat in (("gpipe", "stage"), ("1f1b", "none"), ("zb-h1", "none")):
+        progress(f"gpt, {schedule}")
+        torch.manual_seed(0)
+        model = gpt(width=width, depth=depth, context=tokens)
+        made: Any = {"schedule": schedule, "remat": remat, "microbatches": microbatches, "timeline": True}
+        ids = torch.randint(256, (microbatches, tokens + 1), generator=torch.Generator().manual_seed(0))
+        with intra_op_threads(1), Pipeline(model, devices=["cpu"] * 2, loss=next_token_loss, **made) as pipe:
+            optimizer = torch.optim.AdamW(model.parameters())
+            step = partial(_step, pipe, optimizer, ids[:, :-1], ids[:, 1:])
+            rows.append(_row("gpt, 2 devices", schedule, remat, step, rounds))
+    for schedule in ("gpipe", "1f1b", "zb-v"):
+        progress(f"emulated, {schedule}")
+        contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
+        with pipeline(contest, schedule, timeline=True) as pipe:
+            sgd = torch.optim.SGD(pipe.parameters(), lr=0.0)
+            step = partial(_step, pipe, sgd, *batch(contest))
+            rows.append(_row(f"emulated, {devices} devices", schedule, "none", step, rounds))
+    progress("")
+    return {"rows": rows}
+
+
+def _step(pipe: Pipeline, optimizer: torch.optim.Optimizer, inputs: Tensor, target: Tensor) -> Recorded:
+    start = time.perf_counter()
+    timeline = pipe.step(inputs, target).timeline
+    middle = time.perf_counter()
+    optimizer.step()
+    updated = time.perf_counter()
+    optimizer.zero_grad()
+    assert timeline is not None
+    return timeline, middle - start, updated - middle
+
+
+def _row(model: str, schedule: str, remat: str, step: Callable[[], Recorded], rounds: int) -> dict[str, Any]:
+    for _ in range(2):
+        step()
+    recorded = [step() for _ in range(rounds)]
+    costs = costs_of([timeline for timeline, _, _ in recorded])
+    parts = [parts_of(timeline, seconds, update, costs) for timeline, seconds, update in recorded]
+    steps = [seconds + update for _, seconds, update in recorded]
+    return {"model": model, "schedule": schedule, "remat": remat, "parts": parts, "steps": steps}
+
+
+def parts_of(timeline: Timeline, seconds: float, update: float, costs: Any) -> dict[str, float]:
+    """Of one step, which together are the step; `costs` are the median times of all steps."""
+    devices = timeline.schedule.num_devices
+    busy = [float(each) for each in timeline.busy]
+    again = sum(float(end - start) for action, start, end in timeline.all_spans if action.kind is Kind.RECOMPUTE)
+    ideal = simulate(timeline.schedule, costs)
+    waits = float(timeline.makespan) - max(busy)
+    bubble = min(waits, float(ideal.makespan - ideal.work))
+    return {
+        "compute": sum(busy) / devices - again / devices,
+        "recompute": again / devices,
+        "imbalance": max(busy) - sum(busy) / devices,
+        "bubble": bubble,
+        "transfer": waits - bubble,
+        "set-up": seconds - float(timeline.makespan),
+        "update": update,
+    }
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The share of the bubble and the step of each setting."""
+    shown = []
+    for row in found["rows"]:
+        name = f"{row['model']}, {row['schedule']}"
+        bubbles = [parts["bubble"] / step for parts, step in zip(row["parts"], row["steps"], strict=True)]
+        shown.append(of_rounds(f"{name}: step", row["steps"]))
+        shown.append(of_rounds(f"{name}: bubble", bubbles, "share"))
+    return shown
+
+
+def tables(found: Mapping[str, Any]) -> list[Grid]:
+    """The median of each part, as a share of the step."""
+    note = "Medians of the rounds, each part by itself, so they need not add up to 100%."
+    return [Grid("Where the time of a step goes, measured", _HEADINGS, _cells(found), note)]
+
+
+_HEADINGS = ("model", "schedule", "remat", "step", *PARTS)
+
+
+def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for row in found["rows"]:
+        shares = [
+            f"{100 * median([parts[part] / step for parts, step in zip(row['parts'], row['steps'], strict=True)]):.1f}%"
+            for part in PARTS
+        ]
+        rows.append((row["model"], row["schedule"], row["remat"], in_ms(median(row["steps"])), *shares))
+    return rows
+
+
+def report(found: dict[str, Any]) -> str:
+    """A line for each setting."""
+    return tabular("where the time of a step goes, measured", _HEADINGS, _cells(found), left=3)

@@ -1,0 +1,250 @@
+"""How close ranks on a GPU come to what it can do, against torch.distributed.pipelining.
+
+One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is trained
+
+    whole       on one part of the GPU, by a plain loop
+    parts       a part of the model on each part of the GPU, at once, with nobody to wait for: the limit
+    gapless     as a pipeline, by schedule and by what carries its tensors
+    static      the same with static_shapes=True, as torch takes it for granted: hosts do not wait for messages
+    graphed     parts and pipeline once more, with CUDA graphs
+    torch       as a pipeline of torch.distributed.pipelining, over NCCL
+
+    bound        limit / (1 - bubble), the bubble simulated with the times that the actions took
+    efficiency   bound / time
+
+With --keep FILE it may be run in parts: the same command goes on where the last one ended.
+
+Needs an NVIDIA GPU. Several ranks share one over NCCL only from NCCL 2.31 on, with NCCL_MULTI_RANK_GPU_ENABLE=1;
+without it NCCL and torch are left out.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks.peer.contest import Contest
+from benchmarks.peer.peer import Peer
+from benchmarks.runner.kept_rounds import KeptRounds
+from benchmarks.runner.outcome import Figure, Grid, of_rounds
+from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width
+from benchmarks.runner.report import milliseconds as in_ms
+from benchmarks.runner.report import tabular
+from benchmarks.runner.rounds import Contestant, Progress, median, ratio, silent
+from gapless.errors import ConfigError
+from gapless.units import show_count
+from gapless.view import text
+
+_PEERS = ("1f1b", "interleaved", "zb-v")
+_FIRST_NCCL = 23100  # that lets ranks share a GPU
+
+
+def run(
+    *,
+    ranks: Annotated[int, "parts of the GPU"] = 4,
+    layers: Annotated[int, "blocks of the GPT, a multiple of the ranks"] = 16,
+    width: Annotated[int, "its width, a multiple of 64"] = 2048,
+    tokens: Annotated[int, "in a sequence; a microbatch is one"] = 1024,
+    microbatches: Annotated[int, "microbatches"] = 32,
+    schedules: Schedules = ("1f1b", "zb-h1", "zb-v"),
+    transports: Annotated[tuple[str, ...], "what carries tensors: memory, nccl, gloo"] = ("memory", "nccl", "gloo"),
+    rounds: Rounds = 10,
+    peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
+    graphs: Annotated[bool, "leave out CUDA graphs"] = True,
+    keep: Annotated[Path | None, "file that keeps the rounds; the same command goes on from it"] = None,
+    minutes: Annotated[float, "with --keep: start no round after so many minutes", Between(0.1, 1000)] = 6.0,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """All take turns; a row for each says its bound and its median step."""
+    if not torch.cuda.is_available():
+        raise ConfigError("the benchmark gpu needs an NVIDIA GPU, and there is none; emulated needs none")
+    if layers % (2 * ranks):
+        raise ConfigError(
+            f"{show_count(layers, 'layer')} can't be cut into {2 * ranks} equal stages: choose a multiple of "
+            f"{2 * ranks}"
+        )
+    check_width(width, heads=width // 64 or 64)
+    contest = Contest(ranks, microbatches, "gpt", size=width, layers=layers // ranks, tokens=tokens)
+    skipped: dict[str, str] = {}
+    if reason := _without_nccl(ranks):
+        transports = tuple(each for each in transports if each != "nccl")
+        peer, skipped = False, {"nccl": reason, "torch": reason}
+    names = [f"{schedule} over {transport}" for transport in transports for schedule in schedules]
+    modes = ("", " graphed") if graphs else ("",)
+    static = [each for each in transports if each != "gloo"]
+    names += [f"{schedule} over {transport} static" for transport in static for schedule in schedules]
+    names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
+    timed = [f"{schedule} over {transports[0]}{mode} timed" for mode in modes for schedule in schedules]
+    gpu = torch.cuda.get_device_properties(0).name
+    kept = KeptRounds(keep, {**dataclasses.asdict(contest), "names": names, "peer": peer, "gpu": gpu}, minutes)
+    with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(_cut_into(ranks, skipped))
+        sides: dict[str, Peer] = {}
+        asked: dict[str, Sequence[str]] = {
+            "parts": ("whole", *(f"parts{mode}" for mode in modes)),
+            "gapless": names,
+        }
+        asked |= {"torch": _PEERS} if peer else {}
+        if "bubbles" not in kept.facts:
+            progress("timing the actions")
+            with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
+                for name in clocked.schedules:
+                    clocked.step(name, 2)
+            kept.facts["bubbles"] = clocked.bubbles
+        for side, its in asked.items():
+            progress(f"starting {side}")
+            sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
+        contestants: dict[str, Contestant] = {name: partial(sides["parts"].step, name) for name in asked["parts"]}
+        schedulers = [each for each in ("gapless", "torch") if each in sides]
+        for side in schedulers:
+            contestants |= {f"{side} {name}": partial(sides[side].step, name) for name in sides[side].schedules}
+        seconds = kept.take_turns(contestants, rounds, progress)
+    refused = {f"{side} {name}": why for side in schedulers for name, why in sides[side].refused.items()}
+    limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
+    bounds = {
+        (schedule, mode): limits[mode] / (1 - kept.facts["bubbles"][name])
+        for schedule in schedules
+        for mode in modes
+        if (name := f"{schedule} over {transports[0]}{mode} timed") in kept.facts["bubbles"]
+    }
+    return {
+        "rows": [_row(name, values, bounds) for name, values in seconds.items()],
+        "limit": limits[""],
+        "skipped": skipped,
+        "refused": refused,
+        "done": len(seconds["parts"]),
+        "parts_of": _parts_of(ranks if environment else 1),
+        **_best(seconds),
+    }
+
+
+def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    by, _, what = name.partition(" ")
+    schedule, _, transport = what.partition(" over ")
+    transport, _, how = transport.partition(" ")
+    if by == "parts":
+        schedule, how = "", what
+    mode = " graphed" if how == "graphed" else ""
+    found: dict[str, Any] = {
+        "by": f"{by} {how}".strip(),
+        "schedule": schedule,
+        "transport": transport,
+        "seconds": median(seconds),
+    }
+    if (schedule, mode) in bounds:
+        found["bound"] = bounds[schedule, mode]
+        found["efficiency"] = found["bound"] / found["seconds"]
+    return found | {"rounds": seconds}
+
+
+def _best(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    sides = [{name: each for name, each in seconds.items() if name.startswith(by)} for by in ("gapless", "torch")]
+    if not all(sides):
+        return {"faster": None}
+    mine, theirs = (min(side, key=lambda name: median(side[name])) for side in sides)
+    return {"best": mine, "best_of_torch": theirs, "faster": ratio(seconds[theirs], seconds[mine])}
+
+
+def _without_nccl(ranks: int) -> str:
+    """Why NCCL can't be used, if it can't."""
+    if torch.cuda.device_count() >= ranks:
+        return ""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return "there is no libnccl.so.2"
+    if version.value < _FIRST_NCCL:
+        return f"NCCL {version.value // 10000}.{version.value // 100 % 100} does not let ranks share a GPU; 2.31 does"
+    return "" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else "NCCL_MULTI_RANK_GPU_ENABLE is not 1"
+
+
+@contextlib.contextmanager
+def _cut_into(ranks: int, skipped: dict[str, str]) -> Iterator[dict[str, str]]:
+    """What each rank must find in its environment to have its part of the GPU."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if torch.cuda.device_count() >= ranks or control is None:
+        if control is None:
+            skipped["parts of the GPU"] = "nvidia-cuda-mps-control is not there, so ranks take turns on the whole GPU"
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in environment.values():
+            Path(place).mkdir()
+        here = {**os.environ, **environment}
+        subprocess.run([control, "-d"], env=here, check=True)
+        try:
+            yield {**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+        finally:
+            subprocess.run([control], env=here, input="quit\n", text=True, check=False, timeout=60)
+
+
+def _parts_of(ranks: int) -> str:
+    """What the GPU is, and how much of it each rank has."""
+    found = torch.cuda.get_device_properties(0)
+    share = found.multi_processor_count * (100 // ranks) // 100
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+    clocks = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        clocks = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
+    return f"{found.name}, {share} of {found.multi_processor_count} multiprocessors for each rank, clocks {clocks}"
+
+
+_HEADINGS = ("schedule", "by", "over", "step", "bound", "efficiency")
+
+
+def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row["schedule"] or row["by"],
+            row["by"] if row["schedule"] else "",
+            row["transport"],
+            in_ms(row["seconds"]),
+            in_ms(row["bound"]) if "bound" in row else "",
+            text.percent(row["efficiency"]) if "bound" in row else "",
+        )
+        for row in found["rows"]
+    ]
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    return (
+        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
+        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks"
+    )
+
+
+def tables(found: Mapping[str, Any]) -> list[Grid]:
+    """A row for each contestant."""
+    return [Grid(_title(found), _HEADINGS, _cells(found), f"{found['parts_of']}; medians of {found['done']}.")]
+
+
+def report(found: dict[str, Any]) -> str:
+    """A row for each contestant, and which side has the fastest."""
+    verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
+    verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
+    if found["done"] < found["rounds"]:
+        verdict += [f"{found['done']} of {found['rounds']} rounds are done: the same command goes on"]
+    if found["faster"] is not None:
+        best, theirs = found["best"], found["best_of_torch"]
+        verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
+    return tabular(f"{_title(found)}\n{found['parts_of']}", _HEADINGS, _cells(found), *verdict, left=3)
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The step of every contestant."""
+    words = ("by", "schedule", "transport")
+    return [
+        of_rounds(" ".join(filter(None, (row[word] for word in words))), row["rounds"], by=row["by"].split()[0])
+        for row in found["rows"]
+    ]

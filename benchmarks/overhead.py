@@ -1,0 +1,70 @@
+"""What the machinery costs where there is nothing to gain: one device, against the plain loop over microbatches."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks.runner.outcome import Figure, of_rounds, quotients
+from benchmarks.runner.parameters import Microbatches, Rounds, check_width
+from benchmarks.runner.report import fight, told
+from benchmarks.runner.rounds import Progress, ratio, silent, timed
+from gapless.pipeline.pipeline import Pipeline
+from gapless.stage.intra_op import intra_op_threads
+from gapless.stage.plain import plain_step
+from gapless.units import show_count
+from gapless.zoo.gpt import gpt, next_token_loss
+
+TARGET = 1.03
+
+
+def run(
+    *,
+    depth: Annotated[int, "blocks of the GPT"] = 8,
+    width: Annotated[int, "its width, a multiple of 4"] = 256,
+    batch: Annotated[int, "sequences in a minibatch"] = 4,
+    length: Annotated[int, "tokens in a sequence"] = 64,
+    microbatches: Microbatches = 4,
+    threads: Annotated[int, "intra-op threads of both"] = 1,
+    rounds: Rounds = 11,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
+    check_width(width)
+    with intra_op_threads(threads):
+        model = gpt(width=width, depth=depth, context=length)
+        ids = torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+        inputs, target = ids[:, :-1], ids[:, 1:]
+        layers = list(model)
+
+        def plain() -> torch.Tensor:
+            return plain_step(layers, inputs, target, loss=next_token_loss, microbatches=microbatches).loss
+
+        with Pipeline(
+            model, devices=["cpu"], microbatches=microbatches, loss=next_token_loss, intra_op_threads=threads
+        ) as pipe:
+            mine = pipe.step(inputs, target).loss
+            assert mine is not None
+            same = torch.equal(mine, plain())
+            found = fight(timed(lambda: pipe.step(inputs, target)), "plain", timed(plain), rounds, progress)
+    found["ratio"] = ratio(found["rounds"]["gapless"], found["rounds"]["plain"])  # a cost, and no gain
+    return found | {"same_bits": same, "target": TARGET}
+
+
+def report(found: dict[str, Any]) -> str:
+    """Both times and their ratio, under whether the losses were bit-identical."""
+    bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
+    counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
+    layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
+    return told(
+        f"gpt of {layers}, width {found['width']}, {found['batch']} x {found['length']} tokens, {parts}, {threads}, "
+        f"{bits}",
+        {"pipeline of one device": found["seconds"], "plain loop": found["plain_seconds"]},
+        ("ratio", f"{found['ratio']:.3f}", f"at most {found['target']}"),
+    )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The ratio to the plain loop."""
+    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])
+    return [of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")]

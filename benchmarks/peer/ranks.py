@@ -1,0 +1,140 @@
+"""What each rank of a contestant does: it prepares its schedules, and then runs the steps that `Peer` asks for.
+
+    benchmark <--- Prepared -------- rank 0, rank 1, ... (Gloo on loopback), one for each schedule
+              --- (name, times) --->
+              <--- Stepped ---------
+              <--- Failed ---------- instead, and the rank ends
+
+A rank that has nothing to do blocks in its connection, so it takes no time from the other contestants. All times come
+from one monotonic clock. What the ranks run is a matter of `torch_side` and `gapless_side`.
+"""
+
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Client, Connection
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peer.contest import Contest, from_json
+from benchmarks.runner.rounds import Span
+from gapless.schedule.calibration import costs_of
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.stage.intra_op import set_intra_op_threads
+
+
+class Prepared(NamedTuple):
+    """A schedule is ready on this rank, with the order of its actions; or it is refused."""
+
+    name: str
+    order: str | None = None
+    refused: str = ""
+
+
+class Stepped(NamedTuple):
+    """From when to when the steps ran; the bubble of a timeline, where there is one."""
+
+    start: float
+    end: float
+    bubble: float | None
+
+
+class Failed(NamedTuple):
+    """The rank ends. `time` is when it failed: the first of several ranks has the cause, the others its symptoms."""
+
+    time: float
+    name: str
+    reason: str
+
+
+class Side(Protocol):
+    """What a contestant's module has."""
+
+    def prepare(self, contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+        """The order of the actions of that schedule, if it is not as in the recipe, and a call that runs one step on
+        this rank. Raises ValueError or AssertionError for sizes that it does not take, on every rank.
+        """
+
+
+def join_group(rank: int, ranks: int, folder: str, seconds: float, backend: str = "gloo") -> None:
+    """A group of the ranks that share the folder, each with one intra-op thread, as under torchrun."""
+    set_intra_op_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def compete(rank: int, ranks: int, folder: str, name: str, text: str) -> None:
+    """Until `Peer` hangs up; `name` is the side's, `text` the contest."""
+    lead = Client(f"{folder}/door", "AF_UNIX")
+    lead.send(rank)
+    at = ""
+    try:
+        contest, names = from_json(text)
+        if contest.kind == "gpt":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.kind == "gpt" else "gloo")
+        side: Side = import_module(f"benchmarks.peer.{name}_side")
+        steps: dict[str, Callable[[], object]] = {}
+        for at in names:
+            _send(lead, _prepare(rank, side, contest, at, steps))
+        while (asked := _asked(lead)) is not None:
+            at, times = asked
+            _send(lead, _step(contest, steps[at], times))
+    except BaseException as error:
+        when = time.perf_counter()
+        traceback.print_exc()
+        while error.__cause__ is not None:  # torch wraps what went wrong into pages of its own state
+            error = error.__cause__
+        _send(lead, Failed(when, at, f"rank {rank}: {type(error).__name__}: {error}"))
+    os._exit(0)  # no farewell between ranks: the others may have gone
+
+
+def _send(lead: Connection, answer: Prepared | Stepped | Failed) -> None:
+    with contextlib.suppress(ConnectionError):  # `Peer` has hung up
+        lead.send(answer)
+
+
+def _asked(lead: Connection) -> tuple[str, int] | None:
+    try:
+        name, times = lead.recv()
+    except (EOFError, ConnectionError):
+        return None
+    return name, times
+
+
+def _prepare(rank: int, side: Side, contest: Contest, name: str, steps: dict[str, Callable[[], object]]) -> Prepared:
+    try:
+        order, steps[name] = side.prepare(contest, name, rank)
+    except (ValueError, AssertionError) as error:
+        return Prepared(name, refused=str(error) or type(error).__name__)
+    contest.tidy()
+    steps[name]()  # the first asks the stages for their shapes
+    contest.settle()
+    contest.tidy()
+    return Prepared(name, order)
+
+
+def _step(contest: Contest, step: Callable[[], object], times: int) -> Stepped:
+    start = time.perf_counter()
+    for _ in range(times):
+        result = step()
+        contest.settle()
+    span = result if isinstance(result, Span) else Span(start, time.perf_counter())  # only a part of it may count
+    return Stepped(*span, _bubble(getattr(result, "timeline", None)))
+
+
+def _bubble(timeline: Timeline | None) -> float | None:
+    """What the schedule would leave idle, with the times that its actions took."""
+    return None if timeline is None else float(simulate(timeline.schedule, costs_of([timeline])).bubble)

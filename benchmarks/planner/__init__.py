@@ -1,0 +1,12 @@
+"""Is the planner right? plan and replicas are benchmarks. In reading order:
+
+subjects     models as layers, with their data, and the plan for a given schedule
+late_link    threads with a latency between them
+own_memory   devices that share a memory, as if each had its own
+prediction   is the predicted step right, and the predicted memory?
+cuts         is the planned partition the best one?
+choice       is the planned schedule the quickest one?
+fit          does what was planned fit on a GPU, and does what was refused not?
+plan         all of these
+replicas     stages with replicas as PipeDream's planner chooses them, against its prediction
+"""

@@ -1,0 +1,145 @@
+"""Is the choice right? On emulated devices and links every schedule that fits is run, and the planner's pick is
+compared with the quickest.
+
+First every schedule runs twice; then the pick and the quickest of the first part take turns for longer.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from benchmarks.planner.late_link import late
+from benchmarks.planner.subjects import Subject, emulated
+from benchmarks.runner.report import milliseconds, signed, tabular
+from benchmarks.runner.rounds import Progress, finals, median, ratio
+from gapless.errors import PlanError
+from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device, Mesh
+from gapless.plan.profile.measure import hop
+from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.search.choices import RECIPES
+from gapless.plan.search.search import search
+from gapless.plan.search.wanted import Wanted
+
+NEAR = 0.03
+_MIB = 2**20
+_LAYERS = 4  # per device
+_FINALISTS = 4
+
+Milliseconds = tuple[float, float, float]  # of F, I and W
+
+COSTS: dict[str, Callable[[int], list[Milliseconds]]] = {
+    "even": lambda count: [(1.5, 1.5, 1.5)] * count,
+    "light W": lambda count: [(1.5, 2.0, 0.75)] * count,
+    "heavy W": lambda count: [(1.0, 1.0, 2.5)] * count,
+    "uneven": lambda count: [(1.0 + n % 3, 1.5 + n % 3, 1.0 + n % 2) for n in range(count)],
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """`costs` of a layer, `latency` of a link in milliseconds, the MiB that a device has (None: no limit), where the
+    activation of a layer is 1 MiB.
+    """
+
+    costs: str
+    devices: int
+    microbatches: int
+    latency: float = 0.0
+    limit: int | None = None
+
+
+GRID = (
+    Place("even", 2, 4),
+    Place("even", 2, 8, latency=3),
+    Place("even", 4, 8),
+    Place("even", 4, 8, latency=1),
+    Place("even", 4, 8, latency=5),
+    Place("even", 4, 8, limit=20),
+    Place("even", 4, 8, limit=12, latency=3),
+    Place("light W", 2, 4, limit=9),
+    Place("light W", 4, 8),
+    Place("light W", 4, 12, latency=3),
+    Place("heavy W", 4, 4),
+    Place("heavy W", 4, 8, latency=3, limit=20),
+    Place("uneven", 2, 8),
+    Place("uneven", 3, 6, limit=16),
+    Place("uneven", 4, 8, latency=3),
+)
+
+
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
+    """A row for each place of the grid; `quick` is one small place."""
+    profiles: dict[tuple[str, int], Profile] = {}
+    rows = []
+    for place in (Place("even", 2, 2, latency=1),) if quick else GRID:
+        subject = emulated(place.costs, COSTS[place.costs](_LAYERS * place.devices))
+        if (place.costs, place.devices) not in profiles:
+            progress(f"measuring {place.costs}")
+            profiles[place.costs, place.devices] = _sized(subject.profile("cpu", place.devices, seconds))
+        rows.append(_row(place, subject, _plans(place, profiles[place.costs, place.devices]), rounds, progress))
+    return {"rows": rows, "near": NEAR}
+
+
+def _sized(profile: Profile) -> Profile:
+    """With sizes of real layers: an emulated one holds next to nothing."""
+    none = dict.fromkeys(("parameters", "gradients", "optimizer_state", "boundary", "overlap", "workspace"), 0)
+    real: dict[str, Any] = {**none, "activation": _MIB, "kept_for_weight_grad": _MIB}
+    return replace(profile, layers=tuple(replace(layer, **real) for layer in profile.layers), input=0)
+
+
+def _plans(place: Place, profile: Profile) -> list[Plan]:
+    """The best of each recipe, the best of all first."""
+    link = Link("emulated", None, hop().latency + place.latency / 1e3)
+    devices = [Device(None if place.limit is None else place.limit * _MIB)] * place.devices
+    found = []
+    for recipe in (*RECIPES, "auto"):  # each alone: what can't be the best of all is left out of a search
+        wanted = Wanted(place.microbatches, [recipe], mesh=Mesh(1, place.devices), slack=0.0, time_limit=None)
+        with contextlib.suppress(PlanError):
+            found.append(search(replace(profile, links=(link,)), devices, wanted, place.microbatches).best)
+    return sorted(found, key=lambda plan: plan.step_seconds)
+
+
+def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, progress: Progress) -> dict[str, Any]:
+    picked = plans[0].recipe
+    with contextlib.ExitStack() as stack:
+        world = partial(late, ["cpu"] * place.devices, place.latency / 1e3)
+        contestants = {plan.recipe: subject.contestant(stack, plan, world()) for plan in plans}
+        first, seconds = finals(contestants, [picked], _FINALISTS, rounds, progress)
+    quickest = min(seconds, key=lambda recipe: median(seconds[recipe]))
+    return {
+        **asdict(place),
+        "picked": picked,
+        "quickest": quickest,
+        "seconds": {recipe: median(values) for recipe, values in (first | seconds).items()},
+        "predicted": {plan.recipe: plan.step_seconds - plan.breakdown.update for plan in plans},
+        "slower": ratio(seconds[picked], seconds[quickest]) - 1,
+        "rounds": seconds,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """The pick and the quickest of each place, and how often they are as good as the same."""
+    rows = [
+        (
+            row["costs"],
+            f"{row['latency']:g} ms",
+            str(row["devices"]),
+            str(row["microbatches"]),
+            "-" if row["limit"] is None else f"{row['limit']} MiB",
+            str(len(row["seconds"])),
+            *(cell for who in ("picked", "quickest") for cell in (row[who], milliseconds(row["seconds"][row[who]]))),
+            signed(row["slower"]),
+        )
+        for row in found["rows"]
+    ]
+    right = sum(row["slower"] <= found["near"] for row in found["rows"])
+    return tabular(
+        f"meant: the pick within {found['near']:.0%} of the quickest of all schedules that fit",
+        ("costs", "latency", "K", "M", "limit", "schedules", "picked", "step", "quickest", "step", ""),
+        rows,
+        "",
+        f"within {found['near']:.0%}: {right} of {len(rows)}",
+    )

@@ -1,0 +1,189 @@
+"""Is a plan right? What it predicts for a step and for its memory, against what is measured.
+
+Layers are measured one by one, a plan is made from that alone, and then its pipeline runs. All pipelines of a model
+take turns. Live bytes are those of the storages that a device's actions have made, at their peak: activations, messages
+and what an action takes while it runs. Parameters, gradients and optimizer state are counted, not predicted.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.planner import subjects
+from benchmarks.planner.own_memory import Apart
+from benchmarks.planner.subjects import Subject
+from benchmarks.runner.report import mebibytes, milliseconds, signed, tabular
+from benchmarks.runner.rounds import Progress, median, take_turns
+from gapless.plan.cut.stage_costs import make_stages
+from gapless.plan.plan import Plan
+from gapless.plan.profile.meter import StorageMeter
+from gapless.plan.profile.profile import Profile
+from gapless.run.program import Program
+from gapless.schedule.action import Schedule
+from gapless.schedule.simulate import simulate
+from gapless.stage.stage import Stage
+
+OVER, UNDER = 0.10, 0.05  # by how much a prediction may be wrong
+_SESSIONS = 3
+
+
+def settings(quick: bool) -> list[tuple[Subject, int, str]]:
+    """(model, K, the plans that run: of each the schedule, M, and whether it recomputes)"""
+    even = [(4.0, 4.0, 4.0)] * 16
+    uneven = [(1.0 + n % 3, 1.5 + n % 3, 1.0 + n % 2) for n in range(24)]
+    if quick:
+        return [
+            (subjects.emulated("emulated, even", even[:4]), 2, "1f1b 4"),
+            (subjects.small_gpt(width=32, depth=2, length=8), 2, "gpipe 4"),
+        ]
+    return [
+        (subjects.emulated("emulated, even", even), 4, "1f1b 8, 1f1b 8 remat, gpipe 8, zb-h1 8, interleaved 8, zb-v 8"),
+        (subjects.emulated("emulated, uneven", uneven), 3, "1f1b 6, 1f1b 12 remat, zb-h1 12, interleaved 6"),
+        (subjects.emulated("emulated, even", even), 8, "1f1b 16, zb-h1 16"),
+        (subjects.small_gpt(), 2, "1f1b 4, 1f1b 8, 1f1b 8 remat, gpipe 8, gpipe 8 remat, zb-h1 8, interleaved 8"),
+        (subjects.small_resnet(18, width=8, side=64), 2, "1f1b 4, 1f1b 8 remat, gpipe 8, gpipe 8 remat"),
+        (subjects.small_unet(side=32), 2, "1f1b 4, gpipe 8 remat, zb-h1 8"),
+        (subjects.small_transformer(vocab=1000), 2, "1f1b 4, 1f1b 8 remat, interleaved 8"),
+        (subjects.random_layers(8), 2, "1f1b 4, 1f1b 8 remat, zb-h1 8"),
+    ]
+
+
+def _plans(profile: Profile, devices: int, wanted: str) -> list[Plan]:
+    words = (each.split() for each in wanted.split(", "))
+    return [subjects.planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
+
+
+def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict[str, Any]:
+    """A row for each plan: the step and the bytes as predicted and as measured."""
+    rows: list[dict[str, Any]] = []
+    for subject, devices, wanted in settings(quick):
+        progress(f"measuring {subject.name}")
+        sessions = 1 if subject.emulated else _SESSIONS
+        profile = subject.profile("cpu", devices, seconds / sessions)
+        plans = _plans(profile, devices, wanted)
+        held = [None if subject.emulated else _live(subject, plan) for plan in plans]
+        pairs = _steps(subject, plans, profile, sessions, rounds, seconds / sessions, progress)
+        rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
+    return {"rows": rows, "over": OVER, "under": UNDER, **_verdict(rows)}
+
+
+def _steps(
+    subject: Subject,
+    plans: Sequence[Plan],
+    profile: Profile,
+    sessions: int,
+    rounds: int,
+    seconds: float,
+    progress: Progress,
+) -> list[list[tuple[float, float]]]:
+    """For each plan and session what was predicted and what was measured. The layers are measured anew in each: on real
+    processors, what the same work takes changes from minute to minute.
+    """
+    found: list[list[tuple[float, float]]] = [[] for _ in plans]
+    with contextlib.ExitStack() as stack:
+        contestants = {}
+        for number, plan in enumerate(plans):
+            contestants[f"{subject.name}, {plan.title} ({number})"] = subject.contestant(stack, plan)
+        for session in range(sessions):
+            if session:
+                profile = subject.profile("cpu", plans[0].num_devices, seconds)
+            taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
+            for mine, plan, values in zip(found, plans, taken.values(), strict=True):
+                mine.append((_predicted(plan, profile), median(values)))
+    return found
+
+
+def _predicted(plan: Plan, profile: Profile) -> float:
+    """The step of a plan, from another measurement of its layers."""
+    stages = make_stages(profile, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
+    return float(simulate(plan.schedule, profile.contention.costs(stages.costs, plan.schedule)).makespan)
+
+
+class _Metered(Apart):
+    """Devices whose actions are weighed, each by a meter of its own."""
+
+    def __init__(self, meters: Sequence[StorageMeter]) -> None:
+        super().__init__(["cpu"] * len(meters), [meter.on for meter in meters])
+        self._meters = meters
+
+    def program(self, schedule: Schedule, stages: Mapping[int, Stage], *args: Any, **options: Any) -> Program:
+        for number, stage in stages.items():
+            meter = self._meters[schedule.placement.device(number, 0)]
+            for name in ("forward", "recompute", "backward", "backward_input", "backward_weight"):
+                setattr(stage, name, _metered(getattr(stage, name), meter))
+        return super().program(schedule, stages, *args, **options)
+
+
+def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with meter.on():
+            return call(*args, **kwargs)
+
+    return run
+
+
+def _live(subject: Subject, plan: Plan) -> int:
+    return sum(peaks_of(subject, plan))
+
+
+def peaks_of(subject: Subject, plan: Plan) -> list[int]:
+    """Of each device the most bytes that its actions have made and that are there at a time."""
+    meters = [StorageMeter() for _ in range(plan.num_devices)]
+    inputs, target = subject.batch(plan.minibatch)
+    with subject.pipeline(plan, _Metered(meters)) as pipe:
+        pipe.step(inputs, target)
+        before = [meter.live() for meter in meters]  # gradients are there by now
+        for meter in meters:
+            meter.peak()
+        pipe.step(inputs, target)
+    return [meter.peak() - there for meter, there in zip(meters, before, strict=True)]
+
+
+def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], live: int | None) -> dict[str, Any]:
+    predicted, measured = median([one for one, _ in pairs]), median([other for _, other in pairs])
+    held = None if live is None else sum(held.activations + held.buffers + held.workspace for held in plan.memory)
+    return {
+        **subjects.told(subject, plan),
+        "predicted": predicted,
+        "measured": measured,
+        "difference": median([one / other for one, other in pairs]) - 1,
+        "predicted_bytes": held,
+        "measured_bytes": live,
+        "bytes_difference": held / live - 1 if held is not None and live is not None else None,
+        "sessions": list(pairs),
+    }
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, key in (("times", "difference"), ("sizes", "bytes_difference")):
+        values = [row[key] for row in rows if row[key] is not None]
+        found |= {name: len(values), f"{name}_right": sum(-UNDER <= value <= OVER for value in values)}
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """A row for each plan, and how many predictions are as near as they are meant to be."""
+    rows = [
+        (
+            *subjects.cells(row),
+            *_compared(row, milliseconds, ("predicted", "measured", "difference")),
+            *_compared(row, mebibytes, ("predicted_bytes", "measured_bytes", "bytes_difference")),
+        )
+        for row in found["rows"]
+    ]
+    return tabular(
+        "",
+        (*subjects.HEADINGS, "predicted", "measured", "", "held", "measured", ""),
+        rows,
+        "",
+        f"within -{found['under']:.0%} and +{found['over']:.0%}: {found['times_right']} of {found['times']} "
+        f"steps, {found['sizes_right']} of {found['sizes']} peaks",
+        left=2,
+    )
+
+
+def _compared(row: dict[str, Any], shown: Callable[[float], str], keys: tuple[str, str, str]) -> tuple[str, ...]:
+    """What was predicted, what was measured and their difference, or blanks."""
+    one, other, difference = (row[key] for key in keys)
+    return ("", "", "") if difference is None else (shown(one), shown(other), signed(difference))

@@ -1,0 +1,272 @@
+"""What delayed gradients cost: the same small GPT on the same text, trained in several ways with equal samples.
+
+The text is the source of Python's standard library, as bytes, and a tenth of it is held out. All ways begin a seed with
+the same weights and get the same minibatches in the same order, with the same optimizer and learning rate:
+
+    sync                   each gradient at the newest weights: plain training
+    pipedream              weight stashing: the first stage's gradients are devices - 1 updates old, the last one's new
+    pipedream, vertical    all stages' gradients are devices - 1 updates old
+    2bw                    all are one update old; a minibatch is cut into as many microbatches as there are devices
+    spectrain, lr by delay, nesterov   pipedream with a correction; nesterov brings an optimizer of its own
+    asp                    as many replicas as devices apply gradients without waiting: the clock decides how old
+
+With one optimizer for all, the corrections are compared as they are; whoever tunes each way will find other figures.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from benchmarks.runner.outcome import Figure, of_rounds
+from benchmarks.runner.parameters import Between, Devices, check_width
+from benchmarks.runner.report import tabular
+from benchmarks.runner.rounds import Progress, silent
+from gapless.errors import ConfigError, GaplessError
+from gapless.pipeline.pipeline import Pipeline
+from gapless.run.flow.async_replicas import AsyncReplicas
+from gapless.run.flow.nesterov import DelayedNesterov
+from gapless.stage.intra_op import intra_op_threads
+from gapless.train.data.sources import standard_library
+from gapless.view import curves
+from gapless.zoo.gpt import gpt, next_token_loss
+
+RATES = {"adam": 0.003, "sgd": 0.1}
+POINTS = 40  # of a curve
+_CONTEXT, _HELD_OUT = 32, 256
+Batch = tuple[Tensor, Tensor]
+Losses = Iterator[float]  # of minibatches, in their order
+Way = Callable[[nn.Sequential, Sequence[Batch]], Losses]
+
+
+def check_optimizer(name: str) -> None:
+    """Raises if there is no such one."""
+    if name not in RATES:
+        raise ConfigError(f"optimizer is {name!r}, but it must be one of {', '.join(RATES)}")
+
+
+def run(
+    *,
+    devices: Devices = 8,
+    steps: Annotated[int, "minibatches of a run"] = 250,
+    batch: Annotated[int, "sequences in a minibatch, at least as many as devices"] = 16,
+    seeds: Annotated[int, "runs of each way"] = 3,
+    optimizer: Annotated[str, "adam or sgd (with momentum 0.9)", check_optimizer] = "adam",
+    lr: Annotated[float, "learning rate of all ways (0: 0.003 for adam, 0.1 for sgd)", Between(0, 10)] = 0,
+    width: Annotated[int, "width of the GPT, a multiple of 4"] = 32,
+    html: Annotated[Path | None, "write a page with the curves"] = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Losses while training, and those of held-out text afterwards."""
+    if batch < devices:
+        raise ConfigError(f"batch is {batch}, but 2bw cuts it into a microbatch for each of {devices} devices")
+    check_width(width)
+    lr = lr or RATES[optimizer]
+    text = standard_library()
+    cut = len(text) * 9 // 10
+    held_out = _windows(text[cut:], _HELD_OUT, torch.Generator().manual_seed(0))
+    staleness: list[float] = []
+    ways = _ways(devices, optimizer, lr, steps, staleness)
+    rows: dict[str, dict[str, Any]] = {
+        name: {"way": name, "delay": delay, "runs": [], "held_out": [], "stopped_at": []}
+        for name, (delay, _) in ways.items()
+    }
+    with intra_op_threads(1):
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            start = gpt(width=width, depth=devices, context=_CONTEXT)
+            generator = torch.Generator().manual_seed(seed)
+            batches = [_windows(text[:cut], batch, generator) for _ in range(steps)]
+            for name, (_, way) in ways.items():
+                progress(f"seed {seed + 1} of {seeds}: {name}")
+                model, row = copy.deepcopy(start), rows[name]
+                losses = list(_finite(way(model, batches)))
+                row["runs"].append(_binned(losses, steps))
+                row["stopped_at"].append(len(losses) if len(losses) < steps else None)
+                row["held_out"].append(_loss(model, held_out) if len(losses) == steps else None)
+    progress("")
+    if staleness:
+        rows["asp"]["delay"] = f"{statistics.fmean(staleness):.1f}"
+    found = {"lr": lr, "rows": list(rows.values()), "minibatches": _middles(steps)}
+    if html is not None:
+        chosen = {"devices": devices, "steps": steps, "batch": batch, "seeds": seeds, "optimizer": optimizer}
+        html.write_text(_page({**chosen, **found}), encoding="utf-8", newline="\n")
+    return found
+
+
+def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[float]) -> dict[str, tuple[str, Way]]:
+    """By name: the delay of their gradients in words, and how to train. `staleness` gets what replicas have had."""
+
+    def make(params: Any) -> Optimizer:
+        if optimizer == "sgd":
+            return SGD(params, lr=lr, momentum=0.9)
+        return AdamW(params, lr=lr, weight_decay=0.01)
+
+    def ahead(params: Any) -> Optimizer:
+        return DelayedNesterov(params, lr=lr)
+
+    def streamed(schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> Way:
+        options = {"optimizer": make, **options}
+
+        def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+            with (
+                Pipeline(
+                    model, devices=devices, schedule=schedule, microbatches=microbatches, loss=next_token_loss
+                ) as pipe,
+                pipe.stream(**options) as stream,
+            ):
+                yield from (result.loss.item() for result in stream.run(batches))
+
+        return train
+
+    def replicated(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+        found, failure = {}, None
+        with AsyncReplicas(model, replicas=devices, loss=next_token_loss, optimizer=make) as replicas:
+            try:
+                for result in replicas.run(batches):
+                    found[result.minibatch] = result.loss.item()
+            except GaplessError as error:
+                failure = error
+            staleness.append(replicas.order.mean_staleness)
+        yield from (found[minibatch] for minibatch in sorted(found))
+        if failure is not None:
+            raise failure
+
+    stage = f"0 to {devices - 1}"
+    ways: dict[str, tuple[str, Way]] = {
+        "sync": ("0", _plain(make)),
+        "pipedream": (stage, streamed()),
+        "pipedream, vertical": (f"{devices - 1}", streamed(vertical=True)),
+        "2bw": ("1", streamed("2bw", devices)),
+        "spectrain": (stage, streamed(correction="spectrain")),
+        "lr by delay": (stage, streamed(lr_by_delay=max(1, steps // 4))),
+        "asp": ("by the clock", replicated),
+    }
+    if optimizer == "adam":
+        ways["nesterov"] = (stage, streamed(optimizer=None, correction="nesterov", lr=lr))
+        ways["sync, nesterov's optimizer"] = ("0", _plain(ahead))
+    return ways
+
+
+def _plain(make: Callable[[Any], Optimizer]) -> Way:
+    def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
+        optimizer = make(model.parameters())
+        for inputs, target in batches:
+            loss = next_token_loss(model(inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    return train
+
+
+def _finite(losses: Losses) -> Losses:
+    """Up to where the run has diverged, which a stream says itself."""
+    try:
+        for loss in losses:
+            if not loss < 100:  # 5.5 is a model that knows nothing
+                return
+            yield loss
+    except GaplessError as error:
+        if "not finite" not in str(error):
+            raise
+
+
+def _windows(text: Tensor, count: int, generator: torch.Generator) -> Batch:
+    starts = torch.randint(len(text) - _CONTEXT, (count, 1), generator=generator)
+    windows = text[starts + torch.arange(_CONTEXT + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, batch: Batch) -> float:
+    return next_token_loss(model.eval()(batch[0]), batch[1]).item()
+
+
+def _bounds(steps: int) -> list[tuple[int, int]]:
+    points = min(POINTS, steps)
+    return [(steps * point // points, steps * (point + 1) // points) for point in range(points)]
+
+
+def _middles(steps: int) -> list[float]:
+    return [(start + end - 1) / 2 for start, end in _bounds(steps)]
+
+
+def _binned(losses: Sequence[float], steps: int) -> list[float | None]:
+    """Means over stretches of a run; None from where it has diverged."""
+    return [statistics.fmean(losses[start:end]) if end <= len(losses) else None for start, end in _bounds(steps)]
+
+
+def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """For each way its name, delay, losses and what it is behind of sync."""
+    plain = _mean(found["rows"][0]["held_out"])
+    rows: list[tuple[str, ...]] = []
+    for row in found["rows"]:
+        held_out = [loss for loss in row["held_out"] if loss is not None]
+        ends = [run[-1] for run in row["runs"] if run[-1] is not None]
+        lost = len(row["held_out"]) - len(held_out)
+        if not held_out:
+            shown = ("diverged", "diverged", "", "")
+        else:
+            mean = statistics.fmean(held_out)
+            spread = f"{min(held_out):.3f} to {max(held_out):.3f}" + (f", {lost} diverged" if lost else "")
+            behind = f"{mean - plain:+.3f}" if plain is not None else ""
+            shown = (f"{statistics.fmean(ends):.3f}", f"{mean:.3f}", spread, behind)
+        rows.append((row["way"], row["delay"], *shown))
+    return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+_HEADINGS = ("way", "delay", "training", "held out", "of all seeds", "to sync")
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    return (
+        f"GPT of {found['devices'] + 3} layers on {found['devices']} devices, Python's source as bytes, "
+        f"{found['steps']} minibatches of {found['batch']} x {_CONTEXT}, {found['optimizer']} at {found['lr']:g}, "
+        f"{found['seeds']} seed{'s' if found['seeds'] != 1 else ''}"
+    )
+
+
+_NOTES = (
+    "Loss in nats per byte, the lower the better: the last stretch of training, and 256 held-out windows afterwards.",
+    "Equal samples, and one learning rate for all ways: none is tuned. A difference within the spread says nothing.",
+    "asp depends on the clock, so it is another run every time; its delay is measured.",
+)
+
+
+def report(found: dict[str, Any]) -> str:
+    """A line for each way."""
+    page = [f"The curves are in {found['html']}."] if found["html"] else []
+    return tabular(_title(found), _HEADINGS, _cells(found), "", *_NOTES, *page, left=2)
+
+
+def _page(found: Mapping[str, Any]) -> str:
+    shown = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in found["rows"]]
+    return curves.render(
+        "What delayed gradients cost",
+        (_title(found) + ".", *_NOTES),
+        found["minibatches"],
+        shown,
+        ("minibatch", "training loss"),
+        (_HEADINGS, _cells(found)),
+    )
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """The loss on held-out text of each way that has one for every seed."""
+    return [
+        of_rounds(f"loss, {row['way']}", row["held_out"], "loss")
+        for row in found["rows"]
+        if None not in row["held_out"]
+    ]

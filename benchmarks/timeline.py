@@ -1,0 +1,86 @@
+"""What it costs to record a timeline, and whether it can be predicted: the schedule is simulated with the median times
+of the recorded actions, and the makespan compared with the recorded one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from benchmarks.emulated import batch, pipeline, step
+from benchmarks.peer.contest import Contest
+from benchmarks.runner.outcome import Figure, of_rounds, quotients
+from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
+from benchmarks.runner.report import fight, signed, told
+from benchmarks.runner.rounds import Progress, silent
+from gapless.schedule.calibration import costs_of
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+from gapless.view import page, text
+from gapless.view.figures import Units
+
+COST, DIFFERENCE = 0.01, 0.05
+
+
+def run(
+    *,
+    schedule: Schedule = "zb-h1",
+    devices: Devices = 4,
+    microbatches: Microbatches = 16,
+    milliseconds: Milliseconds = 1,
+    steps: Steps = 5,
+    rounds: Rounds = 15,
+    html: Annotated[Path | None, "write a page with the predicted and the measured timeline"] = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """The same steps with and without recording, then some more whose timelines are looked at."""
+    contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
+    with pipeline(contest, schedule) as bare, pipeline(contest, schedule, timeline=True) as recorded:
+        found = fight(step(contest, bare, steps), "recorded", step(contest, recorded, steps), rounds, progress)
+        inputs, target = batch(contest)
+        timelines = [recorded.step(inputs, target).timeline for _ in range(rounds)]
+    predicted, measured = _pair([timeline for timeline in timelines if timeline is not None])
+    if html:
+        page.write(html, [predicted, measured], units=Units("s", "activations"), ranked=False)
+    return found | {
+        "cost": found["ratio"] - 1,
+        "predicted": float(predicted.makespan),
+        "measured": float(measured.makespan),
+        "difference": float(predicted.makespan) / float(measured.makespan) - 1,
+        "actions_per_device": max(map(len, bare.schedule.rows)),
+        "cost_target": COST,
+        "difference_target": DIFFERENCE,
+    }
+
+
+def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
+    """As simulated, and the one with the median makespan."""
+    costs = costs_of(timelines)
+    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    return simulate(middle.schedule, costs, "predicted"), replace(middle, costs=costs, name="measured")
+
+
+def report(found: dict[str, Any]) -> str:
+    """Both times, what the recording costs, and how far the simulation is off."""
+    told_ = told(
+        f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
+        f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each",
+        {"recorded": found["recorded_seconds"], "not recorded": found["seconds"]},
+        ("cost", text.percent(found["cost"]), f"below {text.percent(found['cost_target'])}"),
+        ("prediction", signed(found["difference"]), f"within {text.percent(found['difference_target'])}"),
+    )
+    return f"{told_}\n\nboth timelines: {found['html']}" if found["html"] else told_
+
+
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """What recording costs, and how far the simulation is off."""
+    costs = [cost - 1 for cost in quotients(found["rounds"]["recorded"], found["rounds"]["gapless"])]
+    return [
+        of_rounds("cost of recording", costs, "difference", "less", f"below {text.percent(found['cost_target'])}"),
+        Figure(
+            "predicted to measured makespan",
+            found["difference"],
+            "difference",
+            meant=f"within {text.percent(found['difference_target'])}",
+        ),
+    ]

@@ -1,0 +1,103 @@
+"""GPipe's throughput, the measured breakdown, and the docs that are made from stored results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.gpipe import breakdown, throughput
+from benchmarks.runner import docs_tables
+from benchmarks.runner.command import main
+from benchmarks.runner.outcome import Grid, Outcome, of_rounds, read
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--milliseconds", "8", "--devices", "2", "--microbatches", "1,4", "--rounds", "1"]
+    assert main(["throughput", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fast, slow = throughput.tables(found)
+    assert [row[:3] for row in fast.rows][:2] == [("AmoebaNet-D", "2", "1"), ("AmoebaNet-D", "2", "4")]
+    assert [row[3] for row in fast.rows if row[2] == "1"] == ["1.00", "1.00"]
+    assert [row[5] for row in fast.rows][:2] == ["1", "1.07"]
+    assert len(slow.rows) == 2
+
+
+def test_our_best_is_told_beside_torch_s_best_and_torchgpipe_is_not_torch() -> None:
+    steps = {"copies": 1.0, "gapless, ranks zb-v": 3.0, "gapless, one process 1f1b": 2.0, "torch 1f1b": 3.0}
+    steps |= {"torch zb-v": 2.5, "torchgpipe gpipe": 0.5}
+    rows = [{"size": "light", "way": way, "rounds": [step], "of_limit": 1.0} for way, step in steps.items()]
+    rows.append({"size": "heavy", "way": "gapless, ranks zb-v", "rounds": [1.0], "of_limit": 1.0})  # no peer ran
+    found = {"rows": rows, "skipped": {"deepspeed": "not there"}, "devices": 2, "microbatches": 4}
+    told = "light: gapless, one process 1f1b is 1.25 times as fast as torch zb-v."
+    assert peers.tables(found)[0].note == f"{told} deepspeed: not there."
+    assert told in peers.report(found)
+
+
+def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--width", "16", "--depth", "2", "--devices", "2", "--milliseconds", "1", "--rounds", "2"]
+    assert main(["breakdown", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        for parts, step in zip(row["parts"], row["steps"], strict=True):
+            assert sum(parts.values()) == pytest.approx(step)
+            assert all(part >= 0 for part in parts.values())
+    recomputed = {row["schedule"]: row["parts"][0]["recompute"] for row in found["rows"][:3]}
+    assert recomputed["gpipe"] > 0 == recomputed["1f1b"]
+    assert "bubble" in breakdown.report(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["throughput", "--devices", "2,x"], "--devices 2,x is not a list of numbers above 0"),
+        (["throughput", "--microbatches", "inf"], "--microbatches inf is not a list of numbers above 0"),
+        (["throughput", "--devices", "1,2"], "give 2 or more"),
+        (["largest", "--layers", "4"], "a multiple of 3 layers"),
+        (["breakdown", "--width", "6"], "width is 6, but it must be a multiple of 4"),
+        (["overhead", "--width", "130"], "width is 130, but it must be a multiple of 4, the number of heads"),
+        (["split", "--width", "6"], "width is 6, but it must be a multiple of 4"),
+        (["saving", "--width", "200"], "width is 200, but it must be a multiple of 3"),
+        (["compile", "--width", "642"], "width is 642, but it must be a multiple of 5"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:
+    machine: dict[str, str | int] = {"cpu": "one", "cores": 2, "os": "Linux", "torch": "2", "python": "3"}
+    for name, tables in (("split", ()), ("largest", (Grid("Sizes", ("a", "b"), [("1", "2")], "So it is."),))):
+        figures = [of_rounds("step", [1.0, 2.0], meant="below 3")]
+        made = Outcome(name, f"python -m benchmarks {name}", "2026-01-01 00:00:00", machine, figures, tables)
+        made.write(tmp_path / f"{name}.json")
+    file = tmp_path / "page.md"
+    file.write_text(f"before\n{docs_tables.BEGIN}\nold\n{docs_tables.END}\nafter\n")
+    assert docs_tables.main([str(file), str(tmp_path), "--check"]) == 1
+    assert docs_tables.main([str(file), str(tmp_path)]) == 0
+    assert docs_tables.main([str(file), str(tmp_path), "--check"]) == 0
+    written = file.read_text()
+    assert "| `python -m benchmarks split` | step | below 3 | 1500 ms | 1000 ms to 2000 ms |" in written
+    assert "**Sizes**\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nSo it is." in written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+
+
+def test_the_docs_are_made_from_the_stored_results() -> None:
+    assert docs_tables.main([str(DOCS / "benchmarks.md"), str(DOCS / "results" / "bench"), "--check"]) == 0, (
+        "make bench-tables"
+    )
+
+
+def test_the_figure_of_the_readme_is_a_stored_one() -> None:
+    """It said 1.42, measured on another machine, beside a link to a page that says 1.19."""
+    figures = {figure.name: figure for figure in read(DOCS / "results" / "bench" / "emulated.json").figures}
+    faster = figures["faster than torch's best by"].value
+    assert f"**{faster:.2f} times faster**" in (DOCS.parent / "README.md").read_text("utf-8")
+    on_gpu = json.loads((DOCS / "results" / "bench" / "gpu-8-ranks.json").read_text("utf-8"))["found"]["faster"]
+    assert f"8 ranks share it is **{on_gpu:.2f} times faster**" in (DOCS.parent / "README.md").read_text("utf-8")
