@@ -13,9 +13,8 @@ from benchmarks.runner.outcome import Figure, of_rounds, quotients
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
 from benchmarks.runner.report import fight, signed, told
 from benchmarks.runner.rounds import Progress, silent
-from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, costs_of
 from gapless.view import page, text
 from gapless.view.figures import Units
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gapless
-from gapless.schedule.calibration import costs_of
+from gapless.schedule.timeline import costs_of
 from gapless.view import page
 from gapless.view.figures import Units
 from gapless.zoo.gpt import gpt, next_token_loss

@@ -7,7 +7,7 @@
     all of these < benchmarks, which is not in the package
 
 Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
-Inside `plan`:  profile < cut < plan < explain < search < planner
+Inside `plan`:  profile < cut < predict < plan < explain < search < asynchronous < planner
 
 `zoo` holds models as people write them, so it knows torch and the one call that a custom autograd function may make.
 """
@@ -73,7 +73,16 @@ COMMANDS_WITHOUT_TORCH = (
 # From the lowest room to the highest; a file belongs to the longest name that it begins with.
 ROOMS = (
     ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.flow"),
-    ("plan.profile", "plan.cut", "plan.plan", "plan.explain", "plan.search", "plan.planner"),
+    (
+        "plan.profile",
+        "plan.cut",
+        "plan.predict",
+        "plan.plan",
+        "plan.explain",
+        "plan.search",
+        "plan.asynchronous",
+        "plan.planner",
+    ),
 )
 MOST_LINES = {"file": 350, "benchmark": 320, "function": 80}
 MOST_FILES = 14  # of a folder of benchmarks

@@ -31,9 +31,8 @@ from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, median, silent
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind
-from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, costs_of
 from gapless.stage.intra_op import intra_op_threads
 from gapless.zoo.gpt import gpt, next_token_loss
 

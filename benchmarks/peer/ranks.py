@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from benchmarks.peer.contest import Contest, from_json
 from benchmarks.runner.rounds import Span
-from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, costs_of
 from gapless.stage.intra_op import set_intra_op_threads
 
 

@@ -21,7 +21,7 @@ from gapless.plan.profile.measure import hop
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.choices import RECIPES
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 
 NEAR = 0.03
 _MIB = 2**20
@@ -96,7 +96,7 @@ def _plans(place: Place, profile: Profile) -> list[Plan]:
     devices = [Device(None if place.limit is None else place.limit * _MIB)] * place.devices
     found = []
     for recipe in (*RECIPES, "auto"):  # each alone: what can't be the best of all is left out of a search
-        wanted = Wanted(place.microbatches, [recipe], mesh=Mesh(1, place.devices), slack=0.0, time_limit=None)
+        wanted = SearchOptions(place.microbatches, [recipe], mesh=Mesh(1, place.devices), slack=0.0, time_limit=None)
         with contextlib.suppress(PlanError):
             found.append(search(replace(profile, links=(link,)), devices, wanted, place.microbatches).best)
     return sorted(found, key=lambda plan: plan.step_seconds)

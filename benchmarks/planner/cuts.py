@@ -17,7 +17,7 @@ from gapless.plan.cut.partition import equal_counts
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 
 NEAR = 0.03  # how much slower than the best of all cuts the planned one may be
 _DEVICES, _MICROBATCHES = 2, 4
@@ -45,7 +45,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
 def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) -> dict[str, Any]:
     count = len(subject.layers)
     # As `make_plan` would cut it.
-    wanted = Wanted(_MICROBATCHES, ["1f1b"], mesh=Mesh(1, _DEVICES), time_limit=None)
+    wanted = SearchOptions(_MICROBATCHES, ["1f1b"], mesh=Mesh(1, _DEVICES), time_limit=None)
     minibatch = _MICROBATCHES * profile.samples
     chosen = _shown(search(profile, _DEVICES, wanted, minibatch).best.partition)
     equal = _shown(equal_counts(count, _DEVICES))

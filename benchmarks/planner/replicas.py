@@ -30,8 +30,8 @@ from benchmarks.runner.report import milliseconds as in_ms
 from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, Span, median, silent, take_turns
 from gapless.pipeline.pipeline import Pipeline
+from gapless.plan.asynchronous.replicate import Replication, replicate
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
-from gapless.plan.search.replicate import Replication, replicate
 from gapless.view import text
 from gapless.zoo.emulated import Emulated
 

@@ -17,7 +17,7 @@ from gapless.cli.plan_report import report
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.units import show_seconds
 from tests.cli.conftest import Command
 from tests.plan import profiles
@@ -148,7 +148,7 @@ def test_an_allocator_that_loses_much_is_named_with_the_way_out(gapless: Command
 
 
 def test_a_gap_is_never_rounded_down() -> None:
-    found = search(profiles.even(8), 2, Wanted(schedules=["1f1b"]), 8)
+    found = search(profiles.even(8), 2, SearchOptions(schedules=["1f1b"]), 8)
     assert found.best.searched == found.searched
     for gap, shown in ((0.0301, "3.1%"), (0.0003, "0.1%"), (0.03, "3.0%"), (1.1e-9, "0.0%")):
         told = replace(found.best, searched=replace(found.searched, gap=gap)).how_good
@@ -164,7 +164,7 @@ def test_a_search_cut_short_says_so(gapless: Command, profile: str) -> None:
 
 
 def test_a_plan_that_is_printed_says_how_good_it_is_and_what_to_be_careful_about() -> None:
-    found = search(profiles.even(8), [Device(2**30)] * 2, Wanted(schedules=["1f1b"], microbatches=8), 8)
+    found = search(profiles.even(8), [Device(2**30)] * 2, SearchOptions(schedules=["1f1b"], microbatches=8), 8)
     careful = replace(found.best, caution="ranks take turns")
     assert str(careful).splitlines() == [
         "1f1b on 2 devices, 8 microbatches of 1: 34.67 ms a step, 230.8 samples/s",

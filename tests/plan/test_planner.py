@@ -13,7 +13,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.planner import _merged, planned
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.zoo.emulated import Emulated
 from tests.plan import profiles
 
@@ -36,7 +36,7 @@ def batch(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     # So small a model is quicker on one device, so a pipeline of both is asked for.
-    wanted = Wanted(microbatches=4, schedules=["zb-h1"], mesh=Mesh(1, 2))
+    wanted = SearchOptions(microbatches=4, schedules=["zb-h1"], mesh=Mesh(1, 2))
     return planned(
         model(),
         *batch(),
@@ -124,7 +124,7 @@ def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> N
 def test_the_gap_of_several_sizes_is_that_of_the_least_bound() -> None:
     # Microbatches of 2 were searched to the end, those of 8 were not: one of them may yet be the best.
     two, eight = (profiles.even(8).scaled(samples) for samples in (2, 8))
-    wanted = Wanted(schedules=["1f1b"], mesh=Mesh(1, 2), microbatches=8)
+    wanted = SearchOptions(schedules=["1f1b"], mesh=Mesh(1, 2), microbatches=8)
     whole, part = search(two, 2, wanted, 16), search(eight, 2, replace(wanted, microbatches=2), 16)
     part = replace(part, searched=replace(part.searched, gap=0.5, untried=3, complete=False))
     found = _merged({2: two, 8: eight}, {2: whole, 8: part}).found
@@ -135,7 +135,7 @@ def test_the_gap_of_several_sizes_is_that_of_the_least_bound() -> None:
 def test_sizes_that_each_found_plans_of_the_other_only_still_give_one() -> None:
     # Measured with 2 samples the best have 8, and the other way round; a search does not list them all.
     two, eight = (profiles.even(8).scaled(samples) for samples in (2, 8))
-    wanted = Wanted(schedules=["1f1b"], mesh=Mesh(1, 2), microbatches=2)
+    wanted = SearchOptions(schedules=["1f1b"], mesh=Mesh(1, 2), microbatches=2)
     of_two, of_eight = search(two, 2, wanted, 16), search(eight, 2, replace(wanted, microbatches=8), 16)
     assert (of_two.best.samples, of_eight.best.samples) == (8, 2)
     found = _merged({2: two, 8: eight}, {2: of_two, 8: of_eight}).found

@@ -12,7 +12,7 @@ from torch import nn
 import gapless.pipeline.pipeline
 import gapless.run.ranks.many_processes  # noqa: F401
 from gapless.errors import ConfigError
-from gapless.schedule.recipes.cp_sat import solver_module
+from gapless.schedule.recipes.optimal.cp_sat import solver_module
 from tests.run.forked import SELDOM
 
 gc.set_threshold(*SELDOM)

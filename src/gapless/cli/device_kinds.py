@@ -6,9 +6,8 @@ from gapless import units
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.file import read_profile
-from gapless.plan.profile.kinds import KindSpeed, kind_of
 from gapless.plan.profile.profile import Profile
-from gapless.plan.search.own_times import own_seconds
+from gapless.plan.search.heterogeneous import KindSpeed, kind_of, own_seconds
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from gapless.cli.device_kinds import Kinds, read_kinds
 from gapless.cli.no_flush import planned
 from gapless.cli.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
+from gapless.plan.asynchronous.alternatives import Alternative, others
+from gapless.plan.asynchronous.replicate import FORMS
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
-from gapless.plan.search.others import Other, others
-from gapless.plan.search.replicate import FORMS
 from gapless.plan.search.search import Found, search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from gapless.view import text
 
@@ -152,11 +152,11 @@ def _machine(arguments: argparse.Namespace, profile: Profile) -> list[Device]:
     return [Device(*pair) for pair in zip(memories, speeds, strict=True)]
 
 
-def _wanted(arguments: argparse.Namespace) -> Wanted:
-    return Wanted(**options.given(arguments, Wanted), replicas=True)
+def _wanted(arguments: argparse.Namespace) -> SearchOptions:
+    return SearchOptions(**options.given(arguments, SearchOptions), replicas=True)
 
 
-def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Other]:
+def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Alternative]:
     """What is listed beside plans of a profile, where nothing was asked for that only these have."""
     if arguments.source.endswith(".toml") or arguments.schedules or arguments.microbatches:
         return []
@@ -246,7 +246,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     made = build(config).planned(
         memory=_listed("--memory", arguments.memory or None, count, _memory),
         speeds=_listed("--speeds", arguments.speeds or None, count, _speed),
-        wanted=Wanted(**options.given(arguments, Wanted)),
+        wanted=SearchOptions(**options.given(arguments, SearchOptions)),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
     )
@@ -308,7 +308,7 @@ def _write(arguments: argparse.Namespace, found: Found) -> None:
     arguments.html = page
 
 
-def as_json(profile: Profile, found: Found, beside: Sequence[Other]) -> dict[str, Any]:
+def as_json(profile: Profile, found: Found, beside: Sequence[Alternative]) -> dict[str, Any]:
     """Schedules and costs are those of the best plan alone: of all plans they would be large."""
     return {
         "profile": profile.name,

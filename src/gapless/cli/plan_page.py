@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields
 
 from gapless import units
 from gapless.cli.plan_report import FIGURES, best_of_each_kind, ranking, rejections, without_a_pipeline
+from gapless.plan.asynchronous.alternatives import Alternative
 from gapless.plan.explain import PARTS
-from gapless.plan.plan import Footprint, Plan
+from gapless.plan.plan import Plan
+from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.profile import Profile
-from gapless.plan.search.others import Other
 from gapless.plan.search.search import Found
 from gapless.plan.search.what_if import Answer
 from gapless.view import cards, page
@@ -22,7 +23,7 @@ _NUM_TIMELINES = 3
 class Beside:
     """What is told beside the plans: what can't be chosen, and what changes of the machine would bring."""
 
-    others: Sequence[Other] = ()
+    others: Sequence[Alternative] = ()
     answers: Sequence[Answer] = ()
 
 

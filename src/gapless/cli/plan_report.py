@@ -6,11 +6,12 @@ from dataclasses import fields
 from typing import Any
 
 from gapless import units
+from gapless.plan.asynchronous.alternatives import Alternative
 from gapless.plan.explain import PARTS
-from gapless.plan.plan import Footprint, Plan
+from gapless.plan.plan import Plan
+from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import SLACK, Profile
-from gapless.plan.search.others import Other
 from gapless.plan.search.search import Found
 from gapless.view import text
 
@@ -23,7 +24,7 @@ FIGURES = ("schedule", "devices", "stages", "microbatches", "remat", "step", "sa
 _ROUNDING = 1e-9  # sums of floats vary with their order
 
 
-def report(profile: Profile, found: Found, top: int, beside: Sequence[Other] = ()) -> str:
+def report(profile: Profile, found: Found, top: int, beside: Sequence[Alternative] = ()) -> str:
     """`top`: how many plans the table has at the most. `beside`: what else is listed there."""
     best = found.best
     parameters = sum(layer.parameters for layer in profile.layers)
@@ -81,12 +82,12 @@ _NEVER_CHOSEN = {
 }
 
 
-def _ranking(found: Found, top: int, beside: Sequence[Other]) -> str:
+def _ranking(found: Found, top: int, beside: Sequence[Alternative]) -> str:
     rows, told = ranking(found, top, beside)
     return "\n".join([text.table(("", *FIGURES), rows, left=2), *told])
 
 
-def ranking(found: Found, top: int, beside: Sequence[Other]) -> tuple[list[tuple[str, ...]], list[str]]:
+def ranking(found: Found, top: int, beside: Sequence[Alternative]) -> tuple[list[tuple[str, ...]], list[str]]:
     """The rows of the table of plans, each with its mark first, and what the marks mean but for `*`, the best."""
     plans = best_of_each_kind(found.plans, top)
     rows = [(plan.step_seconds, ("*" if plan is found.best else "", *_figures(plan))) for plan in plans]
@@ -96,7 +97,7 @@ def ranking(found: Found, top: int, beside: Sequence[Other]) -> tuple[list[tuple
     return [row for _, row in rows], told
 
 
-def _other_figures(other: Other, minibatch: int) -> tuple[str, ...]:
+def _other_figures(other: Alternative, minibatch: int) -> tuple[str, ...]:
     return (
         other.name,
         "-".join(map(str, other.replicas)) if set(other.replicas) != {1} else str(len(other.replicas)),

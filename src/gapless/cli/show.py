@@ -3,9 +3,9 @@
 import argparse
 
 from gapless.cli import options, terminal
+from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.schedule.weights import weight_versions
 from gapless.units import show_count
 from gapless.view import text
 

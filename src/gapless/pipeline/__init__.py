@@ -6,8 +6,7 @@ arguments     what a user asks for, checked
 options       what was asked for, and what all ranks must have been asked for alike
 schedules     the schedule for any number of microbatches
 staged_model  the model cut into stages, those of this process made, and the programs that run them
-saved_pipeline   what of it goes into a checkpoint: saved_model, and saved_optimizer with the scheduler; and of a
-              stream: saved_stream
+saved         what of it goes into a checkpoint
 streaming     training without a flush: one optimizer per stage, versions, devices that flow
 edits         where layers go when the model was edited
 shares        what each of several minibatches counts in an update

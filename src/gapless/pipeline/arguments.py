@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, PartitionError, ScheduleError, TooFewLayersError
 from gapless.model.layers import Layers, cost_of, more_than_its_layers
 from gapless.model.materialise import on_meta
+from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.cut.partition import balanced, check_enough_layers
 from gapless.plan.plan import Plan
-from gapless.plan.search.replicate import Replication
 from gapless.run.one_process import OneProcess
 from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Kind, Schedule

@@ -9,8 +9,8 @@ from torch import nn
 
 from gapless.checkpoint.saveable import Saveable
 from gapless.pipeline.options import Options
-from gapless.pipeline.saved_model import SavedModel
-from gapless.pipeline.saved_pipeline import SavedPipeline
+from gapless.pipeline.saved.saved_model import SavedModel
+from gapless.pipeline.saved.saved_pipeline import SavedPipeline
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
 from gapless.run.flow.stream import Stream

@@ -28,8 +28,8 @@ from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel, in_eval_mode
 from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
+from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan
-from gapless.plan.search.replicate import Replication
 from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
 from gapless.run.team import close_with

@@ -17,7 +17,7 @@ from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.measure import cores
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
@@ -80,7 +80,7 @@ def make_plan(
     """
     check_where(devices, mesh)
     model, _ = uncompiled(model)
-    wanted = Wanted(microbatches, schedules, replicas, slack=slack, time_limit=time_limit)
+    wanted = SearchOptions(microbatches, schedules, replicas, slack=slack, time_limit=time_limit)
     make = partial(
         planned,
         model,
@@ -100,7 +100,12 @@ def make_plan(
 
 
 def _on_ranks(
-    make: Callable[..., Planned], mesh: Any, wanted: Wanted, memory: Memory | None, links: Links | None, timeout: float
+    make: Callable[..., Planned],
+    mesh: Any,
+    wanted: SearchOptions,
+    memory: Memory | None,
+    links: Links | None,
+    timeout: float,
 ) -> Plan:
     """The first rank plans for all, with the hops between them as they are measured."""
     from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there

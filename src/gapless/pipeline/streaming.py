@@ -13,8 +13,8 @@ from gapless.errors import ConfigError
 from gapless.model.capture import Captured
 from gapless.pipeline.arguments import at_least_one, one_of
 from gapless.pipeline.options import Options
-from gapless.pipeline.saved_model import SavedModel
-from gapless.pipeline.saved_stream import SavedStream
+from gapless.pipeline.saved.saved_model import SavedModel
+from gapless.pipeline.saved.saved_stream import SavedStream
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.flow.correction import check_predictable
 from gapless.run.flow.crew import pair_of
@@ -26,7 +26,7 @@ from gapless.run.flow.threads import ThreadFlow
 from gapless.run.flow.updater import Updater
 from gapless.run.one_process import OneProcess
 from gapless.run.world import World
-from gapless.schedule.endless import forwards_ahead
+from gapless.schedule.asynchronous.endless import forwards_ahead
 from gapless.schedule.placement import Placement
 from gapless.stage import microbatch as mb
 from gapless.stage.minibatch import Minibatch, apart

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from gapless.plan.plan import Breakdown, Plan
+from gapless.plan.plan import Plan
+from gapless.plan.predict.breakdown import Breakdown
 from gapless.units import show_bytes, show_seconds
 
 PARTS = {part.name: part.name for part in fields(Breakdown)}

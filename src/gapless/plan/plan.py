@@ -5,13 +5,15 @@ It is written as JSON and read back as it was, so it can be made on one machine 
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ConfigError, GaplessError, printable
 from gapless.model.graph_cuts import GraphCuts
+from gapless.plan.predict.breakdown import Breakdown
+from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.machine import Mesh
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
@@ -19,55 +21,6 @@ from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes, show_count, show_seconds
 from gapless.user_file import read_user_file
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """Seconds of one step; together they are the step.
-
-    compute        forwards and backwards, had each device an equal share
-    recompute      the same of recomputes
-    imbalance      what the busiest device has on top of its share
-    bubble         what even the busiest device waits when hops take no time
-    communication  what hops add to that, and the sum of the gradients of replicas
-    update         the optimizer step of the device that takes longest
-    """
-
-    compute: float
-    recompute: float
-    imbalance: float
-    bubble: float
-    communication: float
-    update: float
-
-    @cached_property
-    def total(self) -> float:
-        return float(sum(astuple(self)))
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one device at its peak.
-
-    activations  what forwards leave behind for backwards, and the inputs kept for a recompute
-    buffers      messages that wait to be taken
-    workspace    what the layer that takes most takes while it runs; or the optimizer, where that is more than all this
-    slack        lost by the allocator
-    reserved     taken by others, and kept by libraries
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    activations: int
-    buffers: int
-    workspace: int
-    slack: int
-    reserved: int
-
-    @cached_property
-    def total(self) -> int:
-        return int(sum(astuple(self)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.profile.traced import Graph, Tracer
 from gapless.plan.search.search import Found, search
-from gapless.plan.search.wanted import ANYTHING, Wanted, check_number
+from gapless.plan.search.search_options import ANYTHING, SearchOptions, check_number
 from gapless.stage import microbatch as mb
 from gapless.stage.devices import Devices, torch_devices
 
@@ -44,7 +44,7 @@ def planned(
     target: Any = None,
     *,
     devices: Devices,
-    wanted: Wanted = ANYTHING,
+    wanted: SearchOptions = ANYTHING,
     loss: Callable[[Any, Any], Tensor] | None = None,
     layers: Sequence[Layer] | None = None,
     memory: Memory | None = None,
@@ -103,7 +103,7 @@ def planned(
 
 
 def _best_of_all_sizes(
-    profiles: "_Profiles", machine: Sequence[Device], wanted: Wanted, size: int, pipelines: int, told: Progress
+    profiles: "_Profiles", machine: Sequence[Device], wanted: SearchOptions, size: int, pipelines: int, told: Progress
 ) -> Planned:
     """Measures and searches until the best plan has microbatches of a size that was measured."""
     if wanted.microbatches is not None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from gapless.run.channels import Transport
 from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
-from gapless.schedule.updates import WEIGHT_GRADIENTS
 from gapless.schedule.verify import is_in_order
 from gapless.stage.plain import check_scalar
 from gapless.stage.stage import Stage

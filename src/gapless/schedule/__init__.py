@@ -8,12 +8,10 @@ costs         what actions and hops take
 memory        what an action allocates and frees
 unrolled      the actions of all devices in one list, each behind what it needs
 simulate      costs -> timeline
-timeline      who did what from when to when; bubbles and peaks
-calibration   timelines -> costs
+timeline      who did what from when to when; bubbles and peaks; and back to costs
 pools         the receive buffers of the deadlock proof, and what waits in front of them
-verify        every violation at once, each with its place (`violation`); those of weight updates are in `updates`
-weights       which version of its weights a forward sees, where a schedule updates them on the way
-endless       a schedule without end, as a value
+verify        every violation at once, each with its place (`violation`)
+asynchronous  schedules without a flush: the rules of updates, versions of weights, schedules without end
 recipes       every schedule by name
 lower         from the schedule that a recipe states to the one that is run
 """

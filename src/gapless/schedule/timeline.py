@@ -4,7 +4,9 @@ Two bubbles, never mixed up. The *makespan* bubble is what a step costs when the
 *span* bubble is what remains when the next step may start on a device before the others have ended.
 """
 
-from collections.abc import Iterator
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -12,7 +14,7 @@ from operator import sub
 from typing import Any, Literal
 
 from gapless.schedule import memory
-from gapless.schedule.action import Action, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 
 Objective = Literal["makespan", "span"]
@@ -85,7 +87,7 @@ class Timeline:
         per_minibatch = max(1, self.schedule.num_microbatches // count)
         last: list[Number] = [0] * count
         for action, _, end in self.all_spans:
-            number = action.microbatch if action.kind == "U" else action.microbatch // per_minibatch
+            number = action.microbatch if action.kind is Kind.UPDATE else action.microbatch // per_minibatch
             number = min(number, count - 1)  # what is left over where the updates do not divide the microbatches
             last[number] = max(last[number], end)
         return tuple(last)
@@ -139,3 +141,28 @@ def plain(number: Number) -> int | float:
 
 def _share(part: Number, whole: Number) -> Number:
     return part / whole if whole else 0
+
+
+def costs_of(timelines: Sequence[Timeline]) -> Costs:
+    """Per stage the median time of each kind of action.
+
+    Where a stage ran only whole backwards, half of one is taken for an I and half for a W; where it ran only halves, a
+    whole one is taken for both together.
+    """
+    taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for action, start, end in timeline.all_spans:
+            taken[action.kind, action.stage].append(float(end - start))
+    median = {place: statistics.median(seconds) for place, seconds in taken.items()}
+    stages = range(timelines[0].schedule.num_stages)
+    whole = [median.get((Kind.BACKWARD, stage)) for stage in stages]
+    halves = [(median.get((Kind.INPUT_GRAD, stage)), median.get((Kind.WEIGHT_GRAD, stage))) for stage in stages]
+    inputs = [i if i is not None else (b or 0) / 2 for (i, _), b in zip(halves, whole, strict=True)]
+    weights = [w if w is not None else (b or 0) / 2 for (_, w), b in zip(halves, whole, strict=True)]
+    return Costs(
+        forward=[median.get((Kind.FORWARD, stage), 0) for stage in stages],
+        input_grad=inputs,
+        weight_grad=weights,
+        backward=[b if b is not None else i + w for b, i, w in zip(whole, inputs, weights, strict=True)],
+        recompute=[median.get((Kind.RECOMPUTE, stage), 0) for stage in stages],
+    )

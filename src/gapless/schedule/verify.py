@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import BACKWARDS, TRANSFERS, Action, Kind, Schedule
+from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
+from gapless.schedule.asynchronous.weights import unmade_versions
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
 from gapless.schedule.pools import most_unsent, receive_buffers
 from gapless.schedule.routes import Channel, messages, transfer
-from gapless.schedule.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.violation import Violation, excerpt
-from gapless.schedule.weights import unmade_versions
 from gapless.units import show_count
 
 

@@ -16,7 +16,7 @@ from gapless.pipeline.planning import make_plan
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.task import Optimizer
-from gapless.plan.search.wanted import ANYTHING, Wanted
+from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.stage import microbatch as mb
 from gapless.stage.devices import torch_devices
 from gapless.train import host_memory
@@ -48,7 +48,7 @@ class Job:
     def planned(
         self,
         *,
-        wanted: Wanted = ANYTHING,
+        wanted: SearchOptions = ANYTHING,
         memory: Memory | None = None,
         speeds: Sequence[float] | None = None,
         seconds: float = 10.0,
@@ -94,7 +94,7 @@ class Job:
                 timeout=self.config.pipeline.timeout,
             )
 
-    def _wanted(self, wanted: Wanted) -> Wanted:
+    def _wanted(self, wanted: SearchOptions) -> SearchOptions:
         layout = self.config.pipeline
         if layout.plan == "auto":
             wanted = replace(

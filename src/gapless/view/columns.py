@@ -15,9 +15,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 from gapless.schedule.action import Action, Kind
+from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
-from gapless.schedule.weights import weight_versions
 from gapless.view.legend import KINDS
 from gapless.view.needs import resolve
 

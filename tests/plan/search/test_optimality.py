@@ -11,7 +11,7 @@ from gapless.plan.profile.file import parse_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.search import Found, search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from tests.plan import profiles
 from tests.plan.search.brute import Case, best_of_all, some_case
 
@@ -19,7 +19,7 @@ MS, GIB, MIB = 1e-3, 2**30, 2**20
 
 
 def found_for(case: Case) -> Found | None:
-    wanted = Wanted(
+    wanted = SearchOptions(
         microbatches=case.microbatches, schedules=case.recipes, replicas=case.replicas, time_limit=None, slack=0.0
     )
     try:
@@ -62,7 +62,7 @@ def step_of(
     recipes: list[str],
 ) -> tuple[float, float]:
     """The step, and the gap that is printed; without end where nothing fits."""
-    wanted = Wanted(microbatches=microbatches, schedules=recipes, replicas=replicas, time_limit=None)
+    wanted = SearchOptions(microbatches=microbatches, schedules=recipes, replicas=replicas, time_limit=None)
     try:
         found = search(profile, devices, wanted, minibatch)
     except PlanError:
@@ -121,7 +121,7 @@ def test_more_of_anything_is_never_slower_in_500_pairs() -> None:
 def five_layers(devices: list[Device], minibatch: int = 16) -> float:
     times = (3 * MS, 3 * MS, 3 * MS, 3 * MS, 24 * MS)
     profile = profiles.profile([profiles.layer(seconds, 0, 0, 0) for seconds in times])
-    return search(profile, devices, Wanted(replicas=True, time_limit=None), minibatch).best.step_seconds
+    return search(profile, devices, SearchOptions(replicas=True, time_limit=None), minibatch).best.step_seconds
 
 
 def test_another_device_byte_or_share_of_speed_never_slows_five_layers_down() -> None:
@@ -139,7 +139,7 @@ def test_a_byte_more_on_one_device_keeps_pipelines_within_their_links() -> None:
     # Two pipelines of four, each on quick links; only sums of gradients, which are small here, cross to the others.
     links = [Link("inside", 4, 1e-6, 2e11), Link("outside", None, 1e-5, 5e9)]
     profile = profiles.even(8, links, seconds=3 * MS, parameters=1000, activation=MIB, boundary=50 * MIB)
-    wanted = Wanted(schedules=["1f1b"], replicas=True, microbatches=4, time_limit=None)
+    wanted = SearchOptions(schedules=["1f1b"], replicas=True, microbatches=4, time_limit=None)
     alike = search(profile, [Device(GIB)] * 8, wanted, 8).best
     assert (alike.mesh.replicas, alike.num_devices) == (2, 4)
     for place in (0, 7):
@@ -152,7 +152,7 @@ def test_more_devices_never_slow_twelve_equal_layers_down() -> None:
     profile = profiles.even(12, seconds=3 * MS, parameters=0, activation=0, boundary=0)
     steps = []
     for K in range(6, 12):
-        wanted = Wanted(schedules=["1f1b", "zb-h1"], time_limit=None)
+        wanted = SearchOptions(schedules=["1f1b", "zb-h1"], time_limit=None)
         steps.append(search(profile, [Device()] * K, wanted, 16).best.step_seconds)
     assert steps == sorted(steps, reverse=True)
 
@@ -163,7 +163,7 @@ def test_more_devices_never_slow_twelve_equal_layers_down() -> None:
 def limited(memory: int, recipes: list[str], **more: bool) -> Found:
     """Eight blocks on 4 devices, whose activations fill them."""
     profile = profiles.even(8, seconds=30 * MS, parameters=16 * MIB, activation=100 * MIB, boundary=4 * MIB)
-    wanted = Wanted(schedules=recipes, microbatches=16, time_limit=None, **more)  # type: ignore[arg-type]
+    wanted = SearchOptions(schedules=recipes, microbatches=16, time_limit=None, **more)  # type: ignore[arg-type]
     return search(profile, [Device(memory * MIB)] * 4, wanted, 16)
 
 
@@ -188,7 +188,7 @@ def test_the_order_in_which_unlike_devices_are_given_does_not_matter() -> None:
     profile = profiles.even(8, seconds=30 * MS, parameters=16 * MIB, activation=100 * MIB, boundary=4 * MIB)
     steps = set()
     for memories in ([400, 900, 900, 900], [900, 900, 900, 400], [900, 400, 900, 900]):
-        wanted = Wanted(schedules=["1f1b"], microbatches=8, time_limit=None)
+        wanted = SearchOptions(schedules=["1f1b"], microbatches=8, time_limit=None)
         best = search(profile, [Device(size * MIB) for size in memories], wanted, 8).best
         steps.add(float(f"{best.step_seconds:.9g}"))
         assert best.limits == tuple(memories[best.mesh.device(0, place)] * MIB for place in range(best.num_devices))
@@ -199,11 +199,11 @@ def test_plain_training_and_data_parallelism_are_among_the_plans() -> None:
     # A slow link: no pipeline is as quick as one device alone, and with replicas each has a share of the samples.
     link = Link("slow", None, 50 * MS, 1e9)
     profile = profiles.even(4, [link], seconds=3 * MS, parameters=1000, activation=0, boundary=1000)
-    alone = search(profile, 4, Wanted(microbatches=4, time_limit=None), 4)
+    alone = search(profile, 4, SearchOptions(microbatches=4, time_limit=None), 4)
     assert (alone.best.num_devices, alone.best.idle_devices) == (1, 3)
     assert alone.best.searched is not None
     fast = profiles.even(4, seconds=3 * MS, parameters=0)
-    best = search(fast, 4, Wanted(replicas=True, time_limit=None), 16).best
+    best = search(fast, 4, SearchOptions(replicas=True, time_limit=None), 16).best
     assert (best.mesh.replicas, best.num_devices) == (4, 1)
 
 
@@ -224,6 +224,6 @@ def test_96_layers_are_planned_to_the_end_or_nearly(num_devices: int) -> None:
         {"name": "outside", "latency": "20 us", "bandwidth": "25 GB/s"},
     ]
     profile = parse_profile(json.dumps({"layers": layers, "links": links}))
-    found = search(profile, [Device(80 * GIB)] * num_devices, Wanted(replicas=True, time_limit=None), 512)
+    found = search(profile, [Device(80 * GIB)] * num_devices, SearchOptions(replicas=True, time_limit=None), 512)
     assert found.complete or found.searched.gap <= 0.03
     assert num_devices > 8 or found.best.step_seconds <= 171

@@ -14,15 +14,15 @@ from gapless.errors import ConfigError, PlanError
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
+from gapless.plan.predict.footprint import footprints
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
 from gapless.plan.search.choices import Choice, machines, meshes, microbatches
 from gapless.plan.search.drafts import Drafts
-from gapless.plan.search.footprint import footprints
 from gapless.plan.search.judge import Judge
 from gapless.plan.search.search import Found, search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import verify
@@ -53,7 +53,9 @@ def searched(
     **wanted: Any,
 ) -> Found:
     there = [Device(memory)] * devices if isinstance(devices, int) and memory is not None else devices
-    return search(profile, there, Wanted(**{"replicas": True, "time_limit": None, **wanted}), minibatch, progress)
+    return search(
+        profile, there, SearchOptions(**{"replicas": True, "time_limit": None, **wanted}), minibatch, progress
+    )
 
 
 def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UNEVEN, **more: Any) -> Found:

@@ -8,11 +8,11 @@ from gapless.errors import ConfigError
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Link
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from tests.plan import profiles
 
-WANTED = Wanted(schedules=["1f1b"])
+WANTED = SearchOptions(schedules=["1f1b"])
 SLOW = (Link("slow", None, 1e-4, 1e9),)
 
 

@@ -16,7 +16,7 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.memory import peaks
-from gapless.schedule.recipes import RECIPES, asynchronous, line, loop, make_schedule, vee, zero_bubble
+from gapless.schedule.recipes import RECIPES, line, loop, make_schedule, pipedream, vee, zero_bubble
 from gapless.schedule.simulate import simulate
 from gapless.schedule.verify import verify
 
@@ -128,7 +128,7 @@ _DRAWN_ROW = re.compile(r"\s*\d+: (\d+[A-Z]\d+ ?)+")
 
 def drawn_recipes() -> list[tuple[Callable[..., Schedule], str]]:
     """Every recipe of these modules with the drawing in its docstring."""
-    modules: tuple[ModuleType, ...] = (line, loop, zero_bubble, vee, asynchronous)
+    modules: tuple[ModuleType, ...] = (line, loop, zero_bubble, vee, pipedream)
     found: list[tuple[Callable[..., Schedule], str]] = []
     for module in modules:
         for name, function in getmembers(module, isfunction):
@@ -145,7 +145,7 @@ def test_a_docstring_draws_what_its_recipe_makes(recipe: Callable[..., Schedule]
     extra: dict[str, int] = {}
     if recipe.__module__ == loop.__name__:
         extra["stages_per_device"] = drawn.num_stages // K
-    if recipe is asynchronous.two_buffered_weights:
+    if recipe is pipedream.two_buffered_weights:
         extra["minibatches"] = drawn.num_minibatches
         M //= drawn.num_minibatches
     assert recipe(K, M, **extra).text() == drawing

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import gapless
 from gapless.errors import ConfigError
 from gapless.plan.profile.machine import Mesh
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 from gapless.train.config.config import Config, read_config
 from gapless.train.data.feed import make_feeds
 from gapless.train.job import build
@@ -200,7 +200,7 @@ def test_what_can_t_be_built_is_said(tmp_path: Path, changes: list[tuple[str, st
 
 def test_a_plan_from_a_file_must_be_for_this(tmp_path: Path, config: Config) -> None:
     job = build(config.changed(plan="auto", microbatches=3, schedule="1f1b"))
-    plan = job.planned(wanted=Wanted(mesh=Mesh(1, 2)), seconds=0.01).found.best
+    plan = job.planned(wanted=SearchOptions(mesh=Mesh(1, 2)), seconds=0.01).found.best
     plan.write(tmp_path / "plan.json")
     asked = config.changed(plan="plan.json")
     assert build(asked).plan() == plan

@@ -4,7 +4,6 @@ contention  how much longer devices of one machine take beside each other
 profile     the value: layers with their times and sizes, and the links between devices
 file        a profile as JSON that people can write
 pipedream_graph  a profile as PipeDream's profiler writes it
-kinds       how fast one kind of device is against another, by their profiles
 machine     devices, and the mesh of pipelines that they make
 task        what is measured: layers as stages, and one microbatch
 runner      runs them as a pipeline would, and times every action

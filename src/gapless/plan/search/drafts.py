@@ -12,13 +12,13 @@ from typing import Any
 from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
-from gapless.plan.plan import Footprint, Remat
+from gapless.plan.plan import Remat
+from gapless.plan.predict.breakdown import step_seconds
+from gapless.plan.predict.footprint import Footprint, footprints, over_limit
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
-from gapless.plan.search.breakdown import step_seconds
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.footprint import footprints, over_limit
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.memory import peaks

@@ -12,13 +12,13 @@ from itertools import islice, product
 
 from gapless.errors import GaplessError
 from gapless.plan.cut.partition import every_cut, held_together
-from gapless.plan.plan import Footprint, Plan, Remat
-from gapless.plan.search.bound import CutBounds
-from gapless.plan.search.breakdown import breakdown
+from gapless.plan.plan import Plan, Remat
+from gapless.plan.predict.breakdown import breakdown
+from gapless.plan.predict.footprint import Footprint, in_flight_at_peak, over_limit, sent
+from gapless.plan.search.bounds.bound import CutBounds
+from gapless.plan.search.bounds.lower_bounds import LowerBounds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
-from gapless.plan.search.footprint import in_flight_at_peak, over_limit, sent
-from gapless.plan.search.least import Least
 from gapless.plan.search.recomputes import recomputes
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
@@ -42,7 +42,7 @@ class Judge:
 
     def __init__(self, drafts: Drafts, minibatch: int | None = None) -> None:
         """`minibatch`: samples in a step, where microbatches may not divide them."""
-        self.drafts, self.minibatch, self.least = drafts, minibatch, Least(drafts)
+        self.drafts, self.minibatch, self.least = drafts, minibatch, LowerBounds(drafts)
         self._compositions = cache(lambda layers, stages: list(every_cut(layers, stages)))
 
     def plan(self, choice: Choice, best: float = math.inf) -> Plan:

@@ -21,7 +21,7 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts, TooLargeError
 from gapless.plan.search.judge import Judge
 from gapless.plan.search.refine import refined
-from gapless.plan.search.wanted import ANYTHING, Wanted
+from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.units import show_bytes, show_count, show_seconds
 
 _HOPELESS = 1.1  # times the best step: other cuts have not been seen to gain more
@@ -64,7 +64,7 @@ class Found:
 def search(
     profile: Profile,
     devices: int | Sequence[Device],
-    wanted: Wanted = ANYTHING,
+    wanted: SearchOptions = ANYTHING,
     minibatch: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Found:
@@ -116,7 +116,7 @@ class _Attempts:
     """
 
     def __init__(
-        self, judge: Judge, wanted: Wanted, minibatch: int, num_layers: int, progress: Callable[[str], None]
+        self, judge: Judge, wanted: SearchOptions, minibatch: int, num_layers: int, progress: Callable[[str], None]
     ) -> None:
         self.judge, self.minibatch, self.num_layers, self.progress = judge, minibatch, num_layers, progress
         self.microbatches, self.time_limit = wanted.microbatches, wanted.time_limit

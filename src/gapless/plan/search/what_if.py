@@ -15,7 +15,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.search.search import search
-from gapless.plan.search.wanted import Wanted
+from gapless.plan.search.search_options import SearchOptions
 
 _WRITTEN = re.compile(r"\s*([a-z]+)\s*([+*/])\s*(.+?)\s*")
 _WAYS = {"memory": "+*", "devices": "+", "speed": "*", "bandwidth": "*", "latency": "*/", "minibatch": "+*"}
@@ -92,7 +92,7 @@ def what_if(
     devices: Sequence[Device],
     best: Plan,
     changes: Sequence[Change],
-    wanted: Wanted,
+    wanted: SearchOptions,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Answer]:
     """Each change by itself. `best` is the plan of the machine as it is; the minibatch stays that of `best`."""

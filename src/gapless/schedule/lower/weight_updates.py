@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from gapless.schedule.action import Action, Kind, Schedule
-from gapless.schedule.updates import WEIGHT_GRADIENTS
+from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 
 
 def add_updates(schedule: Schedule) -> Schedule:

@@ -7,9 +7,9 @@ loop            interleaved, looped-bfs: several stages per device
 zero_bubble     zb-h1, zb-h2: weight gradients fill what would be bubbles
 vee             zb-v, v-half, v-min, dualpipe-v: down the devices and back up
 building_block  the repeated block that v-half and v-min are made of
-asynchronous    pipedream, 2bw: no flush
+pipedream       pipedream, 2bw: no flush
 auto            searched for given costs and memory: `greedy` list scheduling, then `justification`
-optimal         proven best: the `exact_problem`, put to the solver of `cp_sat`
+optimal         proven best, by a solver
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.recipes import asynchronous, auto, line, loop, vee, zero_bubble
+from gapless.schedule.recipes import auto, line, loop, pipedream, vee, zero_bubble
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Objective
 
 if TYPE_CHECKING:
-    from gapless.schedule.recipes.optimal import Optimum, SolverProgress
+    from gapless.schedule.recipes.optimal.optimal import Optimum, SolverProgress
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _costed(function: Callable[[int, int, Costs], Schedule]) -> Callable[[Reques
 
 def solve(request: Request, progress: "Callable[[SolverProgress], None] | None" = None) -> "Optimum":
     """The exact answer to what `auto` is asked, with its answer as the hint."""
-    from gapless.schedule.recipes.optimal import optimal
+    from gapless.schedule.recipes.optimal.optimal import optimal
 
     _check(RECIPES["optimal"], request)
     hint = auto.auto(request)
@@ -116,7 +116,7 @@ _TABLE = (
         "0 in steady state",
         "K-r",
         "no flush; stashed weights; M counts minibatches",
-        lambda request: asynchronous.pipedream(request.devices, request.microbatches, request.replicas),
+        lambda request: pipedream.pipedream(request.devices, request.microbatches, request.replicas),
         synchronous=False,
     ),
     Recipe(
@@ -125,7 +125,7 @@ _TABLE = (
         "0 in steady state",
         "K-r",
         "no flush; two versions of the weights; needs M >= K",
-        lambda request: asynchronous.two_buffered_weights(request.devices, request.microbatches, request.minibatches),
+        lambda request: pipedream.two_buffered_weights(request.devices, request.microbatches, request.minibatches),
         synchronous=False,
     ),
 )

@@ -9,9 +9,8 @@ from typing import Any
 
 from gapless.errors import ConfigError
 from gapless.schedule.action import Schedule
-from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, costs_of
 from gapless.train.run.metrics import read_metrics
 from gapless.train.run.run_folder import RunFolder
 from gapless.units import show_bytes, show_count, show_seconds

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from gapless.schedule.calibration import costs_of
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
+from gapless.schedule.timeline import Timeline, costs_of
 from gapless.train.run.trainer import Callback, Step, Trainer
 from gapless.train.torchrun import Ranks
 

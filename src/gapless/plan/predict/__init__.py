@@ -1,0 +1,5 @@
+"""What a step of given stages would take and hold, in reading order:
+
+footprint  bytes of each device at its peak
+breakdown  where the time of a step goes
+"""

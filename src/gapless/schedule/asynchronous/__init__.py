@@ -1,0 +1,6 @@
+"""Schedules without a flush, which update weights on the way, in reading order:
+
+updates   the rules of updates: one per stage and minibatch, where its gradients are
+weights   which version of its weights a forward sees
+endless   a schedule without end, as a value
+"""
