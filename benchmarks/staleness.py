@@ -29,8 +29,8 @@ from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, silent
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.pipeline import Pipeline
-from gapless.run.flow.async_replicas import AsyncReplicas
-from gapless.run.flow.nesterov import DelayedNesterov
+from gapless.run.streams.nesterov import DelayedNesterov
+from gapless.run.streams.replicas.async_replicas import AsyncReplicas
 from gapless.stage.intra_op import intra_op_threads
 from gapless.train.data.sources import standard_library
 from gapless.view import curves

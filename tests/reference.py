@@ -31,7 +31,7 @@ _SECTIONS = {
         "gapless.checkpoint.Checkpoints",
         "gapless.distributed.init_process_group",
     ),
-    "Training without a flush": ("gapless.run.flow.stream.Stream", "gapless.AsyncReplicas"),
+    "Training without a flush": ("gapless.run.streams.stream.Stream", "gapless.AsyncReplicas"),
     "Planning": ("gapless.make_plan", "gapless.measure_links", "gapless.plan.plan.Plan"),
     "Schedules": (
         "gapless.make_schedule",
@@ -49,7 +49,7 @@ _GIVEN = (
     "gapless.Schedule",
     "gapless.Timeline",
     "gapless.plan.plan.Plan",
-    "gapless.run.flow.stream.Stream",
+    "gapless.run.streams.stream.Stream",
 )
 
 # Their methods are known from where they come from.

@@ -6,7 +6,7 @@
     pipeline < hf
     all of these < benchmarks, which is not in the package
 
-Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < flow
+Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < streams
 Inside `plan`:  profile < cut < predict < plan < explain < search < asynchronous < planner
 
 `zoo` holds models as people write them, so it knows torch and the one call that a custom autograd function may make.
@@ -72,7 +72,7 @@ COMMANDS_WITHOUT_TORCH = (
 )
 # From the lowest room to the highest; a file belongs to the longest name that it begins with.
 ROOMS = (
-    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.flow"),
+    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.streams"),
     (
         "plan.profile",
         "plan.cut",

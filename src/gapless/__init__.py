@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gapless.pipeline.planning import make_plan as make_plan
     from gapless.pipeline.planning import measure_links as measure_links
     from gapless.pipeline.result import Result as Result
-    from gapless.run.flow.async_replicas import AsyncReplicas as AsyncReplicas
+    from gapless.run.streams.replicas.async_replicas import AsyncReplicas as AsyncReplicas
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
     from gapless.schedule.recipes import make_schedule as make_schedule
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gapless.stage.seeds import seed_of as seed_of
 
 _HOMES = {
-    "AsyncReplicas": "gapless.run.flow.async_replicas",
+    "AsyncReplicas": "gapless.run.streams.replicas.async_replicas",
     "Costs": "gapless.schedule.costs",
     "GaplessError": "gapless.errors",
     "Pipeline": "gapless.pipeline.pipeline",

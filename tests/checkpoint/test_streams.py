@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gapless
 from gapless.checkpoint import Checkpoints
 from gapless.errors import CheckpointError
-from gapless.run.flow.stream import Stream
+from gapless.run.streams.stream import Stream
 from tests.run.forked import Launch
 
 COUNT = 5

@@ -267,9 +267,9 @@ def world_of(
         at_least_one("intra_op_threads", intra_op_threads)
     if devices is None:
         from gapless.run.ranks.many_processes import ManyProcesses
-        from gapless.run.ranks.seat import take_seat  # here alone: torch.distributed need not be there
+        from gapless.run.ranks.mesh_position import mesh_position  # here alone: torch.distributed need not be there
 
-        return ManyProcesses(take_seat(mesh), timeout, intra_op_threads, carriage)
+        return ManyProcesses(mesh_position(mesh), timeout, intra_op_threads, carriage)
     if isinstance(devices, int | str | torch.device | Sequence):
         return OneProcess(torch_devices(devices), intra_op_threads)
     return devices

@@ -13,7 +13,7 @@ from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
-from gapless.run.flow.stream import Stream
+from gapless.run.streams.stream import Stream
 from gapless.run.world import World
 
 

@@ -30,8 +30,8 @@ from gapless.pipeline.staged_model import StagedModel, in_eval_mode
 from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan
-from gapless.run.flow.stream import Stream
 from gapless.run.program import Program
+from gapless.run.streams.stream import Stream
 from gapless.run.team import close_with
 from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Schedule

@@ -108,17 +108,17 @@ def _on_ranks(
     timeout: float,
 ) -> Plan:
     """The first rank plans for all, with the hops between them as they are measured."""
-    from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
-    from gapless.run.ranks.seat import take_seat
-    from gapless.run.ranks.wire.slots import most_bytes
+    from gapless.run.ranks.link_speed import measured_line  # here alone: torch.distributed need not be there
+    from gapless.run.ranks.mesh_position import mesh_position
+    from gapless.run.ranks.wire.gpu_memory.slots import most_bytes
 
-    seat = take_seat(mesh)
-    if memory is None and seat.torch_device.type == "cuda":
-        memory = torch.cuda.get_device_properties(seat.torch_device).total_memory
+    position = mesh_position(mesh)
+    if memory is None and position.torch_device.type == "cuda":
+        memory = torch.cuda.get_device_properties(position.torch_device).total_memory
     if not wanted.replicas:
-        shape = Mesh(seat.num_replicas, seat.num_devices, inside=seat.replicas_inside)
+        shape = Mesh(position.num_replicas, position.num_devices, inside=position.replicas_inside)
         wanted = replace(wanted, mesh=shape)
-    with in_one_line(mesh, timeout) as line:
+    with measured_line(mesh, timeout) as line:
         hops = line.hops()
 
         def made() -> str:
@@ -129,9 +129,9 @@ def _on_ranks(
                 links=levels(hops) if links is None else links,
                 threads=torch.get_num_threads(),
                 side_by_side=len(line.devices) if all(hop.near for hop in hops) else 1,
-                slots=most_bytes if seat.torch_device.type == "cuda" else None,
+                slots=most_bytes if position.torch_device.type == "cuda" else None,
             ).found.best
-            if seat.torch_device.type == "cpu" and len(line.devices) > 1 and all(hop.near for hop in hops):
+            if position.torch_device.type == "cpu" and len(line.devices) > 1 and all(hop.near for hop in hops):
                 best = replace(best, caution=_shared_host(len(line.devices)))
             return json.dumps(best.to_json())
 
@@ -154,9 +154,9 @@ def measure_links(mesh: "DeviceMesh", timeout: float = 600.0) -> tuple[Link, ...
     another, through the channels that a pipeline uses there. `make_plan(..., links=measure_links(mesh))` plans with
     them.
     """
-    from gapless.run.ranks.one_line import in_one_line  # here alone: torch.distributed need not be there
+    from gapless.run.ranks.link_speed import measured_line  # here alone: torch.distributed need not be there
 
-    with in_one_line(mesh, timeout) as line:
+    with measured_line(mesh, timeout) as line:
         return levels(line.hops())
 
 

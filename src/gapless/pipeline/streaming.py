@@ -16,15 +16,15 @@ from gapless.pipeline.options import Options
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_stream import SavedStream
 from gapless.pipeline.staged_model import StagedModel
-from gapless.run.flow.correction import check_predictable
-from gapless.run.flow.crew import pair_of
-from gapless.run.flow.device import Fed, FlowDevice
-from gapless.run.flow.nesterov import DelayedNesterov
-from gapless.run.flow.rule import Rule
-from gapless.run.flow.stream import Stream
-from gapless.run.flow.threads import ThreadFlow
-from gapless.run.flow.updater import Updater
 from gapless.run.one_process import OneProcess
+from gapless.run.streams.correction import check_predictable
+from gapless.run.streams.nesterov import DelayedNesterov
+from gapless.run.streams.replicas.replica_threads import pair_of
+from gapless.run.streams.stream import Stream
+from gapless.run.streams.stream_device import Fed, StreamDevice
+from gapless.run.streams.thread_runner import ThreadRunner
+from gapless.run.streams.updater import Updater
+from gapless.run.streams.version_rule import VersionRule
 from gapless.run.world import World
 from gapless.schedule.asynchronous.endless import forwards_ahead
 from gapless.schedule.placement import Placement
@@ -37,7 +37,7 @@ from gapless.stage.versions import Versions
 from gapless.units import show_count
 
 if TYPE_CHECKING:
-    from gapless.run.flow.rank_flow import RankFlow
+    from gapless.run.streams.rank_runner import RankRunner
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
@@ -77,7 +77,7 @@ def make_stream(
     ahead = forwards_ahead(replicas)
     flow, names = _flow(world, placement), _names(staged)
     stages, kind = len(staged.partition), "2bw" if recipe == "2bw" else "vertical" if vertical else "stashing"
-    devices: list[FlowDevice] = []
+    devices: list[StreamDevice] = []
 
     def make(number: int, stage: Stage) -> None:
         parts = (*stage.layers, *([stage.loss] if stage.loss is not None else []))
@@ -86,7 +86,7 @@ def make_stream(
         versions = Versions(parts, partial(_own, stage), names)
         trained = [each for each in versions.parameters if each.requires_grad]
         made = _optimizer(optimizer, trained, number) if trained else None
-        rule = Rule(
+        rule = VersionRule(
             kind,  # type: ignore[arg-type]
             number,
             stages,
@@ -101,7 +101,7 @@ def make_stream(
         if updater.ahead and made is not None:
             check_predictable(made)
         siblings = flow.siblings(versions.parameters)
-        devices.append(FlowDevice(rule, stage, versions, flow.neighbours(number), updater, siblings))
+        devices.append(StreamDevice(rule, stage, versions, flow.neighbours(number), updater, siblings))
 
     with world.call("making a stream"):
         fault = None
@@ -149,18 +149,18 @@ def _check_asked(asked: Asked, recipe: str, *, in_turns: bool) -> None:
         )
 
 
-def _flow(world: World, placement: Placement) -> "ThreadFlow | RankFlow":
+def _flow(world: World, placement: Placement) -> "ThreadRunner | RankRunner":
     if isinstance(world, OneProcess):
-        return ThreadFlow(world.lanes, world.team)
-    from gapless.run.flow.rank_flow import RankFlow
+        return ThreadRunner(world.lanes, world.team)
     from gapless.run.ranks.many_processes import ManyProcesses  # here alone: torch.distributed need not be there
+    from gapless.run.streams.rank_runner import RankRunner
 
     if not isinstance(world, ManyProcesses):
         raise ConfigError(f"a stream can't run in a {type(world).__name__}: use devices= or mesh=")
-    seat = world.seat
-    if len(seat.ring) != seat.num_devices * seat.num_replicas:
+    position = world.position
+    if len(position.ring) != position.num_devices * position.num_replicas:
         raise ConfigError("a device of the mesh has several ranks (tp), which a stream can't use: leave out tp")
-    return RankFlow(world.footing, placement)
+    return RankRunner(world, placement)
 
 
 def _is_number(value: Any) -> bool:

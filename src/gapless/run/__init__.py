@@ -1,5 +1,5 @@
 """Running: where schedules and stages meet. What one process needs, in reading order; `ranks/` is for many, and
-`flow/` for training without a flush.
+`streams/` for training without a flush.
 
 world         what a pipeline asks of its processes: the one interface
 one_process   all devices are threads of this process

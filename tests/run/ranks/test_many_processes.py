@@ -141,7 +141,7 @@ def exact(
     reference = copy.deepcopy(model)
     asked: dict[str, Any] = {"microbatches": 4, "seed": SEED, **options}
     with gapless.Pipeline(model, mesh=mesh, loss=loss, **asked) as pipe:
-        links: Any = pipe._world._links  # type: ignore[attr-defined]
+        links: Any = pipe._world.links  # type: ignore[attr-defined]
         pipes, _ = links.carriers
         assert pipes.near  # all ranks are on one host
         pipes.near = pipes.near if shared else {}
@@ -251,7 +251,7 @@ def own_way() -> None:
         with gapless.Pipeline(
             model, mesh=mesh, microbatches=4, loss=loss, seed=SEED, schedule=schedule, tied="exact"
         ) as pipe:
-            links: Any = pipe._world._links  # type: ignore[attr-defined]
+            links: Any = pipe._world.links  # type: ignore[attr-defined]
             links.carriers = [*links.carriers[:-1], CarriedApart(links, groups)]
             links.carriers[0].near = {}
             for number in range(3):

@@ -11,7 +11,7 @@ from gapless.checkpoint.saveable import Saveable
 from gapless.checkpoint.tree import Json
 from gapless.errors import ConfigError
 from gapless.pipeline.saved.saved_model import SavedModel
-from gapless.run.flow.stream import Stream
+from gapless.run.streams.stream import Stream
 from gapless.run.world import Gathering
 
 

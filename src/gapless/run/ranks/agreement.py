@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gapless.errors import ConfigError, TransportError
-from gapless.run.ranks.wire.disagreement import disagreement
+from gapless.run.ranks.wire.call_stamp import disagreement
 
 _OFTEN = 0.005  # seconds between two looks, at first
 _SELDOM = 0.1

@@ -15,7 +15,7 @@ from torch import nn
 from gapless.errors import ConfigError
 from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
-from gapless.run.ranks.wire.stamp import Call
+from gapless.run.ranks.wire.call_stamp import Call
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage

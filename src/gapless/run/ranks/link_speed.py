@@ -1,4 +1,7 @@
-"""What it takes from each device to the next, measured through the very channels that a pipeline uses.
+"""All ranks of a mesh as one pipeline, for a plan that is made where it will run: what a hop takes is measured, and the
+first rank tells the others what it has planned.
+
+What it takes from each device to the next is measured through the very channels that a pipeline uses:
 
 device d       activation ->               one hop at a time: small messages for the latency, large ones for the
 device d + 1               <- gradient     bandwidth; half of what it takes there and back
@@ -6,14 +9,20 @@ device d + 1               <- gradient     bandwidth; half of what it takes ther
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from gapless.run.ranks.clock import host_number
+from gapless.run.ranks.losses import KIND
+from gapless.run.ranks.many_processes import ManyProcesses
+from gapless.run.ranks.mesh_position import as_one_pipeline
+from gapless.run.ranks.timing import host_number
 from gapless.run.ranks.wire.connections import Connections
+from gapless.run.ranks.wire.groups import of_each
+from gapless.run.world import Carriage
 
 _SMALL, _MOST = 1 << 10, 32 << 20  # bytes
 _LONG = 0.05  # seconds there and back that tell enough of a bandwidth
@@ -42,10 +51,7 @@ def measure_hops(links: Connections, group: Any, device: torch.device) -> list[H
         elif links.device == first + 1:
             _answer(links, first, device)
         group.barrier().wait()  # or two hops would share a wire
-    rows = [torch.empty_like(mine) for _ in range(count)]
-    if count > 1:
-        group.allgather([rows], [mine]).wait()
-    found = [row.tolist() for row in rows]
+    found = [row.tolist() for row in of_each(group, mine)]
     return [
         # Processes that share no memory are not on one host, whatever their kernel.
         Hop(latency, bandwidth, bool(near) if shared else host == after[2])
@@ -91,3 +97,31 @@ def _arrived(tree: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return there
+
+
+class MeasuredLine(ManyProcesses):
+    """This rank's place in the line."""
+
+    def hops(self) -> list[Hop]:
+        """From each device of this pipeline to the next: every rank has all of them."""
+        with self._calls.call("measuring its links"):
+            return measure_hops(self.links, self.groups.pp, self.position.torch_device)
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What the first device makes, on every rank."""
+        with self._calls.call("planning"):
+            if self.position.device > 0:
+                (came,) = self.links.incoming(0, KIND).get()
+                return bytes(came.tolist()).decode()
+            text = make()
+            letters = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.position.torch_device)
+            for device in range(1, self.position.num_devices):
+                self.links.outgoing(device, KIND).hand([letters])
+            return text
+
+
+@contextmanager
+def measured_line(mesh: Any, timeout: float) -> Iterator[MeasuredLine]:
+    """Where one of the ranks fails, the others are told."""
+    with closing(MeasuredLine(as_one_pipeline(mesh), timeout, None, Carriage())) as line, line.making():
+        yield line

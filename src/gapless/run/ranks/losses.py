@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gapless.model.uses import own_parameters
 from gapless.run.program import Program
+from gapless.run.ranks.mesh_position import MeshPosition
 from gapless.run.ranks.replicas import Shares, gathered
-from gapless.run.ranks.seat import Seat
 
 KIND = "loss"  # of the channels they go through
 
@@ -19,8 +19,8 @@ KIND = "loss"  # of the channels they go through
 class Losses:
     """As seen from one rank; `replicas` is its group of these."""
 
-    def __init__(self, seat: Seat, links: Any, replicas: Any) -> None:
-        self._seat, self._links, self._replicas = seat, links, replicas
+    def __init__(self, position: MeshPosition, links: Any, replicas: Any) -> None:
+        self._position, self._links, self._replicas = position, links, replicas
         self._buffers: list[Tensor] = []  # of the loss itself, which are the same on all ranks
         self._versions: list[int] = []
 
@@ -33,8 +33,8 @@ class Losses:
     def send(self, losses: Sequence[Tensor]) -> None:
         """To all other devices, if they are this one's."""
         together: list[Any] = [torch.stack(list(losses)) if len(losses) else None, *self._changed()]
-        for device in range(self._seat.num_devices):
-            if device != self._seat.device:
+        for device in range(self._position.num_devices):
+            if device != self._position.device:
                 self._links.outgoing(device, KIND).hand(together)
 
     def _changed(self) -> list[tuple[int, Tensor]]:
@@ -46,11 +46,11 @@ class Losses:
 
     def everywhere(self, program: Program, weights: Sequence[float]) -> tuple[tuple[Tensor, ...], Sequence[float]]:
         """Those of all microbatches, of all replicas, and their weights."""
-        seat, schedule, losses = self._seat, program.schedule, program.losses
+        position, schedule, losses = self._position, program.schedule, program.losses
         owner = schedule.placement.device(schedule.num_stages - 1, 0)
-        if owner != seat.device:
+        if owner != position.device:
             together, *changed = self._links.incoming(owner, KIND).get()
-            losses = together.to(seat.torch_device).unbind() if together is not None else ()
+            losses = together.to(position.torch_device).unbind() if together is not None else ()
             with torch.no_grad():
                 for number, value in changed:
                     self._buffers[number].copy_(value)
@@ -59,6 +59,6 @@ class Losses:
         if isinstance(weights, Shares):
             rows = weights.everywhere()  # which says whether all replicas are in the same call
         if isinstance(weights, Shares) and losses:
-            losses = gathered(self._replicas, losses, [len(row) for row in rows], seat.torch_device)
+            losses = gathered(self._replicas, losses, [len(row) for row in rows], position.torch_device)
             weights = [weight for row in rows for weight in row]
         return losses, weights

@@ -16,19 +16,15 @@ from gapless.run.execute import execute
 from gapless.run.lanes import make_lane
 from gapless.run.program import Batch, Program
 from gapless.run.ranks.agreement import Agreement
-from gapless.run.ranks.clock import SharedClock
+from gapless.run.ranks.consistency import Consistency
 from gapless.run.ranks.exchange import Exchange
-from gapless.run.ranks.footing import Footing
-from gapless.run.ranks.gathering import RankGathering
 from gapless.run.ranks.losses import Losses
-from gapless.run.ranks.ownership import Homes
+from gapless.run.ranks.mesh_position import MeshPosition, RankGathering, facts_of, make_groups
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
 from gapless.run.ranks.same_calls import SameCalls
-from gapless.run.ranks.sameness import Sameness
-from gapless.run.ranks.seat import Seat, facts_of, make_groups
 from gapless.run.ranks.shared_parameter import Holders, copies
-from gapless.run.ranks.state_dict import gather, held, load
-from gapless.run.ranks.stragglers import Pace, compared, planned_work
+from gapless.run.ranks.state_dict import Homes, gather, held, load
+from gapless.run.ranks.timing import Pace, SharedClock, compared, planned_work
 from gapless.run.ranks.watch.blame import is_lost
 from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Watch
@@ -55,63 +51,64 @@ class ManyProcesses:
     tied: Tied = "summed"
     one_process = False
 
-    def __init__(self, seat: Seat, timeout: float, intra_op_threads: int | None, carriage: Carriage) -> None:
-        self.seat = seat
-        self.devices: Sequence[torch.device] = [seat.torch_device] * seat.num_devices
-        self.here: Sequence[int] = (seat.device,)
-        self.replica, self.num_replicas = seat.replica, seat.num_replicas
-        self._lane = make_lane(seat.torch_device)
-        self._team = make_team(self.here, intra_op_threads)
+    def __init__(
+        self, position: MeshPosition, timeout: float, intra_op_threads: int | None, carriage: Carriage
+    ) -> None:
+        self.position = position
+        self.devices: Sequence[torch.device] = [position.torch_device] * position.num_devices
+        self.here: Sequence[int] = (position.device,)
+        self.replica, self.num_replicas = position.replica, position.num_replicas
+        self.lane = make_lane(position.torch_device)
+        self.team = make_team(self.here, intra_op_threads)
         network, rank = network_device(), dist.get_rank()
-        self._agreement = Agreement(part_of_store("agreement", sorted(seat.ring)), seat.ring, rank, timeout)
-        self._agreement.reach({**facts_of(seat.mesh), **carriage._asdict()}, lambda: None)
+        self._agreement = Agreement(part_of_store("agreement", sorted(position.ring)), position.ring, rank, timeout)
+        self._agreement.reach({**facts_of(position.mesh), **carriage._asdict()}, lambda: None)
         tell_in_child(self)
-        self._watch = Watch(self.seat.ring, rank, partial(connected, network=network), timeout)
+        self.watch = Watch(self.position.ring, rank, partial(connected, network=network), timeout)
         with ExitStack() as opened:  # if what follows fails, nobody is to believe that this rank lives on
             opened.push(self._could_not_connect)
-            self._groups = make_groups(self.seat, network)
-            self._sums = self._groups.dp  # of gradients
-            self._courier = Courier(self._groups.pp, f"gapless device {self.seat.device}", self._failed)
+            self.groups = make_groups(self.position, network)
+            self._sums = self.groups.dp  # of gradients
+            self._courier = Courier(self.groups.pp, f"gapless device {self.position.device}", self._failed)
             opened.callback(self._courier.close, lambda: True)
-            self._links = self._connect(carriage)
+            self.links = self._connect(carriage)
             opened.pop_all()
-        self._whereabouts = self._watch.whereabouts
-        self._whereabouts.connections = self._links
-        self._watch.break_off = self._break_off
-        self._pace = Pace(compared(seat, self._groups.pp, self._groups.dp))
-        self._sameness = Sameness(self.seat, self._groups.pp, self._groups.dp, self._courier.stamp)
-        self._calls = SameCalls(self._watch, self._links, self._sameness, has_replicas=self.num_replicas > 1)
+        self._whereabouts = self.watch.whereabouts
+        self._whereabouts.connections = self.links
+        self.watch.break_off = self._break_off
+        self._pace = Pace(compared(position, self.groups.pp, self.groups.dp))
+        self._sameness = Consistency(self.position, self.groups.pp, self.groups.dp, self._courier.stamp)
+        self._calls = SameCalls(self.watch, self.links, self._sameness, has_replicas=self.num_replicas > 1)
         self._planned: dict[tuple[int, bool], float] = {}  # by the number of microbatches, and whether it only infers
-        self._homes = Homes(self.seat.device)
+        self._homes = Homes(self.position.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
-        courier = self._courier if seat.torch_device.type == "cpu" else None
-        self._exchange = Exchange(self._groups.dp, self._sums, seat.dp_ranks, seat.replica, courier)
-        self._losses = Losses(seat, self._links, self._groups.dp)
+        courier = self._courier if position.torch_device.type == "cpu" else None
+        self._exchange = Exchange(self.groups.dp, self._sums, position.dp_ranks, position.replica, courier)
+        self._losses = Losses(position, self.links, self.groups.dp)
         self._clock: SharedClock | None = None
         self._unfinished = False  # steps of a minibatch are done, and others of it are to come
-        self.footing = Footing(seat, self._links, self._groups, self._lane, self._team, self._watch)
 
     def _connect(self, carriage: Carriage) -> Connections:
-        seat, gpu = self.seat, self.seat.torch_device if self.seat.torch_device.type != "cpu" else None
-        has_nccl = gpu is not None and nccl.is_used(seat.mesh)
-        where = self._courier, seat.device, seat.pp_ranks, self._watch.lost
+        position, gpu = self.position, self.position.torch_device if self.position.torch_device.type != "cpu" else None
+        has_nccl = gpu is not None and nccl.is_used(position.mesh)
+        where = self._courier, position.device, position.pp_ranks, self.watch.lost
         made = connect_all(*where, gpu, has_nccl=has_nccl, carriage=carriage)
         groups = [each for each in made.carriers if isinstance(each, nccl.Communicators)]
-        if groups and self._groups.dp is not None:
-            self._sums = groups[0].connect_replicas(self._groups.dp, seat.dp_ranks, seat.replica)
+        if groups and self.groups.dp is not None:
+            self._sums = groups[0].connect_replicas(self.groups.dp, position.dp_ranks, position.replica)
         return made
 
     def _could_not_connect(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._watch.raised(error)
-        self._watch.close()
+            self.watch.raised(error)
+        self.watch.close()
 
     def in_child(self) -> None:
         """A forked child is no rank. Its copies of groups are never destroyed: they share the parent's epoll."""
         keep_for_ever(self)
         if hasattr(self, "_links"):
-            self._links.in_child()
+            self.links.in_child()
 
     # -- before the first step --------------------------------------------------------------------------------------
 
@@ -121,13 +118,13 @@ class ManyProcesses:
             yield
         except BaseException as error:
             if not self._agreement.refused and not isinstance(error, TransportError):
-                self._watch.raised(error)
+                self.watch.raised(error)
             raise
         self._sameness.begin()
-        self._watch.made()
+        self.watch.made()
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
-        self._agreement.reach(facts, self._watch.check)
+        self._agreement.reach(facts, self.watch.check)
         self._sameness.room = facts["microbatches"]
         if module is not None:
             self._sameness.compare_weights(module, loss)
@@ -137,19 +134,19 @@ class ManyProcesses:
             each.release()
         self._calls.adopt(module)
         known, uses = self._homes, uses_of(parts)
-        self._homes = Homes(self.seat.device, parts, placement.cycles, uses)
+        self._homes = Homes(self.position.device, parts, placement.cycles, uses)
         self._holders = []
-        here = [self.seat.torch_device] * placement.num_stages
+        here = [self.position.torch_device] * placement.num_stages
         self._ties = tie(module, stages, uses, here, tied, self._away(uses))
         of_loss = self._losses.adopt(parts[-1][-1], module)
-        self._holders += copies(self._links, of_loss, self._homes.devices[-1], self.seat.torch_device, len(uses))
+        self._holders += copies(self.links, of_loss, self._homes.devices[-1], self.position.torch_device, len(uses))
         for parameter, holders in self._holders:
             holders.share_value(parameter)
         self._exchange.adopt(stages, self._ties)
-        if self._groups.dp is not None:
+        if self.groups.dp is not None:
             layers = [part for stage in stages.values() for part in (*stage.layers, stage.loss)]
             new = [each for each in self._exchange.parameters if not known.knows(each)]  # by an edit or a new trace
-            same_everywhere(self._groups.dp, new if known.known else tensors_of(layers))
+            same_everywhere(self.groups.dp, new if known.known else tensors_of(layers))
 
     def _away(self, uses: Uses) -> Callable[[int, Sequence[int]], Holders | None]:
         shared = [parameter for parameter, stages in uses.items() if len(stages) > 1]
@@ -157,7 +154,7 @@ class ManyProcesses:
         def away(number: int, stages: Sequence[int]) -> Holders | None:
             if len({self._homes.devices[stage] for stage in stages}) == 1:
                 return None
-            holders = Holders(self._links, number, self._homes.devices, stages, self.seat.torch_device)
+            holders = Holders(self.links, number, self._homes.devices, stages, self.position.torch_device)
             self._holders.append((shared[number], holders))
             return holders
 
@@ -166,18 +163,18 @@ class ManyProcesses:
     def program(
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
-        channels, lanes = RankChannels(schedule, self._links), [self._lane] * self.seat.num_devices
+        channels, lanes = RankChannels(schedule, self.links), [self.lane] * self.position.num_devices
         made = Program(
             schedule, stages, lanes, loss, channels, here=self.here, recorded=recorded, after=self._after(schedule)
         )
-        self._planned[schedule.num_microbatches, made.inference] = planned_work(schedule, self.seat.device, costs)
+        self._planned[schedule.num_microbatches, made.inference] = planned_work(schedule, self.position.device, costs)
         return made
 
     def _after(self, schedule: Schedule) -> Mapping[Action, Callable[[Batch], None]]:
         """The losses go to all ranks as soon as they are there, and the gradients of a stage to all replicas."""
         if schedule.kinds == {Kind.FORWARD}:
             return {}  # nobody knows yet whether there is a loss
-        row = schedule.rows[self.seat.device]
+        row = schedule.rows[self.position.device]
         last = {action.stage: action for action in row if action.kind in _LAST_GRADIENTS}
         after: dict[Action, Callable[[Batch], None]] = {
             action: partial(self._finished, stage) for stage, action in last.items()
@@ -194,27 +191,27 @@ class ManyProcesses:
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
-        with self._team.held(), self._calls.call(doing, leaves=not self._unfinished):
+        with self.team.held(), self._calls.call(doing, leaves=not self._unfinished):
             self._calls.start(doing)
             yield
 
     @property
     def busy(self) -> bool:
-        return self._team.busy
+        return self.team.busy
 
     @property
     def stopping(self) -> bool:
-        return self._watch.leaving and not self._unfinished
+        return self.watch.leaving and not self._unfinished
 
     def _failed(self, error: BaseException) -> None:
         """The courier did, which may be another rank's doing."""
         if not is_lost(error):
-            self._watch.raised(error)
-        self._links.break_off()  # or others would wait for what will never be sent
+            self.watch.raised(error)
+        self.links.break_off()  # or others would wait for what will never be sent
 
     def _break_off(self) -> None:
-        self._links.break_off()
-        self._groups.break_off()
+        self.links.break_off()
+        self.groups.break_off()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +220,7 @@ class ManyProcesses:
     ) -> Sequence[float]:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
-        static, channels = self._links.static, program.channels
+        static, channels = self.links.static, program.channels
 
         def check() -> None:
             self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
@@ -237,8 +234,8 @@ class ManyProcesses:
         return self._exchange.weights(counted, room, share, self._calls.stamp.call)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        self._watch.roll.begin()
-        return self.footing.everywhere(list(numbers))[:: self.seat.num_devices]
+        self.watch.roll.begin()
+        return self.groups.everywhere(list(numbers))[:: self.position.num_devices]
 
     def run(self, program: Program, weights: Sequence[float]) -> Ran:
         try:
@@ -266,9 +263,9 @@ class ManyProcesses:
     def _execute(self, program: Program) -> None:
         """From here on others depend on this rank."""
         self._check_weights()
-        self._watch.roll.begin()
+        self.watch.roll.begin()
         with self._whereabouts.running(program):
-            execute(program, self._team)
+            execute(program, self.team)
 
     def _end(self) -> None:
         """All gradients are the sums of all ranks, or wait for a later step to exchange them."""
@@ -285,7 +282,7 @@ class ManyProcesses:
         try:
             self._exchange.pending.check_weights()
         except ConfigError as error:
-            self._watch.raised(error)
+            self.watch.raised(error)
             raise
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -300,10 +297,10 @@ class ManyProcesses:
             return held(module, self._homes.holds)
         with self._calls.call("gathering the state of its model", leaves=False, meet=False):
             self._calls.meet()
-            return gather(module, self._homes.home, self.seat.device, self._groups.pp)
+            return gather(module, self._homes.home, self.position.device, self.groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-        self._watch.roll.note("loading a state")
+        self.watch.roll.note("loading a state")
         self._homes.find_buffers()
         loaded = load(module, state, self._homes.holds, strict)
         self._exchange.pending.note(self._exchange.parameters)
@@ -318,33 +315,33 @@ class ManyProcesses:
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         self._exchange.pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}.union(each for each, _ in self._holders)
-        counted = {each for each in mine if self._homes.home(each) == self.seat.device}
+        counted = {each for each in mine if self._homes.home(each) == self.position.device}
         with self._calls.call("clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False):
             self._calls.meet()
-            return clip_everywhere(parameters, mine, counted, self._groups.pp, max_norm, norm_type)
+            return clip_everywhere(parameters, mine, counted, self.groups.pp, max_norm, norm_type)
 
     @contextmanager
     def gathered(self, doing: str) -> Iterator[RankGathering]:
-        with self._team.held(), self._calls.call(doing, leaves=False):
+        with self.team.held(), self._calls.call(doing, leaves=False):
             self._calls.meet()
-            yield RankGathering(self.seat, self._groups, self._watch)
+            yield RankGathering(self.position, self.groups, self.watch)
 
     def described(self) -> Iterator[str]:
-        return self._links.described()
+        return self.links.described()
 
     # -- what was measured ------------------------------------------------------------------------------------------
 
     def _measured(self, program: Program) -> Timeline:
         """Of all devices: every rank has it."""
         if self._clock is None:
-            self._clock = SharedClock(self._groups.pp, self.seat.device)
-        return self._clock.timeline(program.schedule, program.marks[self.seat.device], self._lane)
+            self._clock = SharedClock(self.groups.pp, self.position.device)
+        return self._clock.timeline(program.schedule, program.marks[self.position.device], self.lane)
 
     def close(self) -> None:
-        self._team.close()
-        self._watch.say_goodbye()
-        self._links.close(lambda: self._watch.news is not None, self._watch.timeout)
+        self.team.close()
+        self.watch.say_goodbye()
+        self.links.close(lambda: self.watch.news is not None, self.watch.timeout)
         self._exchange, self._sums, self._pace = Exchange(), None, Pace(())
         self._sameness.close()
-        self._groups.close()
-        self._watch.close()
+        self.groups.close()
+        self.watch.close()

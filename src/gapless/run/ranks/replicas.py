@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 from gapless.run.clip import local
-from gapless.run.ranks.wire.stamp import Call, different, row_length
+from gapless.run.ranks.wire.call_stamp import Call, different, row_length
+from gapless.run.ranks.wire.groups import of_each
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 
@@ -79,8 +80,7 @@ def gathered(group: Any, losses: Sequence[Tensor], counts: Sequence[int], device
     """The losses of all replicas, one after another; `counts` says how many each has."""
     mine = torch.stack(list(losses)).cpu()
     padded = torch.cat([mine, mine.new_zeros(max(counts) - len(mine))])
-    rows = [torch.empty_like(padded) for _ in counts]
-    group.allgather([rows], [padded]).wait()
+    rows = of_each(group, padded)
     return tuple(loss for row, count in zip(rows, counts, strict=True) for loss in row[:count].to(device).unbind())
 
 
@@ -214,11 +214,11 @@ def sparse_sum(group: Any, parameter: nn.Parameter) -> Tensor | None:
         mine = (mine if mine.is_sparse else mine.to_sparse(1)).coalesce()
         rows, values = mine.indices(), mine.values()
         head = rows.new_tensor([rows.shape[1], grad is not None, grad is not None and not grad.is_sparse])
-        heads = [each.tolist() for each in _of_each(group, head)]
+        heads = [each.tolist() for each in of_each(group, head)]
         most = max(count for count, _, _ in heads)
-        all_rows = _of_each(group, nn.functional.pad(rows, (0, most - rows.shape[1])))
+        all_rows = of_each(group, nn.functional.pad(rows, (0, most - rows.shape[1])))
         padding = values.new_zeros(most - len(values), *values.shape[1:])
-        all_values = _of_each(group, torch.cat([values, padding]))
+        all_values = of_each(group, torch.cat([values, padding]))
         if not any(has for _, has, _ in heads):
             return None
         total = torch.sparse_coo_tensor(
@@ -227,12 +227,6 @@ def sparse_sum(group: Any, parameter: nn.Parameter) -> Tensor | None:
             parameter.shape,
         ).coalesce()
         return total.to_dense() if any(dense for _, _, dense in heads) else total
-
-
-def _of_each(group: Any, mine: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([found], [mine.contiguous()]).wait()
-    return found
 
 
 def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:

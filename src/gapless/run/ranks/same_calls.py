@@ -16,7 +16,7 @@ from torch import nn
 
 from gapless.errors import TransportError
 from gapless.run.program import Program
-from gapless.run.ranks.sameness import Sameness
+from gapless.run.ranks.consistency import Consistency
 from gapless.run.ranks.watch.blame import is_lost
 from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire.connections import Connections
@@ -28,7 +28,7 @@ _CARRIED = ("in a step", "evaluating")
 class SameCalls:
     """Those of one rank."""
 
-    def __init__(self, watch: Watch, links: Connections, sameness: Sameness, *, has_replicas: bool) -> None:
+    def __init__(self, watch: Watch, links: Connections, sameness: Consistency, *, has_replicas: bool) -> None:
         self._watch, self._links, self._sameness, self._has_replicas = watch, links, sameness, has_replicas
         self.stamp = links.courier.stamp
         self._process = os.getpid()

@@ -171,7 +171,7 @@ def has_a_child(way: str, victim: str) -> None:
     """`libc`: a fork that Python knows nothing of."""
     pipe = pipeline(timeout=60.0)
     pipe.step(X, Y)
-    if pipe._world.seat.device == int(victim):  # type: ignore[attr-defined]
+    if pipe._world.position.device == int(victim):  # type: ignore[attr-defined]
         child = ctypes.CDLL(None).fork() if way == "libc" else os.fork()
         if child == 0:
             time.sleep(60)

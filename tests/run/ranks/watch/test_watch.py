@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gapless
 from gapless.errors import ConfigError, PartitionError, TransportError
-from gapless.run.ranks.stragglers import stragglers
+from gapless.run.ranks.timing import stragglers
 from gapless.run.ranks.watch import watch
 from gapless.run.ranks.watch.ring import pairs
-from gapless.run.ranks.wire.disagreement import differences
+from gapless.run.ranks.wire.call_stamp import differences
 from tests.pipelines import Do, schedule_named
 from tests.run.crew import Server, leave
 from tests.run.forked import Launch
@@ -231,7 +231,7 @@ def stays_in_close() -> None:
     pipe.step(X, Y)
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    pipe._world._links.close = lambda *_: time.sleep(100.0)  # type: ignore[attr-defined]
+    pipe._world.links.close = lambda *_: time.sleep(100.0)  # type: ignore[attr-defined]
     pipe.step(X, Y)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.connections import Connections, RankChannels
-from gapless.run.ranks.wire.rehearsal import Rehearsal
-from gapless.run.ranks.wire.static_shapes import StaticShapes
+from gapless.run.ranks.wire.static_shapes import Rehearsal, StaticShapes
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower.inference import forward_only
 from gapless.schedule.recipes import make_schedule

@@ -11,7 +11,7 @@ from typing import Any
 
 from gapless.errors import ConfigError
 from gapless.run.ranks.watch.ring import Neighbour, Words
-from gapless.run.ranks.wire.disagreement import SAME
+from gapless.run.ranks.wire.call_stamp import SAME
 
 _KEPT = 64  # calls
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from gapless.run.ranks.wire.call_stamp import Stamp
 from gapless.run.ranks.wire.message import Message
-from gapless.run.ranks.wire.stamp import Stamp
 from gapless.schedule.routes import Channel
 
 DIRECT = ("activation", "gradient")

@@ -16,10 +16,9 @@ from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.channels import StoppedError, takers
 from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
-from gapless.run.ranks.wire.gloo import OverGloo
-from gapless.run.ranks.wire.gpu_memory import OverGpuMemory
+from gapless.run.ranks.wire.gloo import OverGloo, OverGlooPinned
+from gapless.run.ranks.wire.gpu_memory.gpu_channels import OverGpuMemory
 from gapless.run.ranks.wire.nccl import Communicators
-from gapless.run.ranks.wire.pinned import OverGlooPinned
 from gapless.run.ranks.wire.pipes import ThroughPipes
 from gapless.run.ranks.wire.static_shapes import StaticShapes
 from gapless.run.world import Carriage

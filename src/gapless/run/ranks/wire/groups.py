@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 NEVER = 365 * 24 * 3600.0  # seconds
 _NEVER_SENT = 1
@@ -101,6 +102,24 @@ def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeou
     options._timeout = timedelta(seconds=timeout)
     options._threads = 1
     return Group(gloo(part_of_store(name, ranks), number, len(ranks), options))
+
+
+def of_each(group: Any, own: Tensor) -> list[Tensor]:
+    """What each rank of a group has, all of one shape; of one rank, where there is no group. All of them call it."""
+    if group is None:
+        return [own]
+    own = own.contiguous()
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    if own.numel():
+        group.allgather([rows], [own]).wait()
+    return rows
+
+
+def bytes_of_each(group: Any, own: bytes) -> list[bytes]:
+    """The same for bytes, of which each may have another number."""
+    sizes = [int(each) for each in of_each(group, torch.tensor(len(own)))]
+    rows = of_each(group, torch.frombuffer(bytearray(own.ljust(max(sizes))), dtype=torch.uint8))
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 _network_devices: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

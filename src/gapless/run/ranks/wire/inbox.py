@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gapless.run.ranks.wire.groups import of_each
 from gapless.run.ranks.wire.shared_memory import Probe, file_of
 
 FRAME = struct.Struct("<iiII")  # source, tag, bytes, and whether the message goes on in another frame
@@ -180,7 +181,4 @@ def find_near(group: Any, device: int) -> tuple[Inbox | None, dict[int, Outbox]]
 
 def everywhere(group: Any, numbers: list[int]) -> list[list[int]]:
     """Those of all ranks of the group, each of which calls it."""
-    mine = torch.tensor(numbers)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([rows], [mine]).wait()
-    return [row.tolist() for row in rows]
+    return [row.tolist() for row in of_each(group, torch.tensor(numbers))]

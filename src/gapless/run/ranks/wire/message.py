@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gapless.errors import TransportError
+from gapless.run.ranks.wire.call_stamp import STAMP_SIZE
 from gapless.run.ranks.wire.layout import ALIGNMENT, TreeLayout, check, describe, key_of, padded, read_with, signs_of
-from gapless.run.ranks.wire.stamp import STAMP_SIZE
 
 # Id of the layout, bytes of its description, and where the rest is: here (0), in a place of that name, or in a message
 # of so many bytes that follows.

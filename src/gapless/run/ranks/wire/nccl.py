@@ -31,8 +31,7 @@ from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
 from gapless.run.ranks.wire.groups import NEVER, part_of_store
 from gapless.run.ranks.wire.layout import TreeLayout
 from gapless.run.ranks.wire.message import NO_ID, Message, Reader, Writer
-from gapless.run.ranks.wire.rehearsal import Rehearsal
-from gapless.run.ranks.wire.static_shapes import another_shape
+from gapless.run.ranks.wire.static_shapes import Rehearsal, another_shape
 from gapless.schedule.routes import Channel
 
 _MOST_BLOCKS = 4  # of threads that one transfer takes from computing

@@ -1,0 +1,7 @@
+"""Channels in the memory of GPUs, between processes of one host that share a GPU, or whose GPUs reach each other.
+
+cuda_driver    what of NVIDIA's driver torch does not offer
+slots          which piece of a sender's memory the next message takes, and the numbers that both ends see
+slot_messages  a tree of tensors through a slot
+gpu_channels   the two ends of a channel, and the carrier
+"""

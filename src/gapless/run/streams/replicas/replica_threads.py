@@ -1,0 +1,193 @@
+"""The threads of replicas: minibatches go in, results come out as they are done, and the first failure stops all.
+
+A thread takes the minibatch that its replica wants, reads weights, computes without anybody's leave, and applies.
+Reads, applies and what is handed out are behind one lock. The caller's thread only takes minibatches from the loader
+and results from a queue; it may be interrupted anywhere.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gapless.errors import ConfigError, note_place
+from gapless.run.streams.replicas.replica import Replica, casts_unkept
+from gapless.run.thread_state import CallerState
+from gapless.stage.exclusive import exclusively
+from gapless.stage.intra_op import set_intra_op_threads
+
+_AHEAD = 4  # minibatches for each replica that are taken from the loader before a result is
+_END = object()
+
+
+@dataclass(frozen=True)
+class ReplicaResult:
+    """A minibatch that was applied: its loss (detached, 0-d), the replica that computed it, and how many updates its
+    weights have missed.
+    """
+
+    minibatch: int
+    loss: Tensor
+    replica: int
+    staleness: int
+
+
+class Course(Protocol):
+    """What replicas do with their gradients. All but `learn` is called by one thread at a time."""
+
+    optimizers: tuple[Optimizer, ...]
+    updates: int  # in all
+    next: int  # the first minibatch that nobody has begun
+
+    def begin(self, first: int) -> None: ...
+    def wanted(self, replica: int) -> int | None: ...
+    def read(self, replica: Replica) -> None: ...
+    def learn(self, replica: Replica) -> None: ...
+    def apply(self, replica: Replica) -> int: ...
+    def finish(self) -> None: ...
+
+
+class ReplicaThreads:
+    """One run over a loader's minibatches."""
+
+    def __init__(self, replicas: Sequence[Replica], course: Course, intra_op_threads: int) -> None:
+        self._replicas, self._course = replicas, course
+        self._intra_op_threads = intra_op_threads
+        self._state = CallerState()
+        # The caller takes the lock itself: Ctrl-C inside of Condition.__enter__ would leave it locked for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: dict[int, tuple[Any, Any]] = {}  # minibatches by number: inputs and target
+        self._ended = self._stopping = False
+        self._failures: list[BaseException] = []
+        self._said: queue.SimpleQueue[ReplicaResult | None] = queue.SimpleQueue()  # None: a thread has ended
+        self._threads: list[threading.Thread] = []
+
+    def results(self, batches: Iterator[Any], first: int) -> Iterator[ReplicaResult]:
+        """In the order in which they were applied. Left before its end, what is under way is given up."""
+        fed = said = 0
+        self._course.begin(first)
+        try:
+            self._start()
+            while not self._ended or said < fed:
+                while not self._ended and fed - said < _AHEAD * len(self._replicas) and not self._failures:
+                    with exclusively():  # a loader that draws must not draw what is a replica's
+                        batch = next(batches, _END)
+                    self._feed(first + fed, batch)
+                    fed += batch is not _END
+                if said < fed and (result := self._said.get()) is not None:
+                    said += 1
+                    yield result
+                elif self._failures:
+                    raise self._failures[0]
+            self._join()
+            self._course.finish()
+        finally:
+            self._stop()
+            self._failures.clear()  # a traceback holds this frame, and this frame must not hold the traceback
+            self._state.leave()
+
+    def _feed(self, number: int, batch: Any) -> None:
+        pair = None if batch is _END else pair_of(batch, number)
+        with self._lock:
+            if pair is None:
+                self._ended = True
+            else:
+                self._waiting[number] = pair
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        before = torch.get_num_threads()
+        ready = threading.Barrier(len(self._replicas) + 1)
+        try:
+            for replica in self._replicas:
+                name = f"gapless replica {replica.number}"
+                thread = threading.Thread(target=self._work, args=(replica, ready), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            ready.wait()
+        except BaseException:
+            ready.abort()
+            raise
+        finally:
+            torch.set_num_threads(before)  # what a thread sets for itself, later threads would inherit
+
+    def _stop(self) -> None:
+        self._stopping = True
+        while any(thread.is_alive() for thread in self._threads):
+            with self._lock:
+                self._changed.notify_all()
+            self._join(0.1)
+
+    def _join(self, timeout: float | None = None) -> None:
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout)
+
+    def _work(self, replica: Replica, ready: threading.Barrier) -> None:
+        place = "at its start"
+        try:
+            set_intra_op_threads(self._intra_op_threads)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                ready.wait()
+            with self._state.entered(), casts_unkept():
+                while (task := self._taken(replica)) is not None:
+                    place = f"minibatch {task.minibatch}"
+                    self._train(replica, task)
+                    del task  # its tensors must not stay until the next one comes
+        except BaseException as error:
+            note_place(error, f"in replica {replica.number}, {place}; the model has had {self._course.updates} updates")
+            self._failures.append(error)
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+        finally:
+            self._said.put(None)
+
+    def _taken(self, replica: Replica) -> "_Task | None":
+        """The next minibatch for a replica, which has read its weights then; None if there is none."""
+        with self._changed:
+            while not self._stopping:
+                wanted = self._course.wanted(replica.number)
+                if wanted is not None and wanted in self._waiting:
+                    self._course.read(replica)
+                    self._changed.notify_all()
+                    return _Task(wanted, *self._waiting.pop(wanted))
+                if self._ended and (wanted is not None or not self._waiting):
+                    break
+                self._changed.wait(1.0)
+        return None
+
+    def _train(self, replica: Replica, task: "_Task") -> None:
+        loss = replica.gradient(*task)
+        self._course.learn(replica)
+        with self._changed:
+            if self._stopping:
+                return
+            staleness = self._course.apply(replica)
+            self._changed.notify_all()
+        self._said.put(ReplicaResult(task.minibatch, loss, replica.number, staleness))
+
+
+class _Task(NamedTuple):
+    minibatch: int
+    inputs: Any
+    target: Any
+
+
+def pair_of(batch: Any, number: int) -> tuple[Any, Any]:
+    """The inputs and the target in what a loader gives."""
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) != 2:
+        raise ConfigError(
+            f"minibatch {number} is a {type(batch).__name__} of {len(batch)}, but it must be inputs and a target, "
+            "where several inputs are a tuple or a dict: ((x1, x2), y)"
+        )
+    return batch[0], batch[1]

@@ -1,0 +1,290 @@
+"""Formulas against references in plain floats. Their numbers have few bits where torch may multiply and add at once, so
+the bits are those of the formulas on every machine.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import ExponentialLR
+
+from gapless.errors import ConfigError
+from gapless.run.streams.correction import check_predictable, lr_by_delay, predicted, predictions, scaled_lr
+
+GRADS = [0.5, -1.25, 0.75, 2.0]
+
+
+def weight(value: float = 0.3, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value], dtype=dtype))
+
+
+def after(parameter: nn.Parameter, optimizer: Optimizer, grads: list[float] = GRADS) -> Optimizer:
+    for grad in grads:
+        parameter.grad = torch.full_like(parameter, grad)
+        optimizer.step()
+    return optimizer
+
+
+def moving(parameter: nn.Parameter) -> list[Optimizer]:
+    """Every optimizer that is known, in the forms in which its state comes."""
+    return [
+        SGD([parameter], lr=0.1, momentum=0.9),
+        SGD([parameter], lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        SGD([parameter], lr=torch.tensor(0.1), momentum=0.9, dampening=0.25, weight_decay=0.1, maximize=True),
+        SGD([parameter], lr=0.1, momentum=0.9, fused=True),
+        Adam([parameter], lr=0.1, amsgrad=True, weight_decay=0.1),
+        Adam([parameter], lr=torch.tensor([0.1]), foreach=False),
+        Adam([parameter], lr=0.1, fused=True),
+        AdamW([parameter], lr=0.1, maximize=True, foreach=True),
+    ]
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.5}, {"maximize": True}, {"lr": 0.125}])
+def test_sgd_is_predicted_along_its_momentum_buffer(options: dict[str, Any], updates: int) -> None:
+    parameter = weight()
+    settings: dict[str, Any] = {"lr": 0.25, "momentum": 0.9, **options}
+    optimizer = after(parameter, SGD([parameter], **settings))
+    sign = -1.0 if options.get("maximize") else 1.0
+    buffer = sign * GRADS[0]
+    for grad in GRADS[1:]:
+        buffer = 0.9 * buffer + (1 - options.get("dampening", 0.0)) * sign * grad
+    expected = parameter.item() - (updates * settings["lr"]) * buffer
+    assert predicted(parameter, optimizer, updates).tolist() == [expected]
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}])
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_adam_is_predicted_along_its_corrected_direction(
+    kind: type[Adam], options: dict[str, Any], updates: int
+) -> None:
+    parameter = weight()
+    optimizer = after(parameter, kind([parameter], lr=0.01, betas=(0.5, 0.75), eps=1e-3, **options), [*GRADS, 0.25])
+    m = v = largest = 0.0
+    for grad in [*GRADS, 0.25]:
+        m = 0.5 * m + 0.5 * (-grad if options.get("maximize") else grad)
+        v = 0.75 * v + 0.25 * grad * grad
+        largest = max(largest, v)
+    if options.get("amsgrad"):
+        assert largest > v
+        v = largest
+    steps = len(GRADS) + 1
+    direction = m / (1 - 0.5**steps) / (math.sqrt(v) / (1 - 0.75**steps) ** 0.5 + 1e-3)
+    assert predicted(parameter, optimizer, updates).tolist() == [parameter.item() - (updates * 0.01) * direction]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD([p], lr=0.01, momentum=0.9, dampening=0.9),
+        lambda p: Adam([p], lr=0.01),
+        lambda p: AdamW([p], lr=0.01, weight_decay=0.0, amsgrad=True),
+        lambda p: Adam([p], lr=0.01, maximize=True, fused=True),
+    ],
+)
+def test_where_the_gradient_stays_the_same_the_prediction_comes_true(make: Callable[[Tensor], Optimizer]) -> None:
+    parameter = weight()
+    optimizer = after(parameter, make(parameter), [0.7] * 5)
+    ahead = predicted(parameter, optimizer, 4)
+    after(parameter, optimizer, [0.7] * 4)
+    torch.testing.assert_close(ahead, parameter.detach(), rtol=1e-12, atol=0)
+
+
+def test_the_decay_of_adamw_is_left_out() -> None:
+    decayed, plain = weight(), weight()
+    with_decay = after(decayed, AdamW([decayed], lr=0.01, weight_decay=0.5))
+    without = after(plain, AdamW([plain], lr=0.01, weight_decay=0.0))
+    with torch.no_grad():
+        plain.copy_(decayed)
+    assert torch.equal(predicted(decayed, with_decay, 2), predicted(plain, without, 2))
+
+
+def test_a_complex_parameter_is_predicted_as_its_two_parts() -> None:
+    values = torch.tensor([0.5 - 1.5j, 2.0 + 0.25j])
+    whole, parts = nn.Parameter(values.clone()), nn.Parameter(torch.view_as_real(values).clone())
+    first, second = Adam([whole], lr=0.1), Adam([parts], lr=0.1)
+    for scale in (1.0, -0.5, 3.0):
+        whole.grad = values * scale
+        parts.grad = torch.view_as_real(values) * scale
+        first.step()
+        second.step()
+    assert torch.equal(torch.view_as_real(predicted(whole, first, 2)), predicted(parts, second, 2))
+
+
+@pytest.mark.parametrize("form", range(8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_prediction_changes_nothing(form: int, dtype: torch.dtype) -> None:
+    parameter = weight(dtype=dtype)
+    optimizer = after(parameter, moving(parameter)[form])
+    before, value = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+    ahead = predicted(parameter, optimizer, 3)
+    assert not torch.equal(ahead, value)
+    assert (ahead.dtype, ahead.shape, ahead.requires_grad) == (dtype, value.shape, False)
+    assert torch.equal(parameter, value)
+    now = optimizer.state_dict()
+    torch.testing.assert_close(now["state"], before["state"], rtol=0, atol=0)
+    assert now["param_groups"] == before["param_groups"]
+    assert torch.equal(ahead, predictions(optimizer, 3)[parameter])
+
+
+@pytest.mark.parametrize("form", range(8))
+def test_before_the_first_update_a_parameter_is_its_own_prediction(form: int) -> None:
+    parameter = weight()
+    optimizer = moving(parameter)[form]
+    ahead = predicted(parameter, optimizer, 3)
+    assert torch.equal(ahead, parameter)
+    assert ahead.data_ptr() != parameter.data_ptr()
+    assert predictions(optimizer, 3) == {}
+    assert len(optimizer.state) == 0  # it is a defaultdict: to look is to add
+
+
+def test_a_momentum_buffer_that_is_saved_as_none_is_no_direction() -> None:
+    """As files of older versions of torch have it."""
+    parameter = weight()
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = None
+    assert predictions(optimizer, 3) == {}
+
+
+def test_no_update_ahead_is_no_prediction() -> None:
+    parameter = weight()
+    optimizer = after(parameter, Adam([parameter], lr=0.1))
+    assert predictions(optimizer, 0) == {}
+    assert torch.equal(predicted(parameter, optimizer, 0), parameter)
+
+
+def test_each_parameter_has_the_rate_of_its_own_group_and_frozen_ones_stay() -> None:
+    slow, fast, frozen, other = weight(), weight(), weight(), weight()
+    groups: list[dict[str, Any]] = [{"params": [slow, frozen], "lr": 0.25}, {"params": [fast], "lr": 0.5}]
+    optimizer = SGD(groups, momentum=0.5)
+    slow.grad, fast.grad = torch.ones_like(slow), torch.ones_like(fast)
+    optimizer.step()
+    ahead = predictions(optimizer, 2)
+    assert set(ahead) == {slow, fast}
+    assert [ahead[slow].item(), ahead[fast].item()] == [slow.item() - 0.5, fast.item() - 1.0]
+    assert torch.equal(predicted(frozen, optimizer, 2), frozen)
+    assert torch.equal(predicted(other, optimizer, 2), other)
+
+
+def test_a_rate_that_is_a_tensor_keeps_the_type_of_a_scalar_parameter() -> None:
+    parameter = nn.Parameter(torch.tensor(0.5))
+    lr = torch.tensor([0.125], dtype=torch.float64)
+    optimizer = after(parameter, Adam([parameter], lr=lr))
+    ahead = predicted(parameter, optimizer, 2)
+    assert (ahead.dtype, ahead.shape) == (torch.float32, ())
+
+
+def test_a_restored_state_predicts_the_same() -> None:
+    parameter = weight()
+    optimizer = after(parameter, AdamW([parameter], lr=0.1))
+    again = AdamW([parameter], lr=0.5)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(predicted(parameter, again, 3), predicted(parameter, optimizer, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["capturable", "fused"])
+def test_a_state_on_a_gpu_is_not_waited_for(kind: str) -> None:
+    here, there = weight(), nn.Parameter(torch.tensor([0.3], dtype=torch.float64, device="cuda"))
+    plain = after(here, Adam([here], lr=0.01))
+    lr = torch.tensor(0.01, device="cuda")
+    on_gpu = after(there, Adam([there], lr=lr, capturable=kind == "capturable", fused=kind == "fused"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ahead = predicted(there, on_gpu, 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(ahead.cpu(), predicted(here, plain, 3), rtol=1e-6, atol=0)
+
+
+def test_sgd_without_momentum_is_refused_by_its_group() -> None:
+    groups: list[dict[str, Any]] = [{"params": [weight()], "momentum": 0.9}, {"params": [weight()]}]
+    optimizer = SGD(groups, lr=0.1)
+    with pytest.raises(ConfigError) as caught:
+        check_predictable(optimizer)
+    assert str(caught.value) == (
+        "correction='spectrain' predicts weights from the optimizer's momentum, but SGD has momentum=0 in group 1: "
+        "pass momentum=0.9 or so, or leave the correction out"
+    )
+
+
+def test_another_optimizer_is_refused_by_name() -> None:
+    parameter = weight()
+    optimizer = RMSprop([parameter], momentum=0.9)
+    for asked in (lambda: check_predictable(optimizer), lambda: predicted(parameter, optimizer, 1)):
+        with pytest.raises(ConfigError) as caught:
+            asked()
+        assert str(caught.value) == (
+            "correction='spectrain' knows the momentum of SGD, Adam and AdamW, but the optimizer is RMSprop: take one "
+            "of these, or leave the correction out"
+        )
+
+
+@pytest.mark.parametrize("form", range(8))
+def test_known_optimizers_are_not_refused(form: int) -> None:
+    check_predictable(moving(weight())[form])
+
+
+def test_the_rate_of_a_stage_starts_at_one_over_its_delay_and_comes_back() -> None:
+    factors = [lr_by_delay(4, update, 8) for update in (0, 2, 4, 6, 8, 100)]
+    assert factors == [1 / 4, 1 / 4**0.75, 1 / 2, 1 / 4**0.25, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_stage_without_delay_keeps_its_rate(delay: int) -> None:
+    assert [lr_by_delay(delay, update, 5) for update in range(7)] == [1.0] * 7
+
+
+def test_annealing_over_no_updates_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lr_by_delay is 0, but it must be a number of updates of at least 1"):
+        lr_by_delay(2, 0, 0)
+
+
+def test_a_scheduler_never_meets_a_scaled_rate() -> None:
+    parameter, plain = weight(), weight()
+    optimizer, other = SGD([parameter], lr=1.0), SGD([plain], lr=1.0)
+    scheduler, alone = ExponentialLR(optimizer, gamma=0.5), ExponentialLR(other, gamma=0.5)
+    value = parameter.item()
+    for update, grad in enumerate(GRADS):
+        factor = lr_by_delay(4, update, 4)
+        value -= 0.5**update * factor * grad
+        parameter.grad, plain.grad = torch.full_like(parameter, grad), torch.full_like(plain, grad)
+        with scaled_lr(optimizer, factor):
+            optimizer.step()
+        other.step()
+        scheduler.step()
+        alone.step()
+        assert scheduler.get_last_lr() == alone.get_last_lr()
+        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    assert parameter.item() == pytest.approx(value, rel=1e-15)
+
+
+def test_rates_come_back_as_the_same_objects_whatever_happens() -> None:
+    lr = torch.tensor(0.5)
+    groups: list[dict[str, Any]] = [{"params": [weight()]}, {"params": [weight()], "lr": 0.25}]
+    optimizer = SGD(groups, lr=lr)
+
+    def fails() -> None:
+        with scaled_lr(optimizer, 0.5):
+            assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.5
+    assert optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_a_prediction_inside_takes_the_scaled_rate() -> None:
+    parameter = weight()
+    optimizer = after(parameter, SGD([parameter], lr=0.5, momentum=0.9))
+    with scaled_lr(optimizer, 0.5):
+        ahead = predicted(parameter, optimizer, 4)
+    assert torch.equal(ahead, predicted(parameter, optimizer, 2))

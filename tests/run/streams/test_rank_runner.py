@@ -1,0 +1,486 @@
+"""A stream under ranks has the weights of the formulas too, and stops in order, whatever happens on one of them.
+
+Processes are expensive to start, so each launch runs many settings, one after another.
+"""
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gapless
+from benchmarks.peer import gapless_side
+from benchmarks.peer.contest import Contest
+from benchmarks.runner.rounds import Span
+from gapless.errors import ConfigError, GaplessError, TransportError
+from tests.run.forked import Launch
+from tests.run.streams import reference
+from tests.run.streams.test_stream import RULES, SEED, Fails, adam, batches, make, momentum, slower
+from tests.run.streams.test_stream_state import Odd
+from tests.run.streams.test_stream_traced import net
+
+
+def pipeline(model: nn.Module, schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> gapless.Pipeline:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    asked: dict[str, Any] = {"loss": F.mse_loss, "seed": SEED, "timeout": 30.0, **options}
+    return gapless.Pipeline(model, mesh=mesh, schedule=schedule, microbatches=microbatches, **asked)
+
+
+def mine(pipe: gapless.Pipeline, history: Any, at: int) -> bool:
+    """The weights of this rank's stage are those of that version."""
+    expected = history[dist.get_rank()][at]
+    found = [each.detach() for _, each in pipe.named_parameters()]
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def check(
+    kind: str,
+    name: str,
+    optimizer: Any,
+    *,
+    count: int = 9,
+    scheduler: Any = None,
+    clip: float | None = None,
+    drains: tuple[int, ...] = (),
+    ahead: bool = False,
+    annealed_over: int | None = None,
+    split: bool = False,
+    **options: Any,
+) -> None:
+    """Drains after some results and compares all weights; goes on then, with another run every time."""
+    (schedule, vertical), microbatches = RULES[kind], 4 if kind == "2bw" else 1
+    model, data = make(name), batches(count)
+    plain = copy.deepcopy(model)
+    with pipeline(model, schedule, microbatches, **options) as pipe:
+        losses, history = reference.trained(
+            plain, pipe.partition, kind, data, loss=F.mse_loss, optimizer=optimizer, scheduler=scheduler, clip=clip,
+            microbatches=microbatches, seed=SEED, ahead=ahead, annealed_over=annealed_over,
+        )  # fmt: skip
+        found: list[Tensor] = []
+        with pipe.stream(
+            optimizer=optimizer,
+            scheduler=scheduler,
+            vertical=vertical,
+            clip=clip,
+            correction="spectrain" if ahead else None,
+            lr_by_delay=annealed_over,
+            split=split,
+        ) as stream:
+            for part in (data[: count // 2], data[count // 2 :]):  # the flow stays as it is in between
+                for result in stream.run(part):
+                    assert result.minibatch == len(found)
+                    found.append(result.loss)
+                    if result.minibatch in drains:
+                        stream.drain()
+                        assert mine(pipe, history, stream.minibatches), (kind, name, stream.minibatches)
+        assert stream.minibatches == count
+        assert all(map(torch.equal, found, losses)), (kind, name)
+        assert mine(pipe, history, count), (kind, name)
+        state = pipe.state_dict()
+        whole = [each for stage in history for each in stage[count]]
+        assert all(map(torch.equal, (state[name] for name, _ in plain.named_parameters()), whole))
+
+
+def traced() -> None:
+    data = batches(9)
+    with pipeline(net(0.2), example=data[0][0]) as pipe:
+        with pipe.stream(optimizer=momentum, split=True) as stream:
+            names = [each["parameters"] for each in stream.state_dict()["stages"].values()]
+            losses, history = reference.trained(
+                net(0.2), names, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
+            )
+            found = []
+            for result in stream.run(data):
+                found.append(result.loss)
+                if result.minibatch == 4:
+                    stream.drain()
+                    pipe.evaluate(*data[0])
+        assert all(map(torch.equal, found, losses))
+        state = pipe.state_dict()
+        for stage, versions in zip(names, history, strict=True):
+            assert all(map(torch.equal, (state[name] for name in stage), versions[9]))
+
+
+def saved() -> None:
+    """Another pipeline goes on from the state of a stream, with the bits of one that was never interrupted."""
+    data, model = batches(9), make("dropout")
+    plain = copy.deepcopy(model)
+    with pipeline(model) as pipe, pipe.stream(optimizer=adam, scheduler=slower) as stream:
+        list(stream.run(data[:4]))
+        state, weights = stream.state_dict(), pipe.state_dict()
+        assert len(state["stages"]) == dist.get_world_size()
+        assert list(stream.state_dict(whole=False)["stages"]) == [str(dist.get_rank())]
+    with pipeline(make("dropout")) as pipe:
+        _, history = reference.trained(
+            plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=adam, scheduler=slower, seed=SEED
+        )
+        pipe.load_state_dict(weights)
+        with pipe.stream(optimizer=adam, scheduler=slower) as stream:
+            stream.load_state_dict(state)
+            assert [result.minibatch for result in stream.run(data[4:])] == list(range(4, 9))
+        assert mine(pipe, history, 9)
+
+
+def benchmarked() -> None:
+    """The contestant of `python -m benchmarks emulated --torchrun`."""
+    for name in ("pipedream", "2bw"):
+        contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
+        _, run = gapless_side.prepare(contest, name, dist.get_rank())
+        spans = [run(), run()]
+        dist.barrier()  # a rank that lets go of its pipeline ends those of the others
+        assert all(isinstance(span, Span) and span.seconds > 3 * 4 * 0.0004 for span in spans)
+
+
+def semantics() -> None:
+    if dist.get_world_size() == 1:
+        check("stashing", "dropout", momentum, drains=(1, 4))
+        check("2bw", "blocks", adam)
+        return
+    for kind in RULES:
+        check(kind, "dropout", momentum, drains=(1, 4))
+        check(kind, "blocks", adam, scheduler=slower, clip=0.1, count=3)
+    check("stashing", "dropout", momentum, remat="stage", drains=(0, 1, 2))
+    check("2bw", "dropout", momentum, remat="layer", split=True)
+    check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,))
+    check("stashing", "linear", momentum, transport="gloo")
+    check("stashing", "linear", momentum, count=1)
+    traced()
+    saved()
+    benchmarked()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_weights_are_those_of_the_formula_on_every_rank(ranks: int, launch: Launch) -> None:
+    launch(semantics, ranks)
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_the_formula_on_four_ranks(launch: Launch) -> None:
+    launch(semantics, 4)
+
+
+def failing(where: int, **at: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """A model whose layer `where` fails, and the same without."""
+    model = make("linear")
+    model[where] = Fails(**at)
+    plain = copy.deepcopy(model)
+    plain[where] = nn.Linear(6, 6)
+    plain.load_state_dict(model.state_dict())
+    return model, plain
+
+
+def follow(stream: Any, data: Sequence[Any], at: int, do: Callable[[], object]) -> None:
+    """Something happens after the result of minibatch `at`."""
+    for result in stream.run(data):
+        if result.minibatch == at:
+            do()
+
+
+def forwards_fail() -> None:
+    """On each rank in turn: minibatches before it are finished, all stages are at it, and another run goes on."""
+    rank, data = dist.get_rank(), batches(9)
+    for guilty, layer in enumerate((0, 4, 7)):
+        model, plain = failing(layer, forward_at=5)
+        with pipeline(model) as pipe:
+            _, history = reference.trained(
+                plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
+            )
+            stream = pipe.stream(optimizer=momentum)
+            expected = ValueError if rank == guilty else TransportError
+            with pytest.raises(expected) as failed:
+                list(stream.run(data))
+            if rank == guilty:
+                assert f"raised at stage {guilty}, in the forward of minibatch 5" in failed.value.__notes__[0]
+                assert "the model is at minibatch 5, and so are all stages" in failed.value.__notes__[-1]
+            else:
+                words = (
+                    f"rank {guilty} failed at stage {guilty}, in the forward of minibatch 5: ValueError: as told: the"
+                )
+                assert f"{words} model is at minibatch 5" in str(failed.value)
+            assert stream.minibatches == 5
+            assert mine(pipe, history, 5)
+            with stream:
+                assert len(list(stream.run(data[5:]))) == 4
+            assert mine(pipe, history, 9)
+
+
+def a_backward_fails() -> None:
+    """Stages have made different updates then: no state is given away, until another was loaded."""
+    rank = dist.get_rank()
+    for guilty, layer in enumerate((0, 4, 7)):
+        model, _ = failing(layer, backward_at=4)
+        with pipeline(model) as pipe:
+            before = pipe.state_dict()
+            stream = pipe.stream(optimizer=momentum)
+            with pytest.raises(ValueError if rank == guilty else TransportError) as failed:
+                list(stream.run(batches(9)))
+            if rank != guilty:
+                assert f"rank {guilty} failed at stage {guilty}, in the backward of minibatch 4" in str(failed.value)
+            counts = f"stage {guilty} at 4"
+            if guilty == 0:  # others have gone on
+                with pytest.raises(GaplessError, match=counts):
+                    pipe.state_dict()
+                with pytest.raises(GaplessError, match=counts):
+                    list(stream.run(batches(1)))
+            pipe.load_state_dict(before)
+            with pipe.stream(optimizer=momentum) as stream:
+                assert len(list(stream.run(batches(3)))) == 3
+            assert not torch.equal(pipe.state_dict()["0.weight"], before["0.weight"])
+
+
+def interrupted() -> None:
+    """Ctrl-C on one rank drains all of them, also one that waits in the middle of the pipeline."""
+    rank, data = dist.get_rank(), batches(30)
+    for guilty in range(dist.get_world_size()):
+        model = make("linear")
+        plain = copy.deepcopy(model)
+        with pipeline(model) as pipe:
+            _, history = reference.trained(
+                plain, pipe.partition, "stashing", data, loss=F.mse_loss, optimizer=momentum, seed=SEED
+            )
+            stream = pipe.stream(optimizer=momentum)
+            with pytest.raises(KeyboardInterrupt if rank == guilty else TransportError) as stopped, stream:
+                follow(stream, data, 10 if rank == guilty else -1, lambda: signal.raise_signal(signal.SIGINT))
+            if rank == guilty:
+                words = stopped.value.__notes__[-1]
+            else:
+                words = str(stopped.value)
+                assert f"rank {guilty} was interrupted" in words
+            at = stream.minibatches
+            assert f"the model is at minibatch {at}, and so are all stages" in words
+            assert 10 < at < 20
+            assert mine(pipe, history, at)
+            with stream:
+                assert len(list(stream.run(data[at : at + 5]))) == 5
+            assert mine(pipe, history, at + 5)
+
+
+def different_minibatches() -> None:
+    rank = dist.get_rank()
+    for guilty in range(dist.get_world_size()):
+        with pipeline(make("linear")) as pipe:
+            stream = pipe.stream(optimizer=momentum)
+            told = rf"rank {guilty} has ended the stream after 6 .* after 9.* minibatch 6"
+            with pytest.raises(ConfigError, match=told), stream:
+                list(stream.run(batches(6 if rank == guilty else 9)))
+            assert stream.minibatches == 6
+            with stream:
+                assert len(list(stream.run(batches(2)))) == 2
+
+
+def different_batches() -> None:
+    """A loader that is shuffled differently on the last rank, from the start or later: the model stays where it is."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for start in (0, 5):
+        data = batches(12)
+        if rank == last:
+            data[start:] = data[start:][::-1]
+        with pipeline(make("linear")) as pipe:
+            stream = pipe.stream(optimizer=momentum)
+            told = rf"got different batches in minibatch {start} of a stream: rank 0, .* and rank {last}, which has the"
+            with pytest.raises(ConfigError if rank == last else TransportError, match=told):
+                list(stream.run(data))
+            assert stream.minibatches == start
+            with stream:
+                assert len(list(stream.run(batches(9)))) == 9
+
+
+def a_body_raises() -> None:
+    rank = dist.get_rank()
+    with pipeline(make("linear")) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ValueError if rank == 1 else TransportError) as failed, stream:
+            follow(stream, batches(20), 3 if rank == 1 else -1, lambda: int("in the loop"))
+        assert rank == 1 or "rank 1 failed: ValueError: invalid literal" in str(failed.value)
+        assert pipe.evaluate(*batches(1)[0]).loss is not None
+
+
+def small_and_early() -> None:
+    """Few under way; a loop that is left early; a pipeline that is closed with a stream under way."""
+    data = batches(20)
+    with pipeline(make("linear")) as pipe:
+        with pipe.stream(optimizer=momentum, in_flight=1) as stream:
+            for result in stream.run(data):
+                if result.minibatch == 4:
+                    with pytest.raises(ConfigError, match="a stream is under way"):
+                        pipe.state_dict()
+                    break
+        assert stream.minibatches == 6
+        pipe.evaluate(*data[0])
+    for taken in (1, 20):
+        with pipeline(make("linear")) as pipe:
+            results = pipe.stream(optimizer=momentum).run(data)
+            for _ in range(taken):
+                next(results)
+
+
+def refused() -> None:
+    rank = dist.get_rank()
+    with pipeline(make("linear")) as pipe:
+        with pytest.raises(
+            ConfigError, match=r"vertical is false on rank 0 and true on rank 1; all ranks make the same"
+        ):
+            pipe.stream(optimizer=momentum, vertical=rank == 1)
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau" if rank == 1 else "rank 1 can't go on .*ReduceLR"):
+            pipe.stream(
+                optimizer=momentum, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau if rank == 1 else slower
+            )
+        odd = pipe.stream(optimizer=momentum, scheduler=Odd if rank == 1 else slower)
+        with pytest.raises(ConfigError, match="keeps a object" if rank == 1 else "rank 1 can't go on .*keeps a object"):
+            odd.state_dict()
+        with pipe.stream(optimizer=momentum) as stream:
+            list(stream.run(batches(3)))
+        state = stream.state_dict()
+        with pytest.raises(ConfigError, match="no state of a stream"):
+            stream.load_state_dict({} if rank == 1 else state)
+        if rank == 1:
+            with torch.no_grad():
+                next(iter(pipe.parameters())).mul_(2)
+        with pytest.raises(ConfigError, match="weights were changed" if rank == 1 else "rank 1 can't go on .*changed"):
+            list(stream.run(batches(3)))
+
+
+def faults() -> None:
+    for each in (
+        forwards_fail,
+        a_backward_fails,
+        interrupted,
+        different_minibatches,
+        different_batches,
+        a_body_raises,
+        small_and_early,
+        refused,
+    ):
+        each()
+        dist.barrier()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gapless")]
+
+
+def test_whatever_happens_on_one_rank_all_of_them_stop_in_order(launch: Launch) -> None:
+    launch(faults, 3)
+
+
+def replicas_check(kind: str, name: str, optimizer: Any, counts: tuple[int, int], drains: Sequence[int] = ()) -> None:
+    """A mesh of 2 replicas x 2 stages, each with minibatches of its own."""
+    schedule, vertical = RULES[kind]
+    microbatches = 4 if kind == "2bw" else 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    data = [batches(30)[number::2][:count] for number, count in enumerate(counts)]
+    model = make(name)
+    plain = copy.deepcopy(model)
+    asked: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "loss": F.mse_loss, "seed": SEED}
+    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
+        losses, history = reference.replicated(
+            plain,
+            pipe.partition,
+            kind,
+            data,
+            loss=F.mse_loss,
+            optimizer=optimizer,
+            microbatches=microbatches,
+            seed=SEED,
+        )
+        found: list[Tensor] = []
+        with pipe.stream(optimizer=optimizer, vertical=vertical) as stream:
+            for result in stream.run(data[replica]):
+                assert result.minibatch == 2 * len(found) + replica
+                found.append(result.loss)
+                if len(found) in drains:
+                    stream.drain()
+                    assert all(map(torch.equal, pipe.parameters(), history[stage][stream.minibatches]))
+        assert stream.minibatches == max(counts)
+        assert all(map(torch.equal, found, losses[replica])), (found, losses[replica])
+        assert all(map(torch.equal, pipe.parameters(), history[stage][max(counts)]))
+        assert pipe.evaluate(*data[0][0]).loss is not None
+
+
+def replicated() -> None:
+    replicas_check("stashing", "dropout", momentum, (7, 7), (2, 4))
+    replicas_check("vertical", "blocks", adam, (6, 5))
+    replicas_check("stashing", "linear", adam, (4, 5))
+    replicas_check("2bw", "dropout", momentum, (5, 4), (1, 2))
+    a_replica_fails()
+
+
+def a_replica_fails() -> None:
+    """All replicas stop at the update that the forward would have gone into, made of what came."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, stage = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    model, plain = failing(4, forward_at=3 if replica == 1 else -1)
+    data = [batches(30)[0::2], batches(30)[1::2]]
+    asked: dict[str, Any] = {"schedule": "pipedream", "microbatches": 1, "loss": F.mse_loss, "seed": SEED}
+    with gapless.Pipeline(model, mesh=mesh, timeout=30.0, **asked) as pipe:
+        _, history = reference.replicated(
+            plain,
+            pipe.partition,
+            "stashing",
+            [data[0][:4], data[1][:3]],
+            loss=F.mse_loss,
+            optimizer=momentum,
+            seed=SEED,
+        )
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(ValueError if (replica, stage) == (1, 1) else TransportError) as failed:
+            list(stream.run(data[replica]))
+        if (replica, stage) != (1, 1):
+            assert "rank 3 failed at stage 1, in the forward of minibatch 7: ValueError: as told" in str(failed.value)
+        assert stream.minibatches == 4
+        assert all(map(torch.equal, pipe.parameters(), history[stage][4]))
+        with stream:  # and they go on together
+            assert len(list(stream.run(data[replica][4:6]))) == 2
+
+
+def test_replicas_make_the_update_of_their_group_together(launch: Launch) -> None:
+    launch(replicated, 4)
+
+
+def killed(number: str) -> None:
+    """In the middle of a stream; the others name it, and say how far each stage has come."""
+    rank, guilty = dist.get_rank(), int(number)
+    pipe = pipeline(make("linear"))
+    stream = pipe.stream(optimizer=momentum)
+    start = time.monotonic()
+    with pytest.raises(TransportError, match=f"rank {guilty} is dead") as failed:
+        follow(stream, batches(500), 10 if rank == guilty else -1, lambda: signal.raise_signal(signal.SIGKILL))
+    assert time.monotonic() - start < 30
+    assert "stream" in str(failed.value), failed.value
+    stages = [rf"stage {each} at \d+" if each != guilty else rf"stage {each} at an unknown one" for each in range(3)]
+    with pytest.raises(GaplessError, match=".*".join(stages)) as refused:
+        pipe.state_dict()
+    print(f"rank {rank}: {refused.value}", flush=True)
+    pipe.close()
+    os._exit(0)  # torch's own group waits for the one that is gone
+
+
+@pytest.mark.parametrize("guilty", [1, 2])
+def test_a_rank_that_is_killed_leaves_no_state_and_all_counts(guilty: int, launch: Launch) -> None:
+    said = launch(killed, 3, str(guilty), fails=True)
+    lines = {line.partition(": ")[2] for line in said.splitlines() if line.startswith("rank ")}
+    assert len(lines) == 1, said
+
+
+def asked_to_leave() -> None:
+    """SIGTERM to one rank: all drain, and leave at the same minibatch."""
+    rank, data = dist.get_rank(), batches(500)
+    with pipeline(make("linear")) as pipe:
+        stream = pipe.stream(optimizer=momentum)
+        with pytest.raises(SystemExit) as left:
+            follow(stream, data, 10 if rank == 1 else -1, lambda: signal.raise_signal(signal.SIGTERM))
+        assert f"the model is at minibatch {stream.minibatches}" in left.value.__notes__[-1]
+        assert "0.weight" in pipe.state_dict()
+
+
+def test_sigterm_drains_a_stream_on_every_rank(launch: Launch) -> None:
+    launch(asked_to_leave, 2)
