@@ -100,8 +100,8 @@ def make_stream(
         updater = Updater(number, rule.delay, made, then, clip, correction == "spectrain", annealed_over)
         if updater.ahead and made is not None:
             check_predictable(made)
-        siblings = flow.siblings(versions.parameters)
-        devices.append(StreamDevice(rule, stage, versions, flow.neighbours(number), updater, siblings))
+        replicated = flow.replicas(versions.parameters)
+        devices.append(StreamDevice(rule, stage, versions, flow.neighbours(number), updater, replicated))
 
     with world.call("making a stream"):
         fault = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gapless.errors import ConfigError
-from gapless.run.ranks.consistency import UNKNOWN, differ, fingerprints
+from gapless.run.ranks.fingerprints import UNKNOWN, differ, fingerprints
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline, say
 

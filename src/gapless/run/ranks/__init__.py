@@ -3,8 +3,8 @@
 mesh_position     where this rank is in the mesh, the groups it is in, and what all ranks tell each other
 many_processes    this rank, and what it does with the others: the other kind of world
 agreement         all ranks were asked for the same, or all refuse
-consistency       ranks of one pipeline have the same weights and batches
-same_calls        ranks make the same calls, with the same arguments: the three ways in which that is seen
+fingerprints      by which two ranks see whether they have the same tensors
+consistency       ranks of one pipeline have the same weights and batches, and make the same calls
 exchange          the gradients of a step and the other replicas: when they are added
 replicas          data parallelism: shares of a minibatch, sums of gradients
 sharded           FSDP on the layers of a stage

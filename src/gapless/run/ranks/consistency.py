@@ -1,4 +1,6 @@
-"""Ranks of one pipeline train on one batch, and one model: where they do not, nothing fails, and the numbers are wrong.
+"""Ranks of one pipeline make the same calls, on one batch and one model.
+
+Where their batches or models differ, nothing fails, and the numbers are wrong:
 
     the first stage takes its inputs from the batch of its rank        x of one sample
     the last stage takes targets and weights from that of its own      y of another
@@ -6,31 +8,36 @@
 Loaders that shuffle differently do that, and models that every rank has made with a seed of its own. So fingerprints
 are compared: of the weights before the first call, of the batches in the first calls and then less and less often.
 
-Of each tensor that is a weighed sum of some of its elements, and the sum of their sizes, by which the difference of two
-is judged. Numbers that were computed alike on different processors may differ in their last bits, and are the same
-here. Another sample in its place, or another seed, changes nearly all of them.
+Ranks that make different calls would take each other's messages, or wait for each other for ever:
+
+    messages    carry a stamp: which call, of which kind, with which arguments (`Stamp`); others are refused
+    meetings    begin with a comparison of the stamps, the same in every call, before anything else is exchanged
+    waits       a call that lasts is said to the neighbours in the ring, who compare it with their own (`RollCall`)
+
+Modes (train or eval) are those of all modules of the model: whoever changes them does so on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, TransportError
+from gapless.run.program import Program
+from gapless.run.ranks.fingerprints import differ, fault_of_batches, fingerprints, is_compared, row_of, saved_tensors
 from gapless.run.ranks.mesh_position import MeshPosition
+from gapless.run.ranks.watch.blame import is_lost
+from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire.call_stamp import Call, Stamp, different, row_length
+from gapless.run.ranks.wire.connections import Connections
 from gapless.run.ranks.wire.groups import of_each
-from gapless.stage import microbatch as mb
+from gapless.stage.share import Share
 
-_FIRST = 8  # calls in which batches are compared; then at each power of two, and
-_OFTEN = 1024
-_MOST = 16  # tensors of inputs, and of targets
 _MOST_NAMED = 3
-_ELEMENTS = 1 << 12  # of a tensor, at the most
-_SAME = 1e-6  # of the sizes
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-UNKNOWN = (0.0, -1.0)  # what is not here is not compared
 
 
 class Consistency:
@@ -53,9 +60,9 @@ class Consistency:
         """
         if self._pp is None or self._position.replica > 0:
             return
-        self._tensors = dict(_state(module))
+        self._tensors = dict(saved_tensors(module))
         if isinstance(loss, nn.Module):
-            self._tensors |= {f"{name} of the loss": each for name, each in _state(loss)}
+            self._tensors |= {f"{name} of the loss": each for name, each in saved_tensors(loss)}
         rows = of_each(self._pp, fingerprints(list(self._tensors.values())))
         for other in range(len(rows)):
             for one in range(other):
@@ -165,70 +172,62 @@ class Consistency:
             raise ConfigError(fault)
 
 
-def is_compared(call: int) -> bool:
-    """Whether the batches of this call are."""
-    return call < _FIRST or call & (call - 1) == 0 or call % _OFTEN == 0
+_CARRIED = ("in a step", "evaluating")
 
 
-def row_of(inputs: Any, target: Any, numbers: Sequence[float]) -> Tensor:
-    """The fingerprints of a batch, and of what its microbatches count."""
-    return torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
+class SameCalls:
+    """Those of one rank."""
 
+    def __init__(self, watch: Watch, links: Connections, sameness: Consistency, *, has_replicas: bool) -> None:
+        self._watch, self._links, self._sameness, self._has_replicas = watch, links, sameness, has_replicas
+        self.stamp = links.courier.stamp
+        self._process = os.getpid()
+        self._modules: list[dict[str, object]] = []
 
-def fault_of_batches(one: Tensor, other: Tensor, call: str, first: int, last: int) -> str:
-    """In words, if there is one: the rank with the first stage has batch `one`, that with the last stage the other."""
-    unequal = differ(one, other)
-    # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
-    if not (bool(unequal[:_MOST].any()) and bool(unequal[_MOST:].any())):
-        return ""
-    return (
-        f"the ranks got different batches in {call}: rank {first}, which has the first stage, takes its inputs from "
-        f"one and rank {last}, which has the last, its targets from another; give all ranks of a pipeline the same "
-        "batch, from a loader that is shuffled alike on every rank (generator=torch.Generator().manual_seed(0)), and "
-        "other batches only to other replicas (dp)"
-    )
+    def adopt(self, module: nn.Module) -> None:
+        """The model."""
+        self._modules = [each.__dict__ for each in module.modules()]
 
+    @contextmanager
+    def call(
+        self, doing: str, numbers: tuple[float, float] = (0.0, 0.0), *, leaves: bool = True, meet: bool = True
+    ) -> Iterator[None]:
+        """Around everything that all ranks do together; without `meet` those of one replica do. The numbers are
+        arguments, the same on all ranks.
+        """
+        watch = self._watch
+        if os.getpid() != self._process:
+            raise TransportError(
+                f"process {os.getpid()} is a forked child of rank {watch.me} (process {self._process}) and has "
+                "no connection to the other ranks: make this call in the rank itself, on every rank"
+            )
+        watch.check()
+        failure = self._links.courier.failure
+        if failure is not None and is_lost(failure):
+            raise watch.lost(None, failure) from None
+        self._links.check()
+        with watch.call(doing, leaves=leaves, meet=meet or not self._has_replicas):
+            self.stamp.begin(watch.roll.number, doing, *numbers)
+            yield
 
-def _row(tree: Any) -> Tensor:
-    """As many fingerprints for every tree, so that all ranks send alike."""
-    tensors = [] if tree is None else mb.flatten(tree)[0][:_MOST]
-    unknown = torch.tensor([UNKNOWN] * (_MOST - len(tensors)), dtype=torch.float64).view(-1, 2)
-    return torch.cat([fingerprints(tensors), unknown])
+    def start(self, doing: str) -> None:
+        """In a call. Steps and evaluations meet in the first one only: their messages say what they are."""
+        if not self._sameness.started or doing not in _CARRIED:
+            self.meet(self._sameness.check_start)
 
+    def meet(self, check: Callable[[], object] | None = None) -> None:
+        """All ranks are in this call, or all refuse; also what is checked they refuse together."""
+        with self._watch.roll.meeting():
+            (check or self._sameness.agreed)()
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are saved: others are computed, and may hold anything."""
-    yield from module.named_parameters()
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
-
-
-def fingerprints(tensors: list[Tensor]) -> Tensor:
-    """Two numbers for each, on the CPU. From a GPU all come in one copy."""
-    made = [_fingerprint(tensor) for tensor in tensors]
-    together = torch.empty(len(made), 2, dtype=torch.float64)
-    for device in {each.device for each in made}:
-        places = [place for place, each in enumerate(made) if each.device == device]
-        together[places] = torch.stack([made[place] for place in places]).cpu()
-    return together
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) in _PLAIN and not tensor.is_meta and tensor.layout is torch.strided
-    if not is_plain or tensor.is_quantized or tensor.is_nested:
-        return torch.tensor(UNKNOWN, dtype=torch.float64)
-    flat = tensor.detach()
-    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
-    flat = flat.reshape(-1)
-    step = max(1, flat.numel() // _ELEMENTS) | 1  # odd: not always the same column
-    some = flat[::step][:_ELEMENTS].to(torch.float64).nan_to_num(0.0, 1.0, -1.0)
-    weights = torch.arange(2, 2 + len(some), device=some.device, dtype=torch.float64).sqrt_().frac_().add_(0.5)
-    return torch.stack([some @ weights + flat.numel(), some.abs().sum() + flat.numel()])
-
-
-def differ(one: Tensor, other: Tensor) -> Tensor:
-    """For each tensor whether the two ranks have different ones."""
-    known = (one[:, 1] >= 0) & (other[:, 1] >= 0)
-    return known & ((one - other).abs().amax(1) > _SAME * (one[:, 1] + other[:, 1]))
+    def begin(self, program: Program, share: Share) -> None:
+        """What the program is to do is known now, and nothing was sent yet."""
+        modes = bytes([bool(own.get("training", True)) for own in self._modules])
+        self.stamp.detail(
+            float(share.weight),
+            program.schedule.num_microbatches,
+            zlib.crc32(modes),
+            sync=share.sync,
+            timeline=program.recorded,
+            trains=modes[:1] == b"\1",
+        )

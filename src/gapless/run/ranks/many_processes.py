@@ -16,12 +16,11 @@ from gapless.run.execute import execute
 from gapless.run.lanes import make_lane
 from gapless.run.program import Batch, Program
 from gapless.run.ranks.agreement import Agreement
-from gapless.run.ranks.consistency import Consistency
+from gapless.run.ranks.consistency import Consistency, SameCalls
 from gapless.run.ranks.exchange import Exchange
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.mesh_position import MeshPosition, RankGathering, facts_of, make_groups
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
-from gapless.run.ranks.same_calls import SameCalls
 from gapless.run.ranks.shared_parameter import Holders, copies
 from gapless.run.ranks.state_dict import Homes, gather, held, load
 from gapless.run.ranks.timing import Pace, SharedClock, compared, planned_work

@@ -10,8 +10,7 @@ stage_replicas    replicas of a stage, which make the same updates
 stream_device     one device: forwards, backwards and updates, in the order of the schedule, until nothing more comes
 stream_runner     what a stream asks of the processes that its devices are in, and where each stage is when it stops
 thread_runner     devices as threads of one process, and the queues between them
-batch_comparison  the first and the last rank are fed the same
-rank_neighbours   the ranks before and after a device, and how minibatches go to their replicas
+rank_neighbours   the ranks before and after a device, their replicas, and whether all are fed the same
 rank_runner       a device as one rank of many
 stream_state      all that a stream is made of besides the model, as plain values
 stream            what a user iterates over: feeds minibatches, hands out results, stops in order

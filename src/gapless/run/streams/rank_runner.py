@@ -25,9 +25,8 @@ from gapless.run.ranks.many_processes import ManyProcesses
 from gapless.run.ranks.watch.blame import in_short, is_lost
 from gapless.run.ranks.wire.call_stamp import differences
 from gapless.run.ranks.wire.channel import PASSED
-from gapless.run.streams.batch_comparison import BatchComparison
-from gapless.run.streams.rank_neighbours import RankNeighbours
-from gapless.run.streams.stage_replicas import Alone, SiblingRanks, Siblings, SiblingsInTurns
+from gapless.run.streams.rank_neighbours import BatchComparison, RankNeighbours
+from gapless.run.streams.stage_replicas import NoReplicas, ReplicasByGroup, ReplicasInTurns, StageReplicas
 from gapless.run.streams.stream_device import END, End, Fed, StreamDevice
 from gapless.run.streams.stream_runner import Said, Stopped
 from gapless.run.thread_state import CallerState
@@ -55,12 +54,12 @@ class RankRunner:
         self._ranks = self._position.ring  # those of one replica after those of another
         self._rank = self._position.pp_ranks[here]
 
-    def siblings(self, parameters: Sequence[nn.Parameter]) -> Siblings:
+    def replicas(self, parameters: Sequence[nn.Parameter]) -> StageReplicas:
         """The same stage on other ranks: in other replicas of the pipeline, or in this one."""
         group, cycle = self._world.groups.dp, self._cycle
         if len(cycle) > 1:
-            return SiblingsInTurns(self._world.links, cycle, cycle.index(self._position.device), parameters)
-        return Alone() if group is None else SiblingRanks(group, parameters)
+            return ReplicasInTurns(self._world.links, cycle, cycle.index(self._position.device), parameters)
+        return NoReplicas() if group is None else ReplicasByGroup(group, parameters)
 
     def neighbours(self, stage: int) -> RankNeighbours:
         """Of that stage, which is the one here."""

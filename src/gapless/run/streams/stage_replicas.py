@@ -22,9 +22,12 @@ from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_ALIGNED = 64
+from gapless.run.ranks.wire.groups import of_each
+
+_SMALL = 64 << 10  # bytes that are sent whole, since a second message takes longer than they do
+_KIND = "update"  # of the channels between replicas
 
 Grads = Sequence[Tensor | None]
 
@@ -39,135 +42,115 @@ class Round(NamedTuple):
     waiting: int = 0
 
 
-class Siblings(Protocol):
+class StageReplicas(Protocol):
     """The replicas of a stage, as one of them sees them."""
 
     def meet(self, own: Grads | None, *, ends: bool) -> Round:
         """The next round; None: this one has nothing more. `ends`: no later run will bring the rest of a group."""
 
 
-class Alone:
+class NoReplicas:
     """A stage without replicas."""
 
     def meet(self, own: Grads | None, *, ends: bool) -> Round:
         return Round(own, own is None)
 
 
-class SiblingRanks:
+class _FlatGradients:
+    """Those of all parameters that learn, in a row for each type."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._count = len(parameters)
+        trained = [(number, each) for number, each in enumerate(parameters) if each.requires_grad]
+        kinds = dict.fromkeys(each.dtype for _, each in trained)
+        self._flats = [_Flat([pair for pair in trained if pair[1].dtype is kind]) for kind in kinds]
+
+    def _head(self, own: Grads | None, *, ends: bool) -> Tensor:
+        """Whether there is something, the end, and what there is."""
+        there = [each is not None for each in own or [None] * self._count]
+        return torch.tensor([own is not None, ends, *there], dtype=torch.uint8)
+
+    def _mean(self, rows: Sequence[Sequence[Tensor]], spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Of what came, each with its head, within a span of each flat."""
+        there = [row[0][2:].tolist() for row in rows]
+        return [
+            flat.mean([row[1 + place] for row in rows], there, span)
+            for place, (flat, span) in enumerate(zip(self._flats, spans, strict=True))
+        ]
+
+    def _apart(self, means: Sequence[Tensor], heads: Sequence[Tensor]) -> Grads:
+        """A gradient for each parameter that somebody has one for."""
+        found: list[Tensor | None] = [None] * self._count
+        for flat, mean in zip(self._flats, means, strict=True):
+            for number, grad in flat.apart(mean):
+                found[number] = grad if any(head[2 + number] for head in heads) else None
+        return found
+
+
+class ReplicasByGroup(_FlatGradients):
     """On other ranks, which a group connects; each has a loader of its own."""
 
     def __init__(self, group: Any, parameters: Sequence[Tensor]) -> None:
-        self._group, self._parameters = group, parameters
-        self._head = _padded(1 + len(parameters))  # whether there is something, and what
+        super().__init__(parameters)
+        self._group = group
 
     def meet(self, own: Grads | None, *, ends: bool) -> Round:
-        sizes = [_padded(each.numel() * each.element_size()) for each in self._parameters]
-        mine = torch.zeros(self._head + sum(sizes), dtype=torch.uint8)
-        if own is not None:
-            mine[0] = 1
-            at = self._head
-            for place, (grad, size) in enumerate(zip(own, sizes, strict=True)):
-                if grad is not None:
-                    mine[1 + place] = 1
-                    data = grad.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    mine[at : at + len(data)] = data
-                at += size
-        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        self._group.allgather([rows], [mine]).wait()
-        came = [row for row in rows if row[0]]
-        return Round(self._mean(came, sizes) if came else None, len(came) < len(rows))
-
-    def _mean(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor | None]:
-        made: list[Tensor | None] = []
-        at = self._head
-        for place, (like, size) in enumerate(zip(self._parameters, sizes, strict=True)):
-            total: Tensor | None = None
-            for row in rows:
-                if row[1 + place]:
-                    part = row[at : at + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
-                    total = part.clone() if total is None else total.add_(part)
-            made.append(None if total is None else total.div_(len(rows)).to(like.device))
-            at += size
-        return made
+        mine = [self._head(own, ends=ends), *(flat.joined(own or [None] * self._count) for flat in self._flats)]
+        rows = of_each(self._group, torch.cat([each.view(torch.uint8) for each in mine]))
+        sizes = [each.nbytes for each in mine]
+        came = [
+            [part.clone().view(each.dtype) for part, each in zip(row.split(sizes), mine, strict=True)]
+            for row in rows
+            if row[0]
+        ]
+        if not came:
+            return Round(None, True)
+        means = self._mean(came, [(0, flat.size) for flat in self._flats])
+        return Round(self._apart(means, [row[0] for row in came]), len(came) < len(rows))
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-_SMALL = 64 << 10  # bytes that are sent whole, since a second message takes longer than they do
-_KIND = "update"  # of the channels between replicas
-
-
-class SiblingsInTurns:
+class ReplicasInTurns(_FlatGradients):
     """On devices of one pipeline, among which this one has that place; all have one loader."""
 
-    def __init__(self, links: Any, devices: Sequence[int], place: int, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, links: Any, devices: Sequence[int], place: int, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
         self._links, self._devices, self._place = links, devices, place
-        self._others = [each for each in range(len(devices)) if each != place]
-        trained = [number for number, each in enumerate(parameters) if each.requires_grad]
-        self._flats = [
-            _Flat([(number, parameters[number]) for number in trained if parameters[number].dtype is dtype])
-            for dtype in dict.fromkeys(parameters[number].dtype for number in trained)
-        ]
-        self._count = len(parameters)
         self._in_parts = sum(each.num_bytes for each in self._flats) > _SMALL
 
     def meet(self, own: Grads | None, *, ends: bool) -> Round:
-        head = torch.zeros(2 + self._count, dtype=torch.uint8)  # whether there is something, the end, and what there is
-        head[1] = ends
-        mine: list[Tensor] = []
-        if own is not None:
-            head[0] = 1
-            head[2:] = torch.tensor([each is not None for each in own], dtype=torch.uint8)
-            mine = [each.joined(own) for each in self._flats]
-        for other in self._others:
-            self._send(other, [head, *self._parts(mine, other)])
-        rows = self._received([head, *self._parts(mine, self._place)])
+        head, mine = self._head(own, ends=ends), [] if own is None else [each.joined(own) for each in self._flats]
+        rows = self._exchanged([[head, *self._parts(mine, place)] for place in range(len(self._devices))])
         came = list(takewhile(lambda row: bool(row[0][0]), rows))
         whole = len(came) == len(rows)
         if not came or not (whole or all(row[0][1] for row in rows)):
             return Round(None, True, len(came))
-        there = [row[0][2:].tolist() for row in came]
-        means = [
-            flat.mean([row[1 + place] for row in came], there, self._span(flat, self._place))
-            for place, flat in enumerate(self._flats)
-        ]
+        means = self._mean(came, self._spans(self._place))
         if self._in_parts:
-            for other in self._others:
-                self._send(other, means)
-            rows = self._received(means)
+            rows = self._exchanged([means] * len(self._devices))
             means = [torch.cat([row[place] for row in rows]) for place in range(len(means))]
-        found: list[Tensor | None] = [None] * self._count
-        for flat, mean in zip(self._flats, means, strict=True):
-            for number, grad in flat.apart(mean):
-                found[number] = grad if any(row[number] for row in there) else None
-        return Round(found, not whole, 0 if whole else len(came))
+        return Round(self._apart(means, [row[0] for row in came]), not whole, 0 if whole else len(came))
 
-    def _span(self, flat: "_Flat", place: int) -> tuple[int, int]:
+    def _spans(self, place: int) -> list[tuple[int, int]]:
         """What the replica in this place adds up; each of them everything, where that is little."""
-        count, size = len(self._devices), flat.size
-        return (size * place // count, size * (place + 1) // count) if self._in_parts else (0, size)
+        count, sizes = len(self._devices), [flat.size for flat in self._flats]
+        return [(size * place // count, size * (place + 1) // count) if self._in_parts else (0, size) for size in sizes]
 
     def _parts(self, tensors: Sequence[Tensor], place: int) -> list[Tensor]:
-        spans = [self._span(flat, place) for flat in self._flats]
-        return [each[start:end] for each, (start, end) in zip(tensors, spans, strict=False)]
+        return [each[start:end] for each, (start, end) in zip(tensors, self._spans(place), strict=False)]
 
-    def _send(self, place: int, tree: Any) -> None:
-        self._links.outgoing(self._devices[place], _KIND).hand(tree)
-
-    def _received(self, own: Any) -> list[Any]:
-        """From each replica, in order."""
-        return [
-            own if place == self._place else self._links.incoming(device, _KIND).get()
-            for place, device in enumerate(self._devices)
-        ]
+    def _exchanged(self, mine: Sequence[Any]) -> list[Any]:
+        """What is for each replica goes there; what came from each, in order."""
+        others = [(place, device) for place, device in enumerate(self._devices) if place != self._place]
+        for place, device in others:
+            self._links.outgoing(device, _KIND).hand(mine[place])
+        came = {place: self._links.incoming(device, _KIND).get() for place, device in others}
+        return [came.get(place, mine[place]) for place in range(len(self._devices))]
 
 
 class _Flat:
     """Gradients of one type, in one row."""
 
-    def __init__(self, parameters: Sequence[tuple[int, nn.Parameter]]) -> None:
+    def __init__(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
         self._parameters = parameters
         self._bounds = [0, *accumulate(each.numel() for _, each in parameters)]
         self.size = self._bounds[-1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gapless.errors import GaplessError, note_place
 from gapless.run.streams.buffer_rollback import BufferRollback
-from gapless.run.streams.stage_replicas import Grads, Siblings
+from gapless.run.streams.stage_replicas import Grads, StageReplicas
 from gapless.run.streams.updater import Updater
 from gapless.run.streams.version_rule import VersionRule
 from gapless.stage.plain import sum_in_order
@@ -72,10 +72,10 @@ class StreamDevice:
         versions: Versions,
         neighbours: Neighbours,
         updater: Updater,
-        siblings: Siblings,
+        replicas: StageReplicas,
     ) -> None:
         self.rule, self.stage, self.versions = rule, stage, versions
-        self.updater, self._siblings = updater, siblings
+        self.updater, self._replicas = updater, replicas
         self._over = False  # no other round of the replicas comes
         self.waiting = 0  # minibatches of a group that is not complete, and the gradient of this replica's own
         self.gradient: Grads | None = None
@@ -253,7 +253,7 @@ class StreamDevice:
     def _meet(self, *, make: bool = True) -> None:
         """The next round of the replicas, and the update that it gives."""
         self.idle = True
-        mean, self._over, self.waiting = self._siblings.meet(self.gradient, ends=self.ends)
+        mean, self._over, self.waiting = self._replicas.meet(self.gradient, ends=self.ends)
         self.idle = False
         if mean is not None or self.rule.replica >= self.waiting:
             self.gradient = None

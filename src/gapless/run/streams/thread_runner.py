@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
-from gapless.run.streams.stage_replicas import Alone, Siblings
+from gapless.run.streams.stage_replicas import NoReplicas, StageReplicas
 from gapless.run.streams.stream_device import END, End, Fed, StreamDevice
 from gapless.run.streams.stream_runner import Said, Stopped
 from gapless.run.team import Team
@@ -106,9 +106,9 @@ class ThreadRunner:
         one_memory = all(isinstance(lane, CpuLane) for lane in self._lanes)
         return ThreadNeighbours(self._queues, device, self._lanes[device], one_memory=one_memory)
 
-    def siblings(self, parameters: Sequence[nn.Parameter]) -> Siblings:
+    def replicas(self, parameters: Sequence[nn.Parameter]) -> StageReplicas:
         """No stage has replicas here."""
-        return Alone()
+        return NoReplicas()
 
     def start(self, devices: Sequence[StreamDevice]) -> None:
         """They run until `END` was fed and nothing is under way, or one fails."""

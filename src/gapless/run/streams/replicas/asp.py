@@ -13,12 +13,14 @@ has them.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gapless.errors import ConfigError
 from gapless.run.streams.replicas.order import Move, Order
-from gapless.run.streams.replicas.replica import Replica, copy_buffers, copy_state
+from gapless.run.streams.replicas.replica import Replica
+from gapless.run.streams.replicas.replica_state import buffers_of, copy_state, put_buffers
 
 
 class Asp:
@@ -78,7 +80,8 @@ class Asp:
     def apply(self, replica: Replica) -> int:
         """Its gradient goes into the weights; returns the staleness."""
         staleness = self.step(replica.number, replica.grads)
-        copy_buffers(replica.module, self._model)
+        with torch.no_grad():
+            put_buffers(self._model, buffers_of(replica.module, copied=False))
         return staleness
 
     def step(self, replica: int, grads: Sequence[Tensor | None]) -> int:

@@ -12,11 +12,18 @@ state stays where it is, or is averaged too, if asked for: all but the count of 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from gapless.run.streams.replicas.replica import Replica, copy_state
+from gapless.run.streams.replicas.replica import Replica
+from gapless.run.streams.replicas.replica_state import (
+    averaged,
+    copy_state,
+    optimizer_state_of,
+    put_optimizer_state,
+    put_state,
+    state_of,
+)
 
 
 class LocalSteps:
@@ -77,40 +84,12 @@ class LocalSteps:
         self._base, self._done = self.next, [0] * len(self._replicas)
         if not came:
             return
-        with torch.no_grad():
-            parameters = zip(self._model.parameters(), *(each.parameters for each in came), strict=True)
-            for parameter, *theirs in parameters:
-                if parameter.requires_grad:
-                    parameter.copy_(mean(theirs))
-            for module, *others in zip(self._model.modules(), *(each.module.modules() for each in came), strict=True):
-                for name in others[0]._buffers:
-                    module._buffers[name] = mean_buffer([each._buffers.get(name) for each in others])
-            if self.average_state:
-                self._average([self.optimizers[each.number] for each in came], [each.parameters for each in came])
-
-    def _average(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
-        for same in zip(*parameters, strict=True):
-            states = [each.state.get(one, {}) for each, one in zip(optimizers, same, strict=True)]
-            for name in states[0]:
-                values = [state.get(name) for state in states]
-                tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-                if name != "step" and len(tensors) == len(values):
-                    value_of_all = mean(tensors)
-                    for value in tensors:
-                        value.copy_(value_of_all)
-
-
-def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """Added up in this order."""
-    total = tensors[0].clone()
-    for each in tensors[1:]:
-        total.add_(each)
-    return total.div_(len(tensors))
-
-
-def mean_buffer(buffers: Sequence[Tensor | None]) -> Tensor | None:
-    """The first, where they have no mean."""
-    there = [each for each in buffers if each is not None and each.is_floating_point()]
-    if len(there) == len(buffers) and len({each.shape for each in there}) == 1:
-        return mean(there)
-    return None if buffers[0] is None else buffers[0].clone()
+        kept = [
+            optimizer_state_of(self.optimizers[each.number], each.parameters) if self.average_state else []
+            for each in came
+        ]
+        states = [state_of(each.module, copied=False) for each in came]
+        mean = averaged([{**state, "optimizer": each} for state, each in zip(states, kept, strict=True)])
+        put_state(self._model, mean)
+        for each in kept:
+            put_optimizer_state(each, mean["optimizer"])

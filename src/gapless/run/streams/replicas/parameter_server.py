@@ -1,4 +1,4 @@
-"""The rank that has the weights of all replicas: it answers their letters, one at a time, in the order they come in.
+"""The rank that has the weights of all replicas: it answers their messages, one at a time, in the order they come in.
 
     replica          hub
     begin      -->         all have begun, with the same weights?    -->  go, or stop
@@ -9,7 +9,7 @@
     end        -->         it has nothing more to do; when all have  -->  final: the weights, what was done, and why
     thanks     -->         it has them
 
-Only what a replica has asked for is answered, so nobody has more than one letter to read.
+Only what a replica has asked for is answered, so nobody has more than one message to read.
 """
 
 import json
@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from gapless.errors import note_place
-from gapless.run.ranks.consistency import differ
+from gapless.run.ranks.fingerprints import differ, saved_tensors
 from gapless.run.ranks.watch.blame import in_short
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.rank_messages import RankMessage
-from gapless.run.streams.replicas.replica_state import averaged, named_state, put_buffers, put_state, state_of
+from gapless.run.streams.replicas.replica_state import averaged, put_buffers, put_state, state_of
 from gapless.stage.intra_op import intra_op_threads
 
 _NOBODY = -1
@@ -56,42 +56,42 @@ class ParameterServer:
         self._running = False
         self._stopped_by, self._why, self._how = _NOBODY, "", FAILED
 
-    def take(self, replica: int, letter: RankMessage) -> None:
+    def take(self, replica: int, message: RankMessage) -> None:
         """From any thread."""
-        with self._lock, intra_op_threads(self._threads):
+        with self._lock, torch.enable_grad(), intra_op_threads(self._threads):
             try:
-                self._take(replica, letter)
+                self._take(replica, message)
                 self._answer()
             except Exception as error:  # of the optimizer, say; and of the rank that has it
-                applies = letter.kind == "apply"
-                where = "in the update with a gradient of" if applies else f"in its answer to {letter.kind} from"
+                applies = message.kind == "apply"
+                where = "in the update with a gradient of" if applies else f"in its answer to {message.kind} from"
                 note_place(error, f"{where} rank {self._ranks[replica]}")
                 self.failure = error
                 word = "in an update" if applies else "in an answer"
                 self._stop(0, f"rank {self._ranks[0]} failed {word}: {in_short(error)}")
                 if replica not in self._ended:
-                    self._asking[replica] = letter
+                    self._asking[replica] = message
                 self._answer()
 
-    def _take(self, replica: int, letter: RankMessage) -> None:
-        if letter.kind == "stop":
-            run, how = letter.numbers
+    def _take(self, replica: int, message: RankMessage) -> None:
+        if message.kind == "stop":
+            run, how = message.numbers
             if run == self._runs:  # or it came too late
-                self._stop(replica, letter.words, how)
-        elif letter.kind == "thanks":
+                self._stop(replica, message.words, how)
+        elif message.kind == "thanks":
             self._send(0, RankMessage("thanks", (replica,)))
-        elif letter.kind == "end":
+        elif message.kind == "end":
             self._asking.pop(replica, None)
             self._ended.add(replica)
-            self._count(replica, letter.numbers[0])
-        elif letter.kind == "apply" and not self._why:
+            self._count(replica, message.numbers[0])
+        elif message.kind == "apply" and not self._why:
             assert self._course is not None
-            staleness = self._course.step(replica, letter.tensors["grads"])
+            staleness = self._course.step(replica, message.tensors["grads"])
             with torch.no_grad():
-                put_buffers(self._model, letter.tensors["buffers"])
+                put_buffers(self._model, message.tensors["buffers"])
             self._send(replica, RankMessage("applied", (staleness,)))
         else:
-            self._asking[replica] = letter
+            self._asking[replica] = message
 
     def _count(self, replica: int, steps: int) -> None:
         """It has made so many steps, and will make no more."""
@@ -125,8 +125,8 @@ class ParameterServer:
     def _begin(self) -> None:
         """All replicas are there: compared with the first of them they are to train the same model."""
         first = min(self._asking, default=0)
-        for replica, letter in sorted(self._asking.items()):
-            if fault := "".join(_faults(self._model, self._asking[first], letter))[:300]:
+        for replica, message in sorted(self._asking.items()):
+            if fault := "".join(_faults(self._model, self._asking[first], message))[:300]:
                 ranks = f"rank {self._ranks[first]} and rank {self._ranks[replica]}"
                 self._stop(replica, f"{ranks} differ: {fault}", REFUSED)
                 return
@@ -148,7 +148,7 @@ class ParameterServer:
                 self._send(replica, RankMessage("weights", (minibatch,), tensors=state_of(self._model)))
 
     def _average(self) -> None:
-        mean = averaged([letter.tensors for _, letter in sorted(self._asking.items())])
+        mean = averaged([message.tensors for _, message in sorted(self._asking.items())])
         put_state(self._model, mean)
         for replica in self._asking:
             self._send(replica, RankMessage("mean", tensors=mean))
@@ -175,7 +175,7 @@ def _faults(model: nn.Module, one: RankMessage, other: RankMessage) -> Iterator[
         yield f"one has {len(one.tensors)} parameters and buffers, the other {len(other.tensors)}; make the same model"
         return
     unequal = differ(one.tensors, other.tensors)
-    names = [name for name, is_other in zip(named_state(model), unequal.tolist(), strict=True) if is_other]
+    names = [name for name, is_other in zip(dict(saved_tensors(model)), unequal.tolist(), strict=True) if is_other]
     if names:
         yield (
             f"{', '.join(names[:3])}{' and more' if names[3:] else ''} have other values; make the model with the same "

@@ -1,6 +1,6 @@
 """Replicas on ranks of their own, under torchrun: each trains on its own loader, at its own pace.
 
-    rank 0   read --gradient-- apply   read ...        and the weights of all, in a thread that answers letters
+    rank 0   read --gradient-- apply   read ...        and the weights of all, in a thread that answers messages
     rank 1      read --gradient---- apply   read ...
     rank 2    read -gradient- apply  read ...
 
@@ -22,19 +22,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gapless.errors import ConfigError, TransportError, note_place, noted_place
 from gapless.run.ranks.agreement import Agreement
-from gapless.run.ranks.consistency import fingerprints
+from gapless.run.ranks.fingerprints import fingerprints, saved_tensors
 from gapless.run.ranks.mesh_position import facts_of
 from gapless.run.ranks.watch.blame import in_short, is_lost
 from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Watch
+from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.order import Order
 from gapless.run.streams.replicas.parameter_server import FAILED, LEFT, REFUSED, ParameterServer
-from gapless.run.streams.replicas.rank_messages import Mailbox, OwnMailbox, RankMessage
-from gapless.run.streams.replicas.replica import Replica, casts_unkept, copy_state
-from gapless.run.streams.replicas.replica_state import buffers_of, named_state, optimizer_state_of, put_state, state_of
+from gapless.run.streams.replicas.rank_messages import Mailbox, RankMessage
+from gapless.run.streams.replicas.replica import Replica, casts_unkept
+from gapless.run.streams.replicas.replica_state import (
+    buffers_of,
+    copy_state,
+    optimizer_state_of,
+    put_optimizer_state,
+    put_state,
+    state_of,
+)
 from gapless.run.streams.replicas.replica_threads import ReplicaResult, pair_of
 from gapless.run.streams.replicas.replica_whereabouts import ReplicaWhereabouts
 from gapless.stage.exclusive import exclusively
@@ -42,21 +50,6 @@ from gapless.stage.intra_op import intra_op_threads
 
 _LOG = logging.getLogger("gapless")
 _END = object()
-
-
-def check_mesh(mesh: Any) -> tuple[int, int]:
-    """The number of this rank's replica, and how many there are."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh is {mesh!r:.40}, but it must be a torch DeviceMesh with the dimension 'dp'")
-    if mesh.mesh_dim_names != ("dp",):
-        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "without names"
-        raise ConfigError(
-            f"the mesh has the dimensions {names}, but every rank has a whole model here: make one with "
-            "init_device_mesh('cpu', (ranks,), mesh_dim_names=('dp',)), or pass mesh['dp']"
-        )
-    if mesh.get_coordinate() is None:
-        raise ConfigError(f"rank {dist.get_rank()} is not in the mesh: only its ranks make the replicas")
-    return mesh.get_local_rank(), mesh.size()
 
 
 class RankReplicas:
@@ -75,8 +68,9 @@ class RankReplicas:
         self._place = self._watch.whereabouts = ReplicaWhereabouts(self._rank)
         self._watch.break_off = self._break_off
         self._inbox: queue.SimpleQueue[RankMessage | tuple[int, BaseException]] = queue.SimpleQueue()
-        self._hub: ParameterServer | None = None
-        self._mails: dict[int, Mailbox | OwnMailbox] = {}
+        self._server: ParameterServer | None = None
+        self._mails: dict[int, Mailbox] = {}
+        self._own: Courier | None = None  # passes on what the rank with the weights tells itself
         self.order, self.updates, self.next = Order(), 0, 0
         self._leaves = ""  # why a run is left
         self._runs = 0  # that have ended
@@ -84,7 +78,7 @@ class RankReplicas:
         self._missing: set[int] = set()  # replicas that have not said thanks
         try:  # a connection for each replica but the first, which has the weights
             self._pairs: dict[int, Any] = {
-                other: connect("letters", (self.ranks[0], self.ranks[other]), int(self.number > 0))
+                other: connect("messages", (self.ranks[0], self.ranks[other]), int(self.number > 0))
                 for other in range(1, len(self.ranks))
                 if self.number in (0, other)
             }
@@ -98,30 +92,33 @@ class RankReplicas:
         self._local = course if isinstance(course, LocalSteps) else None
         if self.number == 0:
             shared = None if isinstance(course, LocalSteps) else course
-            self._hub = ParameterServer(model, shared, self.ranks, threads, self._send)
-            own = OwnMailbox(partial(self._hub.take, 0), partial(self._lost, 0))
-            self._mails = {0: own} | {other: self._mail(other, self._hub) for other in self._pairs}
-        else:
-            mail = Mailbox(self._pairs[self.number], self.ranks[0], self._inbox.put, partial(self._lost, 0))
-            self._mails = {0: mail}
+            self._server = ParameterServer(model, shared, self.ranks, threads, self._send)
+            self._own = Courier(None, "gapless shared weights", partial(self._lost, 0))
+        for other, pair in self._pairs.items():
+            end = other if self._server is not None else 0
+            heard = self._inbox.put if self._server is None else partial(self._server.take, other)
+            self._mails[end] = Mailbox(pair, self.ranks[end], heard, partial(self._lost, end))
         self._watch.made()
 
-    def _mail(self, other: int, hub: ParameterServer) -> Mailbox:
-        return Mailbox(self._pairs[other], self.ranks[other], partial(hub.take, other), partial(self._lost, other))
-
-    def _send(self, replica: int, letter: RankMessage) -> None:
-        if replica == self.number:
-            self._inbox.put(letter)
+    def _tell_server(self, message: RankMessage) -> None:
+        """In a thread of ours also where it is here, in which no Ctrl-C comes."""
+        if self._own is not None and self._server is not None:
+            self._own.put((partial(self._server.take, 0), message))
         else:
-            self._mails[replica].send(letter)
+            self._mails[0].send(message)
+
+    def _send(self, replica: int, message: RankMessage) -> None:
+        if replica == self.number:
+            self._inbox.put(message)
+        else:
+            self._mails[replica].send(message)
 
     def _lost(self, replica: int, error: BaseException) -> None:
         self._inbox.put((replica, error))
 
     def _break_off(self) -> None:
         for mail in self._mails.values():
-            if isinstance(mail, Mailbox):
-                mail.break_off()
+            mail.break_off()
 
     def in_child(self) -> None:
         """A forked child is no rank."""
@@ -150,12 +147,12 @@ class RankReplicas:
         module = self._model
         same = "".join("01"[each.requires_grad] for each in module.parameters())
         same += "".join("01"[each.training] for each in module.modules())
-        prints = fingerprints(list(named_state(module).values()))
+        prints = fingerprints(list(dict(saved_tensors(module)).values()))
         answer = self._ask(RankMessage("begin", (first,), same, prints), "waiting for all ranks to begin a run")
         if answer.kind == "go":
             if self.number:  # the first rank has them, and updates of others may be in them by now
-                put_state(module, answer.tensors, trained_only=False)
-            put_state(self._replica.module, answer.tensors, trained_only=False)
+                put_state(module, answer.tensors)
+            put_state(self._replica.module, answer.tensors)
         self._stopped = answer.kind == "stop"
 
     def _trained(self, batches: Iterator[Any], first: int) -> Iterator[ReplicaResult]:
@@ -221,9 +218,7 @@ class RankReplicas:
             return
         put_state(self._model, mean.tensors)
         copy_state(self._model, self._replica.module, trained_only=True)
-        for own, values in zip(kept, mean.tensors["optimizer"], strict=True):
-            for name, value in values.items():
-                own[name].copy_(value)
+        put_optimizer_state(kept, mean.tensors["optimizer"])
 
     # -- its end ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +236,7 @@ class RankReplicas:
         try:
             if error is not None:
                 self._tell(error)
-            self._mails[0].send(RankMessage("end", (self._steps,)))
+            self._tell_server(RankMessage("end", (self._steps,)))
             self._missing = set(range(1, len(self.ranks))) if self.number == 0 else set()
             try:
                 final = self._final()
@@ -263,8 +258,8 @@ class RankReplicas:
         _, _, stopped_by, how = final.numbers
         _, reason = json.loads(final.words)
         at = f"the model has had {self.updates} updates"
-        if self._hub is not None and self._hub.failure is not None and stopped_by == 0:
-            error, self._hub.failure = self._hub.failure, None
+        if self._server is not None and self._server.failure is not None and stopped_by == 0:
+            error, self._server.failure = self._server.failure, None
         if error is not None:
             error.add_note(f"gapless: {at}")
             raise error
@@ -281,7 +276,7 @@ class RankReplicas:
     def _take_over(self, final: RankMessage) -> None:
         self.updates, self.next, _, _ = final.numbers
         self.order = Order.parse(json.loads(final.words)[0])
-        put_state(self._model, final.tensors, trained_only=False)
+        put_state(self._model, final.tensors)
 
     def _tell(self, error: BaseException) -> None:
         """All others are to stop."""
@@ -290,24 +285,24 @@ class RankReplicas:
             how, self._leaves = LEFT, f"has left its loop after {self._steps} minibatches"
         elif not isinstance(error, GeneratorExit):
             self.leave(error)
-        self._mails[0].send(RankMessage("stop", (self._runs, how), f"rank {self._rank} {self._leaves}"))
+        self._tell_server(RankMessage("stop", (self._runs, how), f"rank {self._rank} {self._leaves}"))
 
     def _final(self) -> RankMessage:
         """What comes when all have ended, and on the first rank the thanks of the others."""
         with self._place.at("waiting for all ranks to end their run", waits=True):
             while self._finished is None or self._missing:
-                letter = self._next(self._missing if self._finished is not None else None)
-                if letter.kind == "final":
-                    self._finished = letter
+                message = self._next(self._missing if self._finished is not None else None)
+                if message.kind == "final":
+                    self._finished = message
                     if self.number:
-                        self._mails[0].send(RankMessage("thanks"))
-                elif letter.kind == "thanks":
-                    self._missing.discard(letter.numbers[0])
+                        self._tell_server(RankMessage("thanks"))
+                elif message.kind == "thanks":
+                    self._missing.discard(message.numbers[0])
         return self._finished
 
-    def _ask(self, letter: RankMessage, doing: str) -> RankMessage:
+    def _ask(self, message: RankMessage, doing: str) -> RankMessage:
         with self._place.at(doing, waits=True):
-            self._mails[0].send(letter)
+            self._tell_server(message)
             answer = self._next()
         self._stopped = answer.kind == "stop"
         return answer
@@ -317,13 +312,13 @@ class RankReplicas:
         gone = []
         try:
             while True:
-                letter = self._inbox.get()
-                if isinstance(letter, RankMessage):
-                    return letter
-                replica, error = letter
+                message = self._inbox.get()
+                if isinstance(message, RankMessage):
+                    return message
+                replica, error = message
                 if not is_lost(error):
                     raise error
-                gone.append(letter)
+                gone.append(message)
                 if missing is not None and replica not in missing:
                     continue
                 raise self._watch.lost(self.ranks[replica], error) from None
@@ -336,6 +331,8 @@ class RankReplicas:
         if os.getpid() != self._process:
             return
         self._watch.say_goodbye()
+        if self._own is not None:
+            self._own.close()
         for mail in self._mails.values():
             mail.close()
         self._mails = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, GaplessError
 from gapless.model.layers import is_sequence
 from gapless.run.clip import clip_grad_norm
+from gapless.run.streams.replicas.replica_state import copy_state
 from gapless.stage import microbatch as mb
 from gapless.stage.compiled import Compiler, compiled
 from gapless.stage.stage import Stage
@@ -84,27 +85,6 @@ class Replica:
                     f"the gradient of {name} is not finite, with a loss of {float(loss)}, and was not applied: a "
                     "smaller learning rate or clip=1.0 may help"
                 )
-
-
-def copy_state(source: nn.Module, target: nn.Module, *, trained_only: bool = False) -> None:
-    """Parameters (those alone that are trained, if asked) and buffers of one copy into another."""
-    pairs = zip(source.parameters(), target.parameters(), strict=True)
-    chosen = [pair for pair in pairs if not trained_only or pair[0].requires_grad]
-    with torch.no_grad():
-        if chosen:
-            torch._foreach_copy_([pair[1] for pair in chosen], [pair[0] for pair in chosen])
-        copy_buffers(source, target)
-
-
-def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """A forward may change them, or put others in their place."""
-    for theirs, ours in zip(source.modules(), target.modules(), strict=True):
-        for name, value in theirs._buffers.items():
-            there = ours._buffers.get(name)
-            if value is None or there is None or there.shape != value.shape or there.dtype != value.dtype:
-                ours._buffers[name] = None if value is None else value.detach().clone()
-            else:
-                there.copy_(value)
 
 
 @contextlib.contextmanager

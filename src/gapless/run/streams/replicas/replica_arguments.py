@@ -24,14 +24,30 @@ def check_replicas(replicas: Any, mesh: Any) -> range:
         if replicas is None:
             raise ConfigError("give replicas=, a number of threads of this process, or mesh=, with a rank for each")
         return range(check_whole("replicas", replicas, 1))
-    from gapless.run.streams.replicas.rank_replicas import check_mesh  # here alone: torch.distributed need not be there
-
-    number, ranks = check_mesh(mesh)
+    number, ranks = _check_mesh(mesh)
     if replicas not in (None, ranks):
         raise ConfigError(
             f"replicas is {replicas!r}, but the mesh has {ranks} ranks, with one each: leave replicas out"
         )
     return range(number, number + 1)
+
+
+def _check_mesh(mesh: Any) -> tuple[int, int]:
+    """The number of this rank's replica, and how many there are."""
+    import torch.distributed as dist  # here alone: it need not be there
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh is {mesh!r:.40}, but it must be a torch DeviceMesh with the dimension 'dp'")
+    if mesh.mesh_dim_names != ("dp",):
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "without names"
+        raise ConfigError(
+            f"the mesh has the dimensions {names}, but every rank has a whole model here: make one with "
+            "init_device_mesh('cpu', (ranks,), mesh_dim_names=('dp',)), or pass mesh['dp']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the mesh: only its ranks make the replicas")
+    return mesh.get_local_rank(), mesh.size()
 
 
 def check_ways(bound: Any, local_steps: Any, average_state: bool) -> None:

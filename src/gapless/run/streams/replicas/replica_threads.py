@@ -10,13 +10,14 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gapless.errors import ConfigError, note_place
+from gapless.run.streams.replicas.asp import Asp
+from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.replica import Replica, casts_unkept
 from gapless.run.thread_state import CallerState
 from gapless.stage.exclusive import exclusively
@@ -38,25 +39,10 @@ class ReplicaResult:
     staleness: int
 
 
-class Course(Protocol):
-    """What replicas do with their gradients. All but `learn` is called by one thread at a time."""
-
-    optimizers: tuple[Optimizer, ...]
-    updates: int  # in all
-    next: int  # the first minibatch that nobody has begun
-
-    def begin(self, first: int) -> None: ...
-    def wanted(self, replica: int) -> int | None: ...
-    def read(self, replica: Replica) -> None: ...
-    def learn(self, replica: Replica) -> None: ...
-    def apply(self, replica: Replica) -> int: ...
-    def finish(self) -> None: ...
-
-
 class ReplicaThreads:
     """One run over a loader's minibatches."""
 
-    def __init__(self, replicas: Sequence[Replica], course: Course, intra_op_threads: int) -> None:
+    def __init__(self, replicas: Sequence[Replica], course: Asp | LocalSteps, intra_op_threads: int) -> None:
         self._replicas, self._course = replicas, course
         self._intra_op_threads = intra_op_threads
         self._state = CallerState()
