@@ -106,7 +106,7 @@ class ManyProcesses:
     def in_child(self) -> None:
         """A forked child is no rank. Its copies of groups are never destroyed: they share the parent's epoll."""
         keep_for_ever(self)
-        if hasattr(self, "_links"):
+        if hasattr(self, "links"):
             self.links.in_child()
 
     # -- before the first step --------------------------------------------------------------------------------------
