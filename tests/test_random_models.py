@@ -244,7 +244,12 @@ def test_models_that_once_differed(seed: int) -> None:
 
 
 # Own autocasts with views of the input, and forward-mode derivatives under autocast.
-@pytest.mark.parametrize("seed", [148755954, 193121917, 511451040, 735992755, 735992863, 758548755, 761682106])
+CASTS = [148755954, 193121917, 511451040, 735992755, 735992863, 758548755, 761682106]
+# Views that another stage changes in place.
+CHANGES = [26750425, 128258200, 334546193, 349976769, 763822465, 880076945, 901515591]
+
+
+@pytest.mark.parametrize("seed", [*CASTS, *CHANGES])
 def test_models_with_habits_that_once_differed(seed: int) -> None:
     assert_exact([seed])
 

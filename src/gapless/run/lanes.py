@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gapless.stage import microbatch as mb
+from gapless.stage.bases import marked_as
 
 
 @dataclass(slots=True)
@@ -171,8 +172,7 @@ def _moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) 
     """The tensor on that device. One for the CPU is there when this returns: there is no stream to wait in."""
     if tensor.device == device:
         return tensor
-    made = tensor.detach().to(device, non_blocking=non_blocking)
-    return made.requires_grad_() if tensor.requires_grad else made
+    return marked_as(tensor.detach().to(device, non_blocking=non_blocking), tensor)
 
 
 @contextlib.contextmanager

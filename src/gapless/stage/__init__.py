@@ -3,7 +3,7 @@
 The reference, and what enters a stage
     seeds          the seed of each (step, microbatch, layer)
     microbatch     trees of tensors: cut, merged; `minibatch`: what a step is given, cut
-    aliases        tensors of a tree that share memory
+    aliases        tensors of a tree that share memory; `bases`: views that another stage changes in place
     counted        what a loss takes its mean over; `divisors`: of a user's own, read from its graph
     share          a step as a part of a larger minibatch
     plain          the plain loop that everything is compared with, bit by bit

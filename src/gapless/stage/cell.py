@@ -11,19 +11,19 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from . import microbatch as mb
-from .aliases import has_history
 from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
+from .bases import NO_VIEWS, Viewed, base_of, edge_of, mark_view, was_view
 from .buffers import Owned
 from .calls import Calls
 from .compiled import is_traced
 from .deferred import divert
 from .grad_fields import check_switched
-from .intake import Intake, copied
-from .kept import Kept, Work, edge_of, leaf_of
+from .intake import Intake, copied, copied_view
+from .kept import Kept, Work
 from .mode import Restart
 from .reach import Reached, nodes_made
 from .stored import Attributes
@@ -52,7 +52,7 @@ class Cell:
         # Pieces of a trace change nothing in place that another one has, and each view has its gradient there.
         self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))
         self._kept: dict[int, Kept] = {}
-        self._intake = Intake()
+        self._intake, self._viewed = Intake(), NO_VIEWS
         self._layouts: set[Any] = set()  # of microbatches whose gradients were laid out as their inputs
         self._place: Place = (0, number)
         self._ties: tuple[Tie, ...] = ()
@@ -121,8 +121,12 @@ class Cell:
         leaf = tensor.detach()
         if tensor.requires_grad:
             leaf.requires_grad_()
-        value: Any = copied(leaf) if self._intake.guarded and leaf.requires_grad else leaf
+        value: Any = leaf
+        is_view = leaf.requires_grad and was_view(tensor)
+        if self._intake.guarded and leaf.requires_grad:
+            value = copied_view(leaf) if is_view else copied(leaf)
         version, first = value._version, value
+        self._viewed = Viewed([value], [0]) if is_view else NO_VIEWS
         try:
             for layer in layers:
                 value = layer(value)
@@ -132,11 +136,17 @@ class Cell:
             self._intake.guarded = True
             return self._run_bare(work, layers, tensor, then)
         kept = self._kept[work.microbatch] = Kept([leaf], None, bare=True)
+        if is_view:
+            kept.changed = self._viewed.changed(None, self._place[0])
         node = value.grad_fn if type(value) is Tensor else None
         if node is not None and then is not None and not self._with_loss:
             handed = value.detach().requires_grad_()
+            if value._is_view():
+                mark_view(handed)
             then(handed)
             kept.edges = [edge_of(value)]
+            if value._is_view():
+                kept.bases = {0: base_of(value, self._viewed)[1]}
         else:
             if self._with_loss:
                 handed = kept.end(work, value, self._calls.loss(value, work), None)
@@ -146,6 +156,7 @@ class Cell:
                 then(handed)
         if first._version != version:
             self._intake.guarded = True
+        self._viewed = NO_VIEWS
         return handed
 
     def recompute(self, work: Work) -> None:
@@ -213,7 +224,8 @@ class Cell:
         undo = self._undo.entered()
         while True:
             cast = self._intake.casts or self._calls.mode.casts_by_itself or autocast_is_on()
-            tensors = [self._intake.given(leaf, cast=cast) for leaf in kept.leaves]
+            tensors = self._intake.given(kept.leaves, kept.views, cast=cast)
+            self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
             versions, was_copied = [tensor._version for tensor in tensors], self._intake.copies
             leaves = self._intake.taken(kept.leaves)
             undo.begin(work.step)
@@ -225,7 +237,11 @@ class Cell:
                 self._intake.guarded |= not isinstance(error, Restart)
                 continue
             kept.buffers = undo.end(drew_anew=self._calls.drew_anew)
-            self._intake.learn(versions != [tensor._version for tensor in tensors], seen=was_copied or not cast)
+            was_changed = versions != [tensor._version for tensor in tensors]
+            self._intake.learn(was_changed, seen=was_copied or not cast)
+            if was_changed and kept.views:
+                kept.changed = self._viewed.changed(kept.edges, self._place[0])
+            self._viewed = NO_VIEWS
             return handed
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
@@ -329,5 +345,4 @@ class Cell:
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         tensors, shape = mb.flatten(value, views=self._shares)
-        kept.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in tensors]
-        return mb.unflatten([leaf_of(tensor) for tensor in tensors], shape)
+        return mb.unflatten(kept.hand_on(tensors, self._viewed), shape)

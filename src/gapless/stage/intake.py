@@ -1,6 +1,6 @@
 """How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,12 @@ class Intake:
         """Whether layers must not get the inputs themselves: one changes them, or nobody knows yet."""
         return self.guarded or not self.tried
 
-    def given(self, leaf: Tensor, *, cast: bool) -> Tensor:
-        """The leaf as the layers get it: as it is, or as the result of an operation, which it is in the plain loop.
+    def given(self, leaves: Sequence[Tensor], views: Collection[int], *, cast: bool) -> list[Tensor]:
+        """The leaves as the layers get them; `views` were views where they were made."""
+        return [self._given(leaf, cast=cast, is_view=number in views) for number, leaf in enumerate(leaves)]
+
+    def _given(self, leaf: Tensor, *, cast: bool, is_view: bool) -> Tensor:
+        """As it is, or as the result of an operation, which it is in the plain loop.
 
         torch forbids to change a leaf in place, so a layer that does gets a copy, and the stage before keeps what it
         has saved. Autocast caches the cast of a leaf but not that of a result, so that gradients of several uses
@@ -33,7 +37,7 @@ class Intake:
         if not leaf.requires_grad or not (self.copies or cast):
             return leaf
         if self.copies:
-            return copied(leaf)
+            return copied_view(leaf) if is_view else copied(leaf)
         result: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
         if result.stride() != leaf.stride():  # of a dimension of size one, by which kernels are chosen too
             result = torch.ops.aten.alias.default(leaf)
@@ -66,6 +70,12 @@ class Intake:
             )
         self.tried = True
         self.guarded = self.guarded or changed
+
+
+def copied_view(leaf: Tensor) -> Tensor:
+    """A copy of what was a view where it was made, as a view."""
+    view: Tensor = torch.ops.aten.alias.default(copied(leaf))
+    return view
 
 
 class _Copied(torch.autograd.Function):

@@ -10,16 +10,27 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import GaplessError
+from gapless.errors import ConfigError, GaplessError
 
 from . import microbatch as mb
+from .aliases import has_history
 from .autocast import AutocastState
+from .bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of, was_view
 from .buffers import Taken
 from .deferred import Records, given
 from .notes import Note
 from .plain import detach, without_loss
 from .reach import Reached
 from .tie import Place, Tie
+
+_NO_BASE = (
+    "a layer changes its input in place; it comes from another stage and is a view of a tensor of another type there, "
+    "so its gradient can't go where it goes in plain training: make the layer return a new tensor"
+)
+_USED_BETWEEN = (
+    "a layer changes its input in place; it is a view that was made some stages before, and a stage between uses it "
+    "too, so its gradients would be added in another order than in plain training: make the layer return a new tensor"
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,11 +72,28 @@ class Kept:
     looked_at: bool = False  # as it may differ from others with as many
     known_ties: tuple[Tie, ...] = ()  # when its forward ran
     casts: dict[Tie, Any] = dataclasses.field(default_factory=dict)  # autocast's nodes for shared parameters
+    views: tuple[int, ...] = ()  # leaves that were views where they were made
+    changed: Collection[int] = ()  # of these: changed in place, so their gradients are for their bases
+    bases: Mapping[int, Base | None] = dataclasses.field(default_factory=dict)  # of outputs that are views
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
         """For these inputs."""
-        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast)
+        views = tuple(number for number, tensor in enumerate(tensors) if was_view(tensor))
+        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast, views=views)
+
+    def hand_on(self, tensors: Sequence[Tensor], viewed: Viewed) -> list[Tensor]:
+        """The outputs, cut off from the graph, whose edges are noted."""
+        self.edges = [get_gradient_edge(tensor) if has_history(tensor) else None for tensor in tensors]
+        handed, bases = [leaf_of(tensor) for tensor in tensors], {}
+        for number, tensor in enumerate(tensors):
+            if self.edges[number] is not None and (viewed is not NO_VIEWS or tensor._is_view()):
+                is_view, base = base_of(tensor, viewed)
+                if is_view:
+                    bases[number] = base
+                    mark_view(handed[number])
+        self.bases = bases
+        return handed
 
     def end(self, work: Work, outputs: Any, loss: Tensor, aux: Tensor | None) -> tuple[Any, Tensor]:
         """The last layer has run: the backward starts at the weighted loss. Returns what is handed to the caller."""
@@ -86,6 +114,8 @@ class Kept:
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward starts, and with what."""
         assert self.edges is not None
+        if self.bases and any(grad is not None and grad.requires_grad for grad in grads):
+            grads = self._to_bases(grads)
         if len(grads) == 1 == len(self.edges) and grads[0] is not None and self.edges[0] is not None:
             return self.edges, grads  # type: ignore[return-value]
         if with_loss:
@@ -99,6 +129,24 @@ class Kept:
             (edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge is not None and grad is not None
         ]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+    def _to_bases(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Other stages have changed some of the outputs in place: the gradients of these go to their bases."""
+        assert self.edges is not None
+        edges, found = list(self.edges), list(grads)
+        marked = {number for number, grad in enumerate(grads) if grad is not None and grad.requires_grad}
+        for number in marked:
+            base, grad = self.bases.get(number), grads[number]
+            if base is None or grad is None:
+                raise ConfigError(_NO_BASE)
+            edges[number], found[number] = base.edge, base.grad(grad)
+            if base.source is not None:  # itself an input, so the gradient goes on to the stage before
+                others = [edge for other, edge in enumerate(self.edges) if other != number]
+                if get_gradient_edge(self.leaves[base.source]).node in nodes_of(others):
+                    raise ConfigError(_USED_BETWEEN)
+                self.changed = {*self.changed, base.source}
+        self.edges, self.looked_at = edges, True
+        return found
 
     def find_casts(self, ties: Iterable[Tie]) -> None:
         """Of those that were not known to be shared when the forward ran."""
@@ -148,24 +196,18 @@ class Kept:
 
     def grads(self) -> list[Tensor | None]:
         """The gradients of the inputs, after the backward."""
-        if not self.as_they_came:
+        if not self.as_they_came and not self.changed:
             return [leaf.grad for leaf in self.leaves]
-        return [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
+        found = [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
+        return [
+            grad if grad is None or number not in self.changed else grad.detach().requires_grad_()
+            for number, grad in enumerate(found)
+        ]
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
-
-
-def _bare_edge(tensor: Tensor) -> GradientEdge:
-    assert tensor.grad_fn is not None
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
-
-
-# The gradient edge of a tensor that is no leaf. Before torch 2.13 the node of a Python function did not keep its graph
-# alive, so `get_gradient_edge` adds one that does; since then to make it costs as much as the function.
-edge_of = get_gradient_edge if torch.__version__ < "2.13" else _bare_edge
 
 
 def _note_layout(as_they_came: dict[int, Tensor], number: int, stride: tuple[int, ...], grad: Tensor) -> None:

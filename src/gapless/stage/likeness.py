@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import microbatch as mb
+from .bases import was_view
 from .draws import UncapturableError
 from .places import GraphedMicrobatch
 from .trial import Trial
@@ -134,7 +135,7 @@ class Likenesses:
 def _made(tree: Any) -> Any:
     """What graphs depend on of a tree: how its tensors are made, and what else is in it."""
     tensors, shape = mb.flatten(tree, views=True)
-    made = tuple([(each.shape, each.stride(), each.dtype, each.requires_grad) for each in tensors])
+    made = tuple([(each.shape, each.stride(), each.dtype, each.requires_grad, was_view(each)) for each in tensors])
     if shape is None:
         return made
     return made, shape.spec, tuple(shape.leaves), tuple(shape.again), repr(shape.views)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import microbatch as mb
+from .bases import mark_view, marked_as, was_view
 from .draws import UncapturableError
 from .replay import Replay, borrowed
 
@@ -20,7 +21,7 @@ class FixedTree:
 
     def __init__(self, tree: Any) -> None:
         given, shape = mb.flatten(tree, views=True)
-        tensors = [_empty(each).requires_grad_(each.requires_grad) for each in given]
+        tensors = [marked_as(_empty(each), each) for each in given]
         self.tree = mb.unflatten(tensors, shape)
         self._places = [each.detach() for each in tensors]
         self.take(tree)
@@ -28,7 +29,7 @@ class FixedTree:
     def copied(self) -> Any:
         """Another one, which nobody overwrites."""
         tensors, shape = mb.flatten(self.tree, views=True)
-        return mb.unflatten([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors], shape)
+        return mb.unflatten([marked_as(each.detach().clone(), each) for each in tensors], shape)
 
     @property
     def versions(self) -> list[int]:
@@ -45,14 +46,16 @@ class LeftTree:
 
     def __init__(self, tree: Any) -> None:
         tensors, self._shape = mb.flatten(tree, views=True)
-        self._wanted = [each.requires_grad for each in tensors]
+        self._marks = [(each.requires_grad, was_view(each)) for each in tensors]
         self._places = [_place(each) for each in tensors]
 
     def copied(self) -> Any:
         made = _copies(self._places)
-        for each, wanted in zip(made, self._wanted, strict=True):
+        for each, (wanted, is_view) in zip(made, self._marks, strict=True):
             if wanted:
                 each.requires_grad_()
+            if is_view:
+                mark_view(each)
         return mb.unflatten(made, self._shape)
 
 
@@ -66,6 +69,7 @@ class GraphedHalf:
         self._grads = grads
         self._given = [_made_alike(each) for each in grads]
         self._found = [None if each is None else _place(each) for each in found]
+        self._for_bases = [each is not None and each.requires_grad for each in found]
         self.added = [(parameter, _place(each)) for parameter, each in added]
 
     def takes(self, grads: Grads) -> bool:
@@ -83,7 +87,11 @@ class GraphedHalf:
     def found(self) -> Grads:
         """The gradients of the inputs that the last replay has left."""
         made = iter(_copies([each for each in self._found if each is not None]))
-        return [None if each is None else next(made) for each in self._found]
+        found = [None if each is None else next(made) for each in self._found]
+        for each, for_base in zip(found, self._for_bases, strict=True):
+            if for_base and each is not None:
+                each.requires_grad_()
+        return found
 
 
 @torch.no_grad()
@@ -153,7 +161,7 @@ def fixed_grads(grads: Grads) -> Grads:
     """Copies at places of their own."""
     places = [None if each is None else _empty(each) for each in grads]
     _copy([each for each in places if each is not None], [each for each in grads if each is not None])
-    return places
+    return [each if of is None or each is None else marked_as(each, of) for each, of in zip(places, grads, strict=True)]
 
 
 def _place(tensor: Tensor) -> Tensor:
@@ -165,7 +173,7 @@ def _place(tensor: Tensor) -> Tensor:
 
 
 def _made_alike(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def _empty(tensor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class RematCell(Cell):
             copies = kept.leaves
         was_copied = copies is not kept.leaves
         leaves = [a.detach().requires_grad_(b.requires_grad) for a, b in zip(copies, kept.leaves, strict=True)]
-        first = Kept(leaves, shape)
+        first = Kept(leaves, shape, views=kept.views)
         handed = self._build(work, first, defer=False)
         kept.buffers, kept.before, kept.after = first.buffers, first.before, first.after
         for each in self._kept.values():

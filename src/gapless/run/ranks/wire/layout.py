@@ -1,6 +1,6 @@
 """Everything of a tree of tensors but its numbers: structure, constants, dtypes, shapes, strides, which tensors want a
-gradient, and which are to be read with another sign, as conjugates and their parts are. It is described in JSON, from
-which another process makes its own; nothing is pickled.
+gradient, which were views, and which are to be read with another sign, as conjugates and their parts are. It is
+described in JSON, from which another process makes its own; nothing is pickled.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError
 from gapless.stage import microbatch as mb
 from gapless.stage.aliases import View
+from gapless.stage.bases import mark_view, was_view
 
 ALIGNMENT = 64
 _SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact
@@ -30,6 +31,7 @@ class TensorPlace:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
+    was_view: bool
     offset: int  # in elements, from the beginning of the data
     sent_shape: tuple[int, ...]
     sent_stride: tuple[int, ...]
@@ -58,6 +60,8 @@ class TensorPlace:
     def finished(self, made: Tensor) -> Tensor:
         """All of it that is not in its bytes."""
         made = read_with(self.signs, made) if self.signs else made
+        if self.was_view:
+            mark_view(made)
         return made.requires_grad_() if self.requires_grad else made
 
 
@@ -74,8 +78,8 @@ class TreeLayout:
         self.places: list[TensorPlace] = []
         self.is_dense = True  # every tensor fills its memory
         end = 0
-        for dtype, shape, stride, requires_grad, signs in described["tensors"]:
-            place = _place(_dtype(dtype), tuple(shape), tuple(stride), requires_grad, end, signs)
+        for dtype, shape, stride, marks, signs in described["tensors"]:
+            place = _place(_dtype(dtype), tuple(shape), tuple(stride), (*marks,), end, signs)
             self.places.append(place)
             self.is_dense &= (place.sent_shape, place.sent_stride) == (tuple(shape), tuple(stride))
             end += padded(math.prod(place.sent_shape) * place.dtype.itemsize)
@@ -99,19 +103,22 @@ class TreeLayout:
 def key_of(tree: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a tree, and what its layout depends on."""
     if type(tree) is Tensor:
-        return [tree], (tree.dtype, tree.shape, tree.stride(), tree.requires_grad, signs_of(tree))
+        return [tree], _kind_of(tree)
     if type(tree) is list and len(tree) == 1 and type(tree[0]) is Tensor:
-        only = tree[0]
-        return tree, (list, only.dtype, only.shape, only.stride(), only.requires_grad, signs_of(only))
+        return tree, (list, *_kind_of(tree[0]))
     if _is_flat(tree):
         tensors = [item for item in tree if item is not None]
         return tensors, ("list", *(None if item is None else key_of(item)[1] for item in tree))
     tensors, shape = mb.flatten(tree, views=True)
-    kinds = [(t.dtype, t.shape, t.stride(), t.requires_grad, signs_of(t)) for t in tensors]
+    kinds = [_kind_of(tensor) for tensor in tensors]
     if shape is None:
         return tensors, (None, *kinds)
     constants = tuple((type(leaf), repr(leaf)) for leaf in shape.leaves)
     return tensors, (shape.spec, constants, tuple(shape.again), repr(shape.views) if shape.views else "", *kinds)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, was_view(tensor), signs_of(tensor)
 
 
 def signs_of(tensor: Tensor) -> int:
@@ -158,7 +165,7 @@ def describe(tree: Any) -> dict[str, Any]:
             str(tensor.dtype).removeprefix("torch."),
             list(tensor.shape),
             list(_stride(tensor)),
-            tensor.requires_grad,
+            [tensor.requires_grad, was_view(tensor)],
             signs_of(tensor),
         ]
         for tensor in tensors
@@ -188,17 +195,22 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _place(
-    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, start: int, signs: int
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    marks: tuple[bool, bool],  # requires_grad, was_view
+    start: int,
+    signs: int,
 ) -> TensorPlace:
     sent = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
     offset, contiguous = start // dtype.itemsize, _contiguous(sent)
     span, dense = _span(sent, stride)
     count = math.prod(sent)
     if dense or count == 0:
-        return TensorPlace(dtype, shape, stride, requires_grad, offset, sent, stride, signs)
+        return TensorPlace(dtype, shape, stride, *marks, offset, sent, stride, signs)
     if span is None or span > _SPARSEST * count:  # elements share memory, or too little of it is used
-        return TensorPlace(dtype, shape, _contiguous(shape), requires_grad, offset, shape, _contiguous(shape), signs)
-    return TensorPlace(dtype, shape, stride, requires_grad, offset, sent, contiguous, signs)
+        return TensorPlace(dtype, shape, _contiguous(shape), *marks, offset, shape, _contiguous(shape), signs)
+    return TensorPlace(dtype, shape, stride, *marks, offset, sent, contiguous, signs)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, bool]:
