@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.runner.outcome import Figure, between, shown
-from gapless.view.summary import text
+from gapless.view.template import text
 
 _WIDTH, _ROW, _BAR, _VALUE = 440, 40, 12, 76
 

@@ -4,22 +4,20 @@ One file without scripts that works offline; all text is escaped, and a content 
 nothing be loaded.
 """
 
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from importlib.resources import files
 
 from benchmarks import BENCHMARKS
 from benchmarks.runner.chart import charts
 from benchmarks.runner.outcome import Figure, Grid, Outcome, between, shown
 from benchmarks.runner.slower import Comparison
-from gapless.view.summary import text
+from gapless.view.template import hash_of, source, text
 
 
 def render(outcomes: Mapping[str, Outcome], found: Comparison | None, *, quick: bool, missing: int = 0) -> str:
     """The page as text. `found` is None where there is nothing to compare with; `missing` parts were not run yet."""
-    style = "".join(files(place).joinpath(name).read_text("utf-8") for place, name in _STYLES)
-    policy = f"default-src 'none'; style-src 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    style = source("curves.css") + files("benchmarks.runner").joinpath("sheet.css").read_text("utf-8")
+    policy = f"default-src 'none'; style-src 'sha256-{hash_of(style)}'; base-uri 'none'; form-action 'none'"
     ran = {key: each for key, each in outcomes.items() if not each.skipped}
     skipped = {key: each for key, each in outcomes.items() if each.skipped}
     parts = [
@@ -40,13 +38,6 @@ def render(outcomes: Mapping[str, Outcome], found: Comparison | None, *, quick: 
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>gapless benchmarks</title><style>{style}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
-
-
-_STYLES = (("gapless.view", "curves.css"), ("benchmarks.runner", "sheet.css"))
-
-
-def _hash(source: str) -> str:
-    return b64encode(sha256(source.encode("utf-8")).digest()).decode("ascii")
 
 
 def _machine(outcomes: Sequence[Outcome]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gapless import units
-from gapless.cli.plan_report import report
+from gapless.cli.planning.plan_report import report
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device
 from gapless.plan.search.search import search

@@ -20,7 +20,7 @@ from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.view import legend, page, summary
+from gapless.view import legend, page, summary, template
 from gapless.view.figures import Units, figure
 from gapless.view.needs import resolve
 from tests.view.conftest import EVIL, timeline_of
@@ -99,7 +99,7 @@ def test_an_evil_name_stays_text_in_every_place(eight: list[Timeline]) -> None:
     tags = re.compile(r"<[a-z/!][^>]*>", re.IGNORECASE)
     assert [tag.split()[0] for tag in tags.findall(evil)] == [tag.split()[0] for tag in tags.findall(tame)]
     assert data_of(evil)["timelines"][0]["name"] == EVIL
-    assert f"<title>{summary.text(EVIL)}</title>" in evil
+    assert f"<title>{template.text(EVIL)}</title>" in evil
 
 
 def test_a_name_with_a_lone_surrogate_can_be_written(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ simulate      time and memory of a schedule
 compare       all schedules, ranked
 explore       a page with sliders, served on this machine
 verify        check a schedule in a file
-plan          cut a model and choose a schedule for it; beside it plan_report, plan_page, what_if_report, no_flush and
-              device_kinds
+plan          cut a model and choose a schedule for it; what it prints and draws is in `planning`
 checkpoint    list, verify and export checkpoints
 train         train what a config describes
 view          the report of a run

@@ -8,7 +8,8 @@ from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import RECIPES
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, plain
-from gapless.view import cards, text
+from gapless.view import text
+from gapless.view.template import filled
 
 EXAMPLE = "gapless compare --devices 8 --microbatches 32 --memory-limit 1x"
 add = options.add_all
@@ -26,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ScheduleError(f"no schedule {fact} ({reasons})")
     ranked.sort(key=lambda t: _value(t, arguments.objective))
     unflushed = [t for t in timelines if not RECIPES[t.name].synchronous]
-    left_out = cards.listing("Left out", refused.items()) if refused else ""
+    left_out = ""
+    if refused and arguments.html:
+        left_out = filled("listing.html", title="Left out", rows=refused.items())
     options.write_pictures(arguments, [*ranked, *unflushed], limit, overview=True, back=left_out)
     if arguments.json:
         found = [{**t.summary(), "rank": i + 1, "best": i == 0} for i, t in enumerate(ranked)]

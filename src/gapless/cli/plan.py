@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gapless import units
-from gapless.cli import options, plan_page, terminal, what_if_report
-from gapless.cli.device_kinds import Kinds, read_kinds
-from gapless.cli.no_flush import planned
-from gapless.cli.plan_report import best_of_each_kind, report
+from gapless.cli import options, terminal
+from gapless.cli.planning import plan_page, what_if_report
+from gapless.cli.planning.device_kinds import Kinds, read_kinds
+from gapless.cli.planning.pipedream_plan import planned
+from gapless.cli.planning.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan.asynchronous.alternatives import Alternative, others
 from gapless.plan.asynchronous.replicate import FORMS

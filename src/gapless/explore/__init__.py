@@ -6,6 +6,6 @@ explore_page  the page itself: the page of timelines, with a panel of sliders
 workers       processes that make the answers
 server        serves the page and its answers to this machine, and to nobody else
 
-explore.js    sends what the sliders say, and shows the answers
-explore.css   the style sheet of the panel
+panel.html    the panel, in `templates/`; its style sheet is explore.css, in `styles/`
+explore.js    in `scripts/`: sends what the sliders say, and shows the answers
 """

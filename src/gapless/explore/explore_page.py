@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 from gapless.explore.question import NAMES, Question
 from gapless.schedule.recipes import RECIPES
 from gapless.view import legend, page
 from gapless.view.figures import Units
-from gapless.view.summary import text
+from gapless.view.template import filled, source
 
 _CHOSEN = ("1f1b", "zb-v")
 
@@ -51,39 +50,14 @@ SLIDERS = (
 @cache
 def render() -> str:
     """The page as text. It has no timeline: its script asks for them."""
-    here = files("gapless.explore")
     return page.assemble(
         page.shared(Units(), [], "overview"),
         title="gapless explore",
         subtitle="Move a slider, and every schedule is made and simulated again.",
-        style=page.source("timeline.css") + here.joinpath("explore.css").read_text("utf-8"),
-        script=here.joinpath("explore.js").read_text("utf-8"),
-        front=_panel(),
-        key=page.key_of(legend.KINDS[:5]),
-    )
-
-
-def _panel() -> str:
-    boxes = "".join(
-        f'<label title="{text(RECIPES[name].note)}"><input type="checkbox" name="schedule" value="{name}"'
-        f"{' checked' if name in _CHOSEN else ''}>{name}</label>"
-        for name in NAMES
-    )
-    return (
-        '<details class="panel" id="panel" open><summary>What to draw</summary><form id="sliders">'
-        f'<div class="sliders">{"".join(map(_slider, SLIDERS))}</div>'
-        f'<fieldset class="boxes"><legend>schedules</legend>{boxes}'
-        '<button type="reset" class="button">Start again</button></fieldset></form></details>\n'
-        '<ul class="refused" id="refused" aria-live="polite"></ul>'
-    )
-
-
-def _slider(slider: Slider) -> str:
-    off = "" if slider.off is None else f' data-off="{slider.off:g}" data-word="{slider.word}"'
-    place = f'min="{slider.low:g}" max="{slider.high:g}" step="{slider.step:g}" value="{slider.start:g}"'
-    typed = f'min="{slider.low:g}" max="{slider.most:g}" step="any" value="{slider.start:g}"'
-    return (
-        f'<label class="slider" title="{text(slider.what)}"><span>{text(slider.label)} <b data-for="{slider.name}"></b>'
-        f'</span><input type="range" name="{slider.name}" {place}{off}>'
-        f'<input type="number" data-of="{slider.name}" {typed} aria-label="{text(slider.label)}, as a number"></label>'
+        style=source("timeline.css") + source("explore.css", "gapless.explore"),
+        script=source("explore.js", "gapless.explore"),
+        front=filled(
+            "panel.html", "gapless.explore", sliders=SLIDERS, recipes=[RECIPES[name] for name in NAMES], chosen=_CHOSEN
+        ),
+        key=legend.KINDS[:5],
     )

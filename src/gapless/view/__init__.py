@@ -1,25 +1,29 @@
 """Timelines and schedules for people to look at. In reading order:
 
-legend    what each kind of action is called, and its colour; the page's legend is made in `page`
+legend    what each kind of action is called, and its colour
 text      grids, tables and figures for a terminal
 figures   numbers as people read them, and their units
 needs     who waits for whom, as numbers
 columns   a timeline packed for the page
+template  pages from templates
 summary   the page's table
-cards     what stands beside timelines on a page: figures, bars, tables, lists
 page      one interactive HTML file, put together from the files below
 svg       a picture that stands still
 curves    curves side by side, on a page without scripts
 run_page  the report of a run: curves, figures and tables around its timelines
 perfetto  a trace for ui.perfetto.dev
 
-curves.css           the style sheet of `curves`
-cards.css            that of `cards`
+What pages are made of, in `templates/`:
 
-What the page is made of:
+timeline.html   the page: its fixed words and controls, its legend, and places for the parts below
+summary.html    its table
+report.html     what stands beside timelines: figures, bars, tables, lists
+run_front.html  the report of a run before its timelines, and after them: run_back.html
+listing.html    a folded table of two columns
+curves.html     the page of `curves`
 
-timeline.html        its fixed words and controls, with a {{place}} for each part that `page` fills in
-timeline.css         its layout and colours, but for those of actions
+In `styles/`, but for the colours of actions: timeline.css, report.css, curves.css. In `scripts/`:
+
 timeline.data.js     reads the columns, and answers what drawing asks of them
 timeline.draw.js     draws the rows: actions, idle time, memory
 timeline.overlay.js  draws what follows the pointer, and the time axis

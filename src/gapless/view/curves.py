@@ -5,16 +5,13 @@ security policy lets nothing run and nothing be loaded.
 """
 
 import math
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from importlib.resources import files
 from statistics import fmean
 
 from gapless.errors import ScheduleError
 from gapless.view.figures import figure
-from gapless.view.summary import text
+from gapless.view.template import filled, hash_of, html, source, text
 
 Run = Sequence[float | None]  # None: nothing there
 _WIDTH, _HEIGHT = 320, 200
@@ -41,33 +38,18 @@ def render(
     """The page as text: `words` are its paragraphs, `tables` have headings and rows."""
     if not panels or not xs:
         raise ScheduleError("there is no curve to draw: give at least one panel, and a place on its axis")
-    style = files("gapless.view").joinpath("curves.css").read_text(encoding="utf-8")
-    area = _Area(xs, panels, axes)
-    policy = f"default-src 'none'; style-src 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
-    told = "\n".join(f"<p>{text(each)}</p>" for each in words)
-    drawn = "\n".join(area.figure(panel) for panel in panels)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title><style>{style}</style></head>\n<body><h1>{text(title)}</h1>\n{told}\n"
-        f'<p class="muted">Thin lines are single runs, the thick one is their mean; grey is the mean of '
-        f"{text(panels[0].name)}.</p>\n"
-        f'<div class="panels">\n{drawn}\n</div>\n{"".join(map(_table, tables))}</body></html>\n'
+    style, area = source("curves.css"), _Area(xs, panels, axes)
+    return filled(
+        "curves.html",
+        policy=f"default-src 'none'; style-src 'sha256-{hash_of(style)}'; base-uri 'none'; form-action 'none'",
+        title=title,
+        style=style,
+        paragraphs=words,
+        panels=[(panel, html(area.drawn(panel))) for panel in panels],
+        tables=tables,
+        width=_WIDTH,
+        height=_HEIGHT,
     )
-
-
-def _table(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
-    head = "".join(f'<th scope="col">{text(each)}</th>' for each in table[0])
-    rows = "\n".join(
-        f'<tr><th scope="row">{text(name)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in table[1]
-    )
-    return f'<div class="scroller"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n'
-
-
-def _hash(source: str) -> str:
-    return b64encode(sha256(source.encode("utf-8")).digest()).decode("ascii")
 
 
 def mean(runs: Sequence[Run]) -> list[float | None]:
@@ -90,17 +72,13 @@ class _Area:
         self._high = max(min(max(known, default=1.0), 1.1 * max(starts, default=1.0)), self._low + 1e-9)
         self._reference = mean(panels[0].runs)
 
-    def figure(self, panel: Panel) -> str:
-        """One way."""
+    def drawn(self, panel: Panel) -> str:
+        """The first panel in grey, then the runs and their mean."""
         lines = [*self._grid(), self._line("other", self._reference)]
         lines += [self._line("seed", run) for run in panel.runs if len(panel.runs) > 1]
         if panel is not self._panels[0]:
             lines.append(self._line("mean", mean(panel.runs)))
-        name = text(panel.name)
-        return (
-            f"<figure><figcaption><h2>{name}</h2><span>{text(panel.note)}</span></figcaption>"
-            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}">{"".join(lines)}</svg></figure>'
-        )
+        return "".join(lines)
 
     def _x(self, value: float) -> float:
         first, last = self._xs[0], max(self._xs[-1], self._xs[0] + 1e-9)

@@ -6,11 +6,7 @@ escape, and the script puts text only into text nodes. A content security policy
 """
 
 import json
-import re
-from base64 import b64encode
 from collections.abc import Sequence
-from hashlib import sha256
-from importlib.resources import files
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -19,10 +15,11 @@ from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
-from gapless.view import cards, columns, legend
+from gapless.view import columns, legend
 from gapless.view.figures import Measure, Units
 from gapless.view.needs import row_offsets
-from gapless.view.summary import named, table, text
+from gapless.view.summary import named, table
+from gapless.view.template import filled, hash_of, source
 from gapless.view.text import percent
 
 _SCRIPTS = (
@@ -35,7 +32,6 @@ _SCRIPTS = (
     "timeline.link.js",
     "timeline.open.js",
 )
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
 _SQUEEZED = 3  # times the shortest makespan: what takes longer runs out of the window until one zooms out
 
 
@@ -55,7 +51,7 @@ def render(
     units     what times and memory count, where they are measured
     ranked    whether the timelines compete, so that the best is marked
     overview  whether it opens with thin rows, for many timelines at a glance
-    front     HTML that comes first, and `back` that comes after the table, made of `cards`
+    front     HTML that comes first, and `back` that comes after the table, both made by `template`
     """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
@@ -74,32 +70,22 @@ def render(
         title=title or title_of(timelines),
         subtitle=_subtitle(timelines),
         front=front,
-        key=key_of(legend.present([timeline.schedule for timeline in timelines])),
+        key=(occurring := legend.present([timeline.schedule for timeline in timelines])),
         table=table(timelines, units, ranked),
-        legend=_legend(timelines),
+        # The six kinds always, so that the page explains schedules not shown yet; transfers where they occur.
+        legend=[kind for kind in legend.KINDS if kind not in TRANSFERS or kind in occurring],
         back=back,
-        columns="\n".join(
-            f'<script type="text/plain" id="columns-{number}">{encoded}</script>'
-            for number, (_, encoded) in enumerate(packed)
-        ),
-        style=source("timeline.css") + cards.style(),
+        columns=[encoded for _, encoded in packed],
+        style=source("timeline.css") + source("report.css"),
     )
 
 
-def assemble(data: dict[str, Any], *, title: str, subtitle: str, style: str, script: str = "", **parts: str) -> str:
+def assemble(data: dict[str, Any], *, style: str, script: str = "", **parts: Any) -> str:
     """The template with its places filled. `script` is one more, at the end, which may ask where the page came from."""
     whole = "(() => {\n" + "".join(map(source, _SCRIPTS)) + script + "})();\n"
-    filled = {
-        "policy": policy(whole, style, asks=bool(script)),
-        "title": text(title),
-        "subtitle": text(subtitle),
-        "style": style,
-        "script": whole,
-        "data": _json(data),
-        **parts,
-    }
-    # One pass over the template: what is put in is never searched for places again.
-    return _PLACE.sub(lambda place: filled.get(place[1], ""), source("timeline.html"))
+    known: dict[str, Any] = {"kinds": legend.KINDS, "entries": legend.ENTRIES, "transfers": TRANSFERS}
+    sources = {"policy": policy(whole, style, asks=bool(script)), "style": style, "script": whole, "data": _json(data)}
+    return filled("timeline.html", **known, **sources, **parts)
 
 
 def write(path: str | Path, timelines: Sequence[Timeline], title: str | None = None, **options: Any) -> None:
@@ -128,29 +114,20 @@ def _home(timelines: Sequence[Timeline]) -> float | None:
     return None if max(shown) == max(lengths) else max(shown)
 
 
-def source(name: str) -> str:
-    """A file that the page is made of."""
-    return files("gapless.view").joinpath(name).read_text(encoding="utf-8")
-
-
 def policy(script: str, style: str, asks: bool = False) -> str:
     """The content security policy; `asks` lets the script ask the server that the page came from, and no other."""
     return "; ".join(
         [
             "default-src 'none'",
             *(["connect-src 'self'"] if asks else []),
-            f"script-src 'sha256-{_hash(script)}'",
-            f"style-src 'sha256-{_hash(style)}'",
+            f"script-src 'sha256-{hash_of(script)}'",
+            f"style-src 'sha256-{hash_of(style)}'",
             "base-uri 'none'",
             "form-action 'none'",
             "require-trusted-types-for 'script'",
             "trusted-types 'none'",
         ]
     )
-
-
-def _hash(source: str) -> str:
-    return b64encode(sha256(source.encode("utf-8")).digest()).decode("ascii")
 
 
 def _json(data: Any) -> str:
@@ -227,26 +204,3 @@ def _subtitle(timelines: Sequence[Timeline]) -> str:
             _several({sum(schedule.num_actions for schedule in schedules)}, "action"),
         ]
     )
-
-
-def key_of(kinds: Sequence[Kind]) -> str:
-    """Their colours, in one line above the picture."""
-    items = [f"<li>{_swatch(kind)}{text(legend.ENTRIES[kind].name)}</li>" for kind in kinds]
-    return "".join([*items, '<li><span class="swatch idle inner"></span>idle</li>'])
-
-
-def _swatch(kind: Kind) -> str:
-    letter = "" if kind in TRANSFERS else kind.value
-    return f'<span class="swatch" data-kind="{legend.KINDS.index(kind)}">{letter}</span>'
-
-
-def _legend(timelines: Sequence[Timeline]) -> str:
-    """The six kinds always, so that the page explains schedules not shown yet; transfers where they occur."""
-    occurring = legend.present([timeline.schedule for timeline in timelines])
-    items = []
-    for kind, entry in legend.ENTRIES.items():
-        if kind in TRANSFERS and kind not in occurring:
-            continue
-        absent = "" if kind in occurring else ' class="absent"'
-        items.append(f"<div{absent}><dt>{_swatch(kind)}{text(entry.name)}</dt><dd>{text(entry.meaning)}</dd></div>")
-    return "\n".join(items)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gapless.schedule.timeline import Timeline
-from gapless.view import cards, page
+from gapless.view import page
 from gapless.view.curves import ticks
 from gapless.view.figures import Units, figure
-from gapless.view.summary import text
+from gapless.view.template import filled, html
 
 _WIDTH, _HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 24
@@ -55,18 +55,9 @@ def render(report: RunReport) -> str:
     """The page as text."""
     total = sum(seconds for _, seconds in report.spent) or 1.0
     spent = [(name, seconds / total, f"{seconds:,.2f} s") for name, seconds in report.spent]
-    front = cards.section(
-        "The run",
-        cards.tiles(report.tiles),
-        f'<div class="panels">{"".join(map(_figure, report.curves))}</div>',
-    )
-    where = "Where the time went"
-    back = cards.section(
-        "More of the run",
-        cards.card(where, cards.parts_of(where, spent), name="spent"),
-        *(cards.card(title, cards.pairs(rows)) for title, rows in report.tables),
-        *(cards.folded(title, cards.verbatim(words)) for title, words in report.listings),
-    )
+    curves = [(curve, html("".join(_drawn([thinned(points) for _, points in curve.lines])))) for curve in report.curves]
+    front = filled("run_front.html", tiles=report.tiles, curves=curves, width=_WIDTH, height=_HEIGHT)
+    back = filled("run_back.html", spent=spent, tables=report.tables, listings=report.listings)
     return page.render(report.timelines, report.title, units=report.units, ranked=False, front=front, back=back)
 
 
@@ -76,20 +67,6 @@ def thinned(points: Points) -> list[tuple[float, float]]:
     size = math.ceil(len(known) / _POINTS) or 1
     parts = [known[at : at + size] for at in range(0, len(known), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
-
-
-def _figure(curve: Curve) -> str:
-    lines = [(name, thinned(points)) for name, points in curve.lines]
-    keys = "".join(
-        cards.sample(f'<path class="key-{number % 4}" d="M0 5H14"/>') + f"{text(name)} "
-        for number, (name, _) in enumerate(lines)
-        if len(lines) > 1
-    )
-    drawn = "".join(_drawn([points for _, points in lines]))
-    return (
-        f"<figure><figcaption><h2>{text(curve.name)}</h2><span>{keys}{text(curve.note)}</span></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(curve.name)}">{drawn}</svg></figure>'
-    )
 
 
 def _drawn(lines: Sequence[Points]) -> Iterator[str]:

@@ -5,12 +5,12 @@ It is written as HTML here and not by the script, so that it is there at once, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline
 from gapless.view.figures import Measure, Units
+from gapless.view.template import filled
 from gapless.view.text import percent
 
 _BARE, _NONE = Measure(), Units()
@@ -21,11 +21,6 @@ def named(timeline: Timeline) -> str:
     return timeline.name or timeline.schedule.name or "schedule"
 
 
-def text(value: str) -> str:
-    """Any string as HTML text or attribute, lone surrogates included."""
-    return escape(value.encode("utf-8", "replace").decode("utf-8"), quote=True)
-
-
 @dataclass(frozen=True)
 class Column:
     """A figure of every timeline: its heading, what explains it, and how it is shown."""
@@ -33,12 +28,7 @@ class Column:
     heading: str
     explanation: str
     value: Callable[[Timeline], Number]
-    quantity: Literal["time", "memory", "share", "count"] = "time"  # a share is in per cent, and has a bar
-
-    @property
-    def ranked(self) -> bool:
-        """Whether less is better."""
-        return self.quantity != "count"
+    quantity: Literal["time", "memory", "share", "count"] = "time"  # less is better, but of a count
 
     def shown(self, value: Number, measure: Measure = _BARE) -> str:
         """The number alone: its unit stands in the heading."""
@@ -69,38 +59,27 @@ def table(timelines: Sequence[Timeline], units: Units = _NONE, ranked: bool = Tr
         columns.insert(0, _PERIOD)
     measures = {"time": units.of_time(timelines), "memory": units.of_memory(timelines)}
     of = [measures.get(column.quantity, _BARE) for column in columns]
-    head = '<th scope="col" aria-sort="none"><button type="button">schedule</button></th>' + "".join(
-        f'<th scope="col" aria-sort="none" class="number"><button type="button" title="{text(column.explanation)}">'
-        f"{_heading(column, units, measure)}</button></th>"
-        for column, measure in zip(columns, of, strict=True)
-    )
     competes = [ranked and timeline.schedule.num_minibatches == 1 for timeline in timelines]
     cells = [
         _cells(column, measure, [column.value(timeline) for timeline in timelines], competes)
         for column, measure in zip(columns, of, strict=True)
     ]
-    rows = "\n".join(
-        f'<tr data-timeline="{number}"><th scope="row" title="{name}"><a href="#timeline-{number}">{name}</a></th>'
-        f"{''.join(column[number] for column in cells)}</tr>"
-        for number, name in enumerate(text(named(timeline)) for timeline in timelines)
-    )
-    return (
-        '<table id="summary"><caption class="unseen">Summary of all schedules</caption>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    return filled(
+        "summary.html",
+        headings=[(_heading(column, units, measure), column) for column, measure in zip(columns, of, strict=True)],
+        rows=list(zip(map(named, timelines), zip(*cells, strict=True), strict=True)),
     )
 
 
-def _cells(column: Column, measure: Measure, values: Sequence[Number], competes: Sequence[bool]) -> list[str]:
+def _cells(
+    column: Column, measure: Measure, values: Sequence[Number], competes: Sequence[bool]
+) -> list[tuple[str, str, bool, bool]]:
+    """For each timeline its value to sort by, as it is shown, whether it is the best, and whether it has a bar."""
     rivals = [value for value, one_of_them in zip(values, competes, strict=True) if one_of_them]
-    bar = '<i class="bar"></i>' if column.quantity == "share" else ""
     found = []
     for value, one_of_them in zip(values, competes, strict=True):
-        best = one_of_them and column.ranked and _is_best(value, rivals)
-        mark = '<span class="unseen"> (best)</span>' if best else ""
-        found.append(
-            f'<td class="number{" best" if best else ""}" data-value="{float(value)!r}">'
-            f"{bar}<span>{column.shown(value, measure)}</span>{mark}</td>"
-        )
+        best = one_of_them and column.quantity != "count" and _is_best(value, rivals)
+        found.append((repr(float(value)), column.shown(value, measure), best, column.quantity == "share"))
     return found
 
 

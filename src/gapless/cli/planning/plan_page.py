@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from gapless import units
-from gapless.cli.plan_report import FIGURES, best_of_each_kind, ranking, rejections, without_a_pipeline
+from gapless.cli.planning.plan_report import FIGURES, best_of_each_kind, ranking, rejections, without_a_pipeline
 from gapless.plan.asynchronous.alternatives import Alternative
 from gapless.plan.explain import PARTS
 from gapless.plan.plan import Plan
@@ -12,8 +12,9 @@ from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.search import Found
 from gapless.plan.search.what_if import Answer
-from gapless.view import cards, page
+from gapless.view import page
 from gapless.view.figures import Units
+from gapless.view.template import filled
 
 _SHOWN_DEVICES = 64
 _NUM_TIMELINES = 3
@@ -33,27 +34,31 @@ def render(profile: Profile, found: Found, beside: Beside, top: int) -> str:
     step = units.show_seconds(best.step_seconds)
     devices = best.num_devices * best.mesh.replicas
     rows, told = ranking(found, top, beside.others)
-    marks = [mark for mark, *_ in rows]
-    front = cards.section(
-        "The plan",
-        cards.tiles(_tiles(profile, best)),
-        cards.beside(
-            cards.card(f"Where the step of {step} goes", cards.parts_of("Where the step goes", _breakdown(best))),
-            cards.card(_memory_title(best), _memory(best)),
-        ),
-        cards.card("Why this one", *map(cards.paragraph, _reasons(found))),
-        cards.card(
-            "Plans",
-            cards.table(FIGURES, [_marked(row) for row in rows], marked=marks.index("*")),
-            *map(cards.paragraph, told),
-        ),
+    used = [part.name for part in fields(Footprint) if any(getattr(held, part.name) for held in best.memory)]
+    more = len(best.memory) - _SHOWN_DEVICES
+    front = filled(
+        "plan_front.html",
+        __package__,
+        tiles=_tiles(profile, best),
+        step=step,
+        breakdown=_breakdown(best),
+        memory_title=_memory_title(best),
+        memory_parts=[name.replace("_", " ") for name in used],
+        memory=_memory(best, used)[:_SHOWN_DEVICES],
+        more_devices=f"and {units.show_count(more, 'device')} more" if more > 0 else "",
+        reasons=_reasons(found),
+        figures=FIGURES,
+        plans=[_marked(row) for row in rows],
+        best=[mark for mark, *_ in rows].index("*"),
+        marks=told,
     )
-    back = cards.section(
-        "More of the plan",
-        cards.card("Stages", cards.table(("stage", "device", "layers", "recompute"), _stages(best))),
-        _what_if(beside.answers),
-        cards.folded("Left out", cards.pairs(rejections(found))) if found.rejected else "",
-    )
+    changes = [
+        (answer.change.text, "-", answer.reason)
+        if answer.plan is None
+        else (answer.change.text, f"+{100 * answer.gain:.1f}%", answer.plan.title)
+        for answer in beside.answers
+    ]
+    back = filled("plan_back.html", __package__, stages=_stages(best), changes=changes, left_out=rejections(found))
     return page.render(
         [plan.timeline for plan in best_of_each_kind(found.plans, _NUM_TIMELINES)],
         f"{profile.name or 'model'} · {best.recipe} · {units.show_count(devices, 'device')} · {step} a step",
@@ -97,7 +102,7 @@ def _tiles(profile: Profile, best: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _breakdown(plan: Plan) -> list[cards.Share]:
+def _breakdown(plan: Plan) -> list[tuple[str, float, str]]:
     total = plan.step_seconds or 1.0
     seconds = [(name, max(0.0, getattr(plan.breakdown, part))) for part, name in PARTS.items()]
     return [(name, each / total, units.show_seconds(each)) for name, each in seconds]
@@ -108,18 +113,15 @@ def _memory_title(plan: Plan) -> str:
     return f"Memory per device, of {units.show_bytes(max(limits))}" if limits else "Memory per device"
 
 
-def _memory(plan: Plan) -> str:
-    used = [part.name for part in fields(Footprint) if any(getattr(held, part.name) for held in plan.memory)]
+def _memory(plan: Plan, used: Sequence[str]) -> list[tuple[str, list[float], str, float | None]]:
+    """A bar for each device: its parts as shares of the longest bar or limit, what it holds, and its limit."""
     most = max([held.total for held in plan.memory] + [limit for limit in plan.limits if limit is not None])
     bars = []
     for device, (held, limit) in enumerate(zip(plan.memory, plan.limits, strict=True)):
         words = units.show_bytes(held.total) + ("" if limit is None else f" ({100 * held.total / limit:.0f}%)")
         shares = [getattr(held, name) / most for name in used]
-        bars.append(cards.Stack(f"device {device}", shares, words, None if limit is None else limit / most))
-    more = len(bars) - _SHOWN_DEVICES
-    rest = cards.paragraph(f"and {units.show_count(more, 'device')} more") if more > 0 else ""
-    drawn = cards.stacks("Memory per device", [name.replace("_", " ") for name in used], bars[:_SHOWN_DEVICES])
-    return drawn + rest
+        bars.append((f"device {device}", shares, words, None if limit is None else limit / most))
+    return bars
 
 
 def _stages(plan: Plan) -> list[tuple[str, ...]]:
@@ -135,15 +137,3 @@ def _stages(plan: Plan) -> list[tuple[str, ...]]:
         found.append((str(stage), str(own), f"{span} ({count})", words.get(remat, remat)))
         first += count
     return found
-
-
-def _what_if(answers: Sequence[Answer]) -> str:
-    if not answers:
-        return ""
-    rows = [
-        (answer.change.text, "-", answer.reason)
-        if answer.plan is None
-        else (answer.change.text, f"+{100 * answer.gain:.1f}%", answer.plan.title)
-        for answer in answers
-    ]
-    return cards.card("What if", cards.table(("change", "samples/s", "plan"), rows))
