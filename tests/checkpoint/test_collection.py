@@ -143,8 +143,8 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_gone(
 ) -> None:
     monkeypatch.setattr("gapless.checkpoint.collection._LOCK_WITHIN", 0.0)
     program = (
-        "import sys; from pathlib import Path; from gapless.checkpoint.held_folder import HeldFolder; "
-        "held = HeldFolder.of(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from gapless.checkpoint.disk import HeldFolder; "
+        "held = HeldFolder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     (tmp_path / "run").mkdir()
     words = [sys.executable, "-c", program, str(tmp_path / "run")]

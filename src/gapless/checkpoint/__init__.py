@@ -9,8 +9,7 @@ tree          trees of values as JSON
 pieces        tensors as blocks of bytes, in safetensors files
 manifest      what a checkpoint is, where its bytes are, and their hashes
 save          from memory to a checkpoint that is there
-held_folder   who is at work in a folder
-disk          what a save does to the disk, one method each
+disk          what a save does to the disk, one method each, and who is at work in a folder
 opened        a checkpoint to be read
 export        the weights for others: a plain file, or as Hugging Face has them
 random_state  the random numbers of a process

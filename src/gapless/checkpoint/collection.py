@@ -13,26 +13,23 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from gapless.checkpoint.contents import Contents
 from gapless.checkpoint.copies import Copies
-from gapless.checkpoint.disk import Disk, aside, make_folders
-from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers, set_aside
+from gapless.checkpoint.disk import Disk, HeldFolder, aside, held_soon, make_folders, remove_leftovers, set_aside
 from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
 from gapless.checkpoint.manifest import Manifest, UnreadableError, faults
-from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, forgiving, met, not_shared
+from gapless.checkpoint.save import SaveUnderWay, begin, folder_of, met, not_shared, remove_if_there
 from gapless.checkpoint.saveable import Saveable
 from gapless.errors import CheckpointError, ConfigError, printable
 from gapless.run.world import Gathering
 
 Better = Literal["lower", "higher"]
-_LOCK_WITHIN = 10.0  # seconds: a child of a killed process may hold it a little longer
-_OFTEN = 0.1
+_LOCK_WITHIN = 10.0  # seconds
 _LEAST_URGENT = 19
 
 
@@ -111,7 +108,7 @@ class Checkpoints:
             try:
                 self._copies.take(under_way)
             except BaseException:
-                under_way.give_up()
+                under_way.cleanup.close()
                 raise
         self._thread = threading.Thread(target=self._finish, args=(under_way,), name="gapless checkpoint")
         self._thread.start()
@@ -205,30 +202,26 @@ class Checkpoints:
 
     # -- the folder -------------------------------------------------------------------------------------------------
 
-    def _opened(self, gathering: Gathering) -> HeldFolder | None:
+    def _opened(self, gathering: Gathering) -> ExitStack:
         """By all ranks: the first holds the folder, and all others see what it does there."""
         disk, folder, probe = self._disk, self.folder, self.folder / aside("shared")
-        held, fault = None, None
-        try:
-            if gathering.place == 0:
-                make_folders(disk, folder)
-                held = _held_soon(folder)
-                remove_leftovers(disk, folder)
-                disk.make_folder(probe)
-        except Exception as error:
-            fault = error
-        try:
-            name = met(gathering, "save", folder, fault, {}, probe.name)[0]
-            seen = (folder / name).is_dir()
-            met(gathering, "save", folder, None if seen else CheckpointError(not_shared(folder)), {})
-        except BaseException:
-            if held is not None:
-                held.give_back()
-            raise
-        finally:
-            if gathering.place == 0 and probe.is_dir():
-                forgiving(lambda: disk.remove(probe))
-        return held
+        fault = None
+        with ExitStack() as held:
+            try:
+                if gathering.place == 0:
+                    make_folders(disk, folder)
+                    held.enter_context(_held(folder))
+                    remove_leftovers(disk, folder)
+                    disk.make_folder(probe)
+            except Exception as error:
+                fault = error
+            try:
+                name = met(gathering, "save", folder, fault, {}, probe.name)[0]
+                seen = (folder / name).is_dir()
+                met(gathering, "save", folder, None if seen else CheckpointError(not_shared(folder)), {})
+            finally:
+                remove_if_there(disk, probe)
+            return held.pop_all()
 
     def _check_open(self) -> None:
         if self._copies.closed:
@@ -240,8 +233,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._copies.close()
-            if self._held is not None:
-                self._held.give_back()
+            self._held.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -266,14 +258,10 @@ def _let_others_go_first() -> None:
             os.sched_setscheduler(0, policy, os.sched_param(urgent - 1))
 
 
-def _held_soon(folder: Path) -> HeldFolder | None:
-    until = time.monotonic() + _LOCK_WITHIN
-    while True:
-        try:
-            return HeldFolder.of(folder)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise CheckpointError(
-                    f"another process saves to {printable(str(folder))}: end it, or choose another folder for this run"
-                ) from None
-            time.sleep(_OFTEN)
+def _held(folder: Path) -> HeldFolder:
+    try:
+        return held_soon(folder, _LOCK_WITHIN)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another process saves to {printable(str(folder))}: end it, or choose another folder for this run"
+        ) from None

@@ -1,6 +1,8 @@
 """What a save does to the disk, one method each: whoever wants to see what a crash or a full disk leaves derives from
 `Disk` and drops, counts or fails its calls. Every error names its path.
 
+Whoever is at work in a folder holds it: a lock that ends with its process, however that ends.
+
 A file is on the disk when it is synced, a name in a folder when the folder is. Until then a crash may leave the one
 without the other: a name with nothing behind it, or a rename that never was.
 """
@@ -10,11 +12,18 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:
+    raise ImportError("gapless trains on Linux, and in one process on macOS: this system has no file locks") from None
+
+_OFTEN = 0.1  # seconds between looks at a folder that is held
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_CWD = -100
 _UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
@@ -135,3 +144,64 @@ def aside(name: str) -> str:
 def is_aside(name: str, of: str = "") -> bool:
     """Whether it is called so: any, or that of one name."""
     return name.startswith(f".{of}." if of else ".") and name.endswith(".aside")
+
+
+class HeldFolder:
+    """A folder that this process alone works in, until it is closed. None of its files tells: a lock is no file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BlockingIOError where another one holds it; `locked` is False where the file system knows no locks."""
+        self._opened: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.locked = True
+        try:
+            fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.locked = False
+            self.close()
+            if isinstance(error, BlockingIOError):
+                raise
+
+    def close(self) -> None:
+        """Which ends the lock."""
+        if self._opened is not None:
+            os.close(self._opened)
+            self._opened = None
+
+    def __enter__(self) -> "HeldFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def held_soon(path: Path, within: float) -> HeldFolder:
+    """A folder, made if it is not there. A child of a killed process may hold it some seconds longer than that."""
+    until = time.monotonic() + within
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            return HeldFolder(path)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_OFTEN)
+
+
+def set_aside(disk: Disk, path: Path) -> None:
+    """Removes a checkpoint. While it goes it has no name that anybody would load."""
+    hidden = path.with_name(aside(path.name))
+    with HeldFolder(path):
+        disk.rename(path, hidden)
+        disk.sync_folder(path.parent)
+        disk.remove(hidden)
+
+
+def remove_leftovers(disk: Disk, folder: Path, of: str = "") -> None:
+    """What saves have left there that were killed. One that is under way holds its folder."""
+    for entry in sorted(folder.iterdir()):
+        if is_aside(entry.name, of) and entry.is_symlink():
+            entry.unlink()
+        elif is_aside(entry.name, of) and entry.is_dir():
+            with suppress(BlockingIOError, FileNotFoundError), HeldFolder(entry) as held:
+                if held.locked:
+                    disk.remove(entry)

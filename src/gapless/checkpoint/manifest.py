@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"manifest": (.*)\}\n', re.
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)  # there is no such file, or a link
 _LARGEST = 1 << 30
 _BLOCK = 4 << 20
+Bytes = tuple[int, int, str, str]  # of a file: from where to where, their hash, and what they are
 _OF_BYTES = {1: "F8_E4M3 F8_E5M2 BOOL I8 U8", 2: "F16 BF16 I16 U16", 4: "F32 I32 U32", 8: "F64 C64 I64 U64"}
 ITEM_BYTES = {name: size for size, names in _OF_BYTES.items() for name in names.split()}
 
@@ -231,28 +232,40 @@ def faults(folder: Path) -> Iterator[CheckpointError]:
     except CheckpointError as error:
         yield error
         return
-    pieces: dict[str, list[tuple[int, int, str, str]]] = {
-        name: [(0, each.header, each.sha256, "its header")] for name, each in manifest.files.items()
-    }
+    parts: dict[str, list[Bytes]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
-            pieces[piece.file].append((piece.begin, piece.end, piece.sha256, name))
-    for file, parts in pieces.items():
+            parts[piece.file].append((piece.begin, piece.end, piece.sha256, name))
+    for file, entry in manifest.files.items():
         path = folder / file
-        shown = printable(str(path))
         try:
-            with open_inside(path) as opened:
-                if (size := os.fstat(opened.fileno()).st_size) != manifest.files[file].size:
-                    wanted = manifest.files[file].size
-                    yield CheckpointError(f"{shown} has {size:,} bytes, and should have {wanted:,}")
-                    continue
-                for begin, end, expected, what in sorted(parts):
-                    if _hash(opened, end - begin) != expected:
-                        yield CheckpointError(f"{shown} is damaged: the hash of {printable(what)} does not match")
+            yield from map(CheckpointError, _damage(path, entry, sorted(parts[file])))
         except FileNotFoundError:
-            yield CheckpointError(f"{shown} is missing")
+            yield CheckpointError(f"{printable(str(path))} is missing")
         except OSError as error:
             yield unread(path, error)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """They are there, with their sizes and headers; what is in them is compared when it is read."""
+    for name, entry in manifest.files.items():
+        try:
+            for fault in _damage(folder / name, entry):
+                raise CheckpointError(f"{fault}; load an earlier checkpoint")
+        except OSError as error:
+            raise unread(folder / name, error) from None
+
+
+def _damage(path: Path, entry: FileEntry, parts: Sequence[Bytes] = ()) -> Iterator[str]:
+    """What is wrong with a file: its size, its header, and these parts of it, which follow the header in this order."""
+    shown = printable(str(path))
+    with open_inside(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) != entry.size:
+            yield f"{shown} has {size:,} bytes, and should have {entry.size:,}"
+            return
+        for begin, end, expected, what in ((0, entry.header, entry.sha256, "its header"), *parts):
+            if _hash(file, end - begin) != expected:
+                yield f"{shown} is damaged: the hash of {printable(what)} does not match"
 
 
 def _hash(file: Any, size: int) -> str:
@@ -261,23 +274,3 @@ def _hash(file: Any, size: int) -> str:
         made.update(block)
         size -= len(block)
     return made.hexdigest()
-
-
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """They are there, with their sizes and headers; what is in them is compared when it is read."""
-    for name, entry in manifest.files.items():
-        path = folder / name
-        shown = printable(str(path))
-        try:
-            with open_inside(path) as file:
-                size, header = os.fstat(file.fileno()).st_size, _hash(file, entry.header)
-        except OSError as error:
-            raise unread(path, error) from None
-        if size != entry.size:
-            raise CheckpointError(
-                f"{shown} has {size:,} bytes, and should have {entry.size:,}; load an earlier checkpoint"
-            )
-        if header != entry.sha256:
-            raise CheckpointError(
-                f"{shown} is damaged: the hash of its header does not match; load an earlier checkpoint"
-            )

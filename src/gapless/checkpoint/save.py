@@ -14,6 +14,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,7 @@ import torch
 
 from gapless._version import __version__
 from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
-from gapless.checkpoint.held_folder import HeldFolder, remove_leftovers
+from gapless.checkpoint.disk import Disk, HeldFolder, aside, make_folders, remove_leftovers, write_synced
 from gapless.checkpoint.manifest import ITEM_BYTES, NAME, FileEntry, Manifest, PieceEntry, TensorEntry
 from gapless.checkpoint.pieces import TensorPart, sharded, write_file
 from gapless.checkpoint.tree import merged
@@ -34,69 +35,60 @@ _FILE = "shard-{:05d}-model-00001-of-00001.safetensors"
 Offer = tuple[str, Sequence[int], Sequence[int], Sequence[int]]  # type, shape, offsets, sizes
 
 
+@dataclass
 class SaveUnderWay:
-    """What is left to do of a save. It may be done in another thread."""
+    """What is left to do of a save. It may be done in another thread.
 
-    def __init__(
-        self,
-        disk: Disk,
-        gathering: Gathering,
-        folder: Path,
-        staging: Path,
-        held: HeldFolder | None,
-        parts: Mapping[str, TensorPart],
-        manifest: Manifest,
-        then: Callable[[Manifest], None],
-    ) -> None:
-        self._disk, self._gathering, self._folder, self._staging = disk, gathering, folder, staging
-        self._held, self._manifest, self._then = held, manifest, then
-        self.parts = parts  # that this rank writes
+    staging  where it is written, and `folder`, what that will be
+    cleanup  what was written goes, unless it is a checkpoint already, and nobody holds it any more
+    parts    that this rank writes
+    """
+
+    disk: Disk
+    gathering: Gathering
+    folder: Path
+    staging: Path
+    cleanup: ExitStack
+    parts: Mapping[str, TensorPart]
+    manifest: Manifest
+    then: Callable[[Manifest], None]
 
     def finish(self) -> None:
         """When it returns, the checkpoint is there for every rank; when it raises, it does so on every rank."""
-        try:
+        with self.cleanup:
             self._finish()
-        finally:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """What was written for it goes, unless it is a checkpoint already."""
-        if self._gathering.place == 0 and self._staging.is_dir():
-            forgiving(lambda: self._disk.remove(self._staging))
-        if self._held is not None:
-            self._held.give_back()
 
     def _finish(self) -> None:
-        gathering, fault = self._gathering, None
+        gathering, fault = self.gathering, None
         written: dict[str, Any] = {}
         try:
             written = self._write()
         except Exception as error:
             fault = self._unshared(error)
-        rows = met(gathering, "save", self._folder, fault, {}, written)
+        rows = met(gathering, "save", self.folder, fault, {}, written)
         if gathering.place == 0:
             try:
-                self._appear(_with_files(self._manifest, rows))
+                self._appear(_with_files(self.manifest, rows))
             except Exception as error:
                 fault = error
-        met(gathering, "save", self._folder, fault, {})
+        met(gathering, "save", self.folder, fault, {})
 
     def _write(self) -> dict[str, Any]:
         """This rank's file."""
         if not self.parts:
             return {}
-        disk, name = self._disk, _FILE.format(self._gathering.place + 1)
-        self._gathering.note("saving a checkpoint")
-        file, pieces = write_file(disk, self._staging / name, self.parts, self._gathering.note, sharded(self.parts))
+        disk, name = self.disk, _FILE.format(self.gathering.place + 1)
+        self.gathering.note("saving a checkpoint")
+        file, pieces = write_file(disk, self.staging / name, self.parts, self.gathering.note, sharded(self.parts))
         return {"file": [name, vars(file)], "pieces": {key: vars(each) for key, each in pieces.items()}}
 
     def _unshared(self, error: Exception) -> Exception:
-        if isinstance(error, FileNotFoundError) and self._gathering.place != 0:
-            return CheckpointError(not_shared(self._folder))
+        if isinstance(error, FileNotFoundError) and self.gathering.place != 0:
+            return CheckpointError(not_shared(self.folder))
         return error
 
     def _appear(self, manifest: Manifest) -> None:
-        disk, folder, staging = self._disk, self._folder, self._staging
+        disk, folder, staging = self.disk, self.folder, self.staging
         write_synced(disk, staging / NAME, manifest.text())
         disk.sync_folder(staging)
         disk.sync_folder(folder.parent)
@@ -107,7 +99,7 @@ class SaveUnderWay:
         else:
             disk.rename(staging, folder)
             disk.sync_folder(folder.parent)
-        self._then(manifest)
+        self.then(manifest)
 
 
 def begin(
@@ -119,15 +111,14 @@ def begin(
 ) -> SaveUnderWay:
     """All ranks can save, and agree on what. `then` is called by the first rank when the checkpoint is there."""
     fault: Exception | None = None
-    own = Contents({})
-    staging, held = folder, None
+    own, staging, cleanup = Contents({}), folder, ExitStack()
     try:
         own = contents()
         if gathering.place == 0:
-            staging, held = _staged(disk, folder)
+            staging = _staged(disk, folder, cleanup)
     except Exception as error:
         fault = error
-    try:
+    with cleanup:
         offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
         told = {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
         rows = met(gathering, "save", folder, fault, own.same, told)
@@ -143,13 +134,7 @@ def begin(
         manifest = Manifest(facts, merged([row["trees"] for row in rows], owners), tensors, {})
         parts = {name: own.parts[name] for name in mine}
         staging = folder.with_name(rows[0]["staging"])
-        return SaveUnderWay(disk, gathering, folder, staging, held, parts, manifest, then)
-    except BaseException:
-        if staging != folder and staging.is_dir():
-            forgiving(lambda: disk.remove(staging))
-        if held is not None:
-            held.give_back()
-        raise
+        return SaveUnderWay(disk, gathering, folder, staging, cleanup.pop_all(), parts, manifest, then)
 
 
 def met(
@@ -195,7 +180,7 @@ def folder_of(path: str | Path) -> Path:
     return folder
 
 
-def _staged(disk: Disk, folder: Path) -> tuple[Path, HeldFolder | None]:
+def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
     """A folder to write to, beside the one it will be, after what may be replaced was looked at."""
     if folder.is_symlink():
         raise CheckpointError(f"{printable(str(folder))} is a link: save to another name, or to what it leads to")
@@ -210,7 +195,9 @@ def _staged(disk: Disk, folder: Path) -> tuple[Path, HeldFolder | None]:
     remove_leftovers(disk, folder.parent, folder.name)
     staging = folder.with_name(aside(folder.name))
     disk.make_folder(staging)
-    return staging, HeldFolder.of(staging)
+    cleanup.enter_context(HeldFolder(staging))
+    cleanup.callback(remove_if_there, disk, staging)
+    return staging
 
 
 def _shared_out(
@@ -269,9 +256,8 @@ def _exchange(disk: Disk, staging: Path, folder: Path) -> None:
         ) from None
 
 
-def forgiving(call: Callable[[], None]) -> None:
+def remove_if_there(disk: Disk, folder: Path) -> None:
     """What can't be removed now is left to the next run."""
-    try:
-        call()
-    except OSError:
-        return
+    if folder.is_dir():
+        with suppress(OSError):
+            disk.remove(folder)

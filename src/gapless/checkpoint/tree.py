@@ -98,25 +98,22 @@ def _at(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
 
 
-def keys_in(value: Json, place: str = "") -> Iterator[str]:
+def keys_in(value: Json) -> Iterator[str]:
     """The places of all keys of an encoded tree."""
-    if isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from keys_in(each, _at(place, str(number)))
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield _at(place, key)
-            yield from keys_in(each, _at(place, key))
+    return (place for place, _, _ in _items(value, ""))
 
 
 def tensors_in(value: Json) -> Iterator[str]:
     """The names of all tensors of an encoded tree."""
+    return (each for _, key, each in _items(value, "") if key == "$tensor")
+
+
+def _items(value: Json, place: str) -> Iterator[tuple[str, str, Json]]:
+    """All keys of the dicts in it, each with its place and what it leads to."""
     if isinstance(value, list):
-        for each in value:
-            yield from tensors_in(each)
+        for number, each in enumerate(value):
+            yield from _items(each, _at(place, str(number)))
     elif isinstance(value, dict):
-        if list(value) == ["$tensor"]:
-            yield value["$tensor"]
-        else:
-            for each in value.values():
-                yield from tensors_in(each)
+        for key, each in value.items():
+            yield _at(place, key), key, each
+            yield from _items(each, _at(place, key))

@@ -105,13 +105,11 @@ def _export(folder: Path, arguments: argparse.Namespace) -> int:
 def _found(folder: Path) -> list[Saved]:
     """The checkpoint, or those of a run."""
     if (folder / NAME).exists():
-        fault, step = "", 0
         try:
             manifest = read_manifest(folder)
             return [Saved(folder, manifest.step, manifest.metric, float(manifest.facts["time"]), manifest.size)]
         except CheckpointError as error:
-            fault = str(error)
-        return [Saved(folder, step, fault=fault)]
+            return [Saved(folder, 0, fault=str(error))]
     found = saved_in(folder)
     if not found and (folder / "checkpoints").is_dir():  # where `gapless train` has them
         found = saved_in(folder / "checkpoints")

@@ -13,8 +13,8 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from gapless._version import __version__
-from gapless.checkpoint.disk import is_aside, replace_file
-from gapless.checkpoint.held_folder import HeldFolder
+from gapless.checkpoint.disk import HeldFolder, held_soon, is_aside, replace_file
 from gapless.checkpoint.listing import saved_in
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
@@ -93,20 +92,17 @@ class RunFolder:
             raise ConfigError(f"run.folder: {self.path} can't be made: {nearest} {reason}")
         return None
 
-    def open(self, config: Config) -> HeldFolder | None:
+    def open(self, config: Config) -> HeldFolder:
         """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its
         numbers would be neither's.
         """
-        held = self._held()
-        try:
+        with ExitStack() as stack:
+            held = stack.enter_context(self._held())
             self._check(config)
-            if held is not None:
+            if held.locked:
                 self._tidy()
-        except BaseException:
-            if held is not None:
-                held.give_back()
-            raise
-        return held
+            stack.pop_all()
+            return held
 
     def _tidy(self) -> None:
         """Of a run that was killed while it wrote a file the half of it may be left, which nobody reads."""
@@ -114,23 +110,17 @@ class RunFolder:
             if is_aside(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
-    def _held(self) -> HeldFolder | None:
-        """A second run in the folder would write over the first. One that was killed may hold it a little longer."""
-        until = time.monotonic() + _LOCK_WITHIN
-        while True:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                return HeldFolder.of(self.path)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
-            if time.monotonic() > until:
-                raise ConfigError(
-                    f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "
-                    "--folder or --fresh"
-                )
-            time.sleep(0.1)
+    def _held(self) -> HeldFolder:
+        """A second run in the folder would write over the first."""
+        try:
+            return held_soon(self.path, _LOCK_WITHIN)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is at work in {self.path}: wait for it or end it, or choose another folder with "
+                "--folder or --fresh"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"run.folder: {self.path} can't be made: {error.strerror or error}") from None
 
     def _check(self, config: Config) -> None:
         before = self.said()

@@ -86,7 +86,7 @@ def prepared(
     with ExitStack() as stack:
         held = ranks.together(partial(folder.look, config))
         if held is not None:
-            stack.callback(held.give_back)
+            stack.callback(held.close)
         config = config.changed(threads=config.pipeline.threads or ranks.decided(folder.threads))
         threads = threads_of(config)
         stack.enter_context(intra_op_threads(threads))
@@ -99,7 +99,7 @@ def prepared(
         missing = folder.missing if ranks.first else []
         opened = ranks.together(lambda: held or folder.open(config))
         if opened is not None:
-            stack.callback(opened.give_back)
+            stack.callback(opened.close)
         stack.callback(_remove_empty, missing)
         keys = config.checkpoint
         store = stack.enter_context(
