@@ -2,9 +2,8 @@
 
 pipeline_trainer  PipelineTrainer, Trainer with its accumulation batches as microbatches
 unsupported       arguments that are refused, by name
-stand_in          in the place of the model, where Trainer calls it
-pipelined_model   what Trainer takes for the model when it evaluates
-look_ahead        a loader whose batches come several at a time
+model_proxy       in the place of the model, where Trainer calls it
+grouped_loader    a loader whose batches come several at a time
 whole_checkpoint  what a kill has left half written is not resumed from
 """
 

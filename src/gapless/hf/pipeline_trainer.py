@@ -25,9 +25,8 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
 from gapless.errors import ConfigError
-from gapless.hf.look_ahead import LookAhead
-from gapless.hf.pipelined_model import PipelinedModel
-from gapless.hf.stand_in import answered, call_in
+from gapless.hf.grouped_loader import GroupedLoader
+from gapless.hf.model_proxy import PipelinedModel, answered, call_in
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
 from gapless.hf.whole_checkpoint import begin, resumed
 from gapless.pipeline.arguments import at_least_one
@@ -224,7 +223,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             calls = [call_in(partial(predicted, copy.copy(batch)), self.model) for batch in batches]
             self._pipelined.foresee([call for call in calls if call is not None])
 
-        ahead = LookAhead(dataloader, self._asked["microbatches"], before)
+        ahead = GroupedLoader(dataloader, self._asked["microbatches"], before)
         return super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def _evaluated(self, calls: Sequence[Any]) -> list[Any]:

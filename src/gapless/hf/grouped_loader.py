@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class LookAhead:
+class GroupedLoader:
     """As the loader, but `before` is called with each group of batches before the first of them is handed out.
 
     Accelerate's loader says at its last batch that it ends, and Trainer then drops what it counted too much. So the
