@@ -46,7 +46,7 @@ def sketched(config: Config, files: own.Files) -> nn.Module | None:
         model = own.call(own.load(part, config, files), part, config)
     assert isinstance(model, nn.Module)
     weights, fixed = (sum(each.nbytes for each in tensors) for tensors in (model.parameters(), model.buffers()))
-    _refuse_above(
+    refuse_above(
         2 * weights + fixed,
         f"model: {part.name} with these arguments has {show_bytes(weights + fixed)} of weights, and their gradients "
         "take as much again",
@@ -65,7 +65,7 @@ def check_batch(config: Config) -> None:
     if isinstance(length, int):
         size = 2 * 8 * config.minibatch * (length + 1)
         what = f"data: a minibatch of {config.minibatch:,} samples of {length:,} tokens takes {show_bytes(size)}"
-        _refuse_above(size, what, "make data.minibatch or context smaller")
+        refuse_above(size, what, "make data.minibatch or context smaller")
 
 
 def check_activations(config: Config, sketch: nn.Module | None, inputs: Any) -> None:
@@ -79,7 +79,7 @@ def check_activations(config: Config, sketch: nn.Module | None, inputs: Any) -> 
         return
     first, samples = _first_microbatch(inputs, layout.microbatches)
     size = kept_by_layers(sketch, first)
-    _refuse_above(
+    refuse_above(
         size,
         f"a microbatch of {samples:,} samples keeps about {show_bytes(size)} for its backward",
         "use more microbatches, a smaller minibatch, or remat",
@@ -111,7 +111,8 @@ def _first_microbatch(inputs: Any, microbatches: int) -> tuple[Any, int]:
     return mb.split(on_meta, microbatches)[0], mb.sizes(mb.batch_size(inputs), microbatches)[0]
 
 
-def _refuse_above(size: int, what: str, way_out: str) -> None:
+def refuse_above(size: int, what: str, way_out: str) -> None:
+    """What takes more than the machine has."""
     there = memory_of_the_host()
     if size > there:
         raise ConfigError(f"{what}, but this machine has {show_bytes(there)} of memory: {way_out}")

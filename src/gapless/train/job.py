@@ -22,7 +22,7 @@ from gapless.stage.devices import torch_devices
 from gapless.train import host_memory
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config, Part
-from gapless.train.data.feed import Batch, Feed, make_feeds, with_shape
+from gapless.train.data.feed import Batch, Feed, make_feeds, share_of, with_shape
 from gapless.train.learning_rate import Scheduled, scheduled
 from gapless.train.torchrun import Ranks
 from gapless.units import show_count
@@ -82,7 +82,7 @@ class Job:
         with self._measuring():
             return make_plan(
                 self.model,
-                *(None if each is None else mb.split(each, self.ranks.replicas)[0] for each in self.first),
+                *share_of(self.first, 0, self.ranks.replicas),
                 mesh=self.ranks.mesh,
                 loss=self.loss,
                 memory=self.config.pipeline.memory,

@@ -11,16 +11,19 @@ Every fault is told at once, with its key and what is allowed there.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import cache
 from inspect import cleandoc
 from typing import Any, NamedTuple, get_args
 
-from gapless.errors import ConfigError, printable
+from gapless import units
+from gapless.errors import ConfigError, ScheduleError, printable
+from gapless.schedule.recipes import find_recipe
 
 Reader = Callable[[Any], Any]
+_REMAT = ("none", "stage", "layer")
 _ENTRY = re.compile(r"(\w+) = (.*?)  (.*?)(?: \| (needed: )?(.*))?")
 
 
@@ -171,3 +174,42 @@ def named(known: Mapping[str, str]) -> Reader:
         return name
 
     return read
+
+
+def devices(value: Any) -> Any:
+    """How many, or which."""
+    read = whole() if type(value) is int else listed(_device, "a number, or a list as ['cuda:0', 'cuda:1']")
+    return read(value)
+
+
+def _device(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", value):
+        raise ConfigError(f"has {value!r:.40}, but a device is 'cpu', or as 'cuda:0'")
+    return value
+
+
+def memory(value: Any) -> int | str | tuple[int | str, ...]:
+    """Bytes as people write them, of all devices or of each."""
+    many: Sequence[Any] = value if isinstance(value, list) else [value]
+    for each in many:
+        units.read_bytes(each)
+    return tuple(many) if isinstance(value, list) else value
+
+
+def schedule(value: Any) -> str:
+    """The name of a recipe."""
+    name: str = text(value)
+    try:
+        find_recipe(name)
+    except ScheduleError as error:
+        raise ConfigError(f"is {name[:60]!r}, but {error}") from None
+    return name
+
+
+def remat(value: Any) -> Any:
+    """Of all stages, or of each."""
+    allowed = f"{', '.join(_REMAT)}, or a list with one of these per stage"
+    for each in value if isinstance(value, list) and value else [value]:
+        if each not in _REMAT:
+            raise ConfigError(f"is {each!r:.40}, but it must be {allowed}")
+    return tuple(value) if isinstance(value, list) else value

@@ -3,18 +3,14 @@ both are read, and the manual is made of them.
 """
 
 import inspect
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 
-from gapless import units
-from gapless.errors import ConfigError, ScheduleError
-from gapless.schedule.recipes import find_recipe
 from gapless.stage.stage import Remat
-from gapless.train.config.keys import arguments, listed, named, one_of, positive, share, text, truth, whole
+from gapless.train.config import keys
 
 MODELS = {
     "gpt": "gapless.zoo.gpt:gpt",
@@ -57,56 +53,18 @@ SCHEDULERS = {
         and not name.startswith("_")
     },
 }
-_REMAT = ("none", "stage", "layer")
-
-
-# -- readers of single keys -------------------------------------------------------------------------------------------
-
-
-def _devices(value: Any) -> Any:
-    read = whole() if type(value) is int else listed(_device, "a number, or a list as ['cuda:0', 'cuda:1']")
-    return read(value)
-
-
-def _device(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", value):
-        raise ConfigError(f"has {value!r:.40}, but a device is 'cpu', or as 'cuda:0'")
-    return value
-
-
-def _memory(value: Any) -> int | str | tuple[int | str, ...]:
-    many: Sequence[Any] = value if isinstance(value, list) else [value]
-    for each in many:
-        units.read_bytes(each)
-    return tuple(many) if isinstance(value, list) else value
-
-
-def _schedule(value: Any) -> str:
-    name: str = text(value)
-    try:
-        find_recipe(name)
-    except ScheduleError as error:
-        raise ConfigError(f"is {name[:60]!r}, but {error}") from None
-    return name
-
-
-def _remat(value: Any) -> Any:
-    allowed = f"{', '.join(_REMAT)}, or a list with one of these per stage"
-    for each in value if isinstance(value, list) and value else [value]:
-        if each not in _REMAT:
-            raise ConfigError(f"is {each!r:.40}, but it must be {allowed}")
-    return tuple(value) if isinstance(value, list) else value
 
 
 # -- the tables -------------------------------------------------------------------------------------------------------
 
-Whole = Annotated[int, whole()]
-Count = Annotated[int, whole(0)]
-Positive = Annotated[float, positive]
-Text = Annotated[str, text]
-Truth = Annotated[bool, truth]
-Arguments = Annotated[Mapping[str, Any], arguments]
-DataName = Annotated[str, named(DATA)]
+Whole = Annotated[int, keys.whole()]
+Count = Annotated[int, keys.whole(0)]
+Positive = Annotated[float, keys.positive]
+Text = Annotated[str, keys.text]
+Truth = Annotated[bool, keys.truth]
+Arguments = Annotated[Mapping[str, Any], keys.arguments]
+Counts = Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers, as [3, 3, 2]")]
+DataName = Annotated[str, keys.named(DATA)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +77,7 @@ class ModelKeys:
     arguments = { width = 64, depth = 8, heads = 4 }  a table that is passed to it by name
     """
 
-    name: Annotated[str, named(MODELS)]
+    name: Annotated[str, keys.named(MODELS)]
     arguments: Arguments = field(default_factory=dict)
 
 
@@ -154,7 +112,7 @@ class LossKeys:
     arguments = {}  a table that is passed to it by name
     """
 
-    name: Annotated[str, named(LOSSES)] | None = None
+    name: Annotated[str, keys.named(LOSSES)] | None = None
     arguments: Arguments = field(default_factory=dict)
 
 
@@ -167,7 +125,7 @@ class OptimizerKeys:
     arguments = { lr = 3e-3 }  a table that is passed to it by name
     """
 
-    name: Annotated[str, named(OPTIMIZERS)] = "AdamW"
+    name: Annotated[str, keys.named(OPTIMIZERS)] = "AdamW"
     arguments: Arguments = field(default_factory=dict)
 
 
@@ -183,11 +141,11 @@ class SchedulerKeys:
     floor = 0.1  where these end, as a share of the full rate
     """
 
-    name: Annotated[str, named(SCHEDULERS)] = "constant"
+    name: Annotated[str, keys.named(SCHEDULERS)] = "constant"
     arguments: Arguments = field(default_factory=dict)
     warmup: Count = 0
     steps: Whole | None = None
-    floor: Annotated[float, share(below=False)] = 0.0
+    floor: Annotated[float, keys.share(below=False)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -210,14 +168,16 @@ class Layout:
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
     """
 
-    devices: Annotated[int | tuple[str, ...], _devices] = 4
-    memory: Annotated[int | str | tuple[int | str, ...], _memory] | None = None
+    devices: Annotated[int | tuple[str, ...], keys.devices] = 4
+    memory: Annotated[int | str | tuple[int | str, ...], keys.memory] | None = None
     plan: Text | None = None
-    schedule: Annotated[str, _schedule] | None = None
+    schedule: Annotated[str, keys.schedule] | None = None
     microbatches: Whole | None = None
     stages_per_device: Whole | None = None
-    partition: Annotated[tuple[int, ...], listed(whole(), "a list of whole numbers, as [3, 3, 2]")] | None = None
-    remat: Annotated[Remat | tuple[Remat, ...], _remat] | None = None
+    partition: Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers, as [3, 3, 2]")] | None = (
+        None
+    )
+    remat: Annotated[Remat | tuple[Remat, ...], keys.remat] | None = None
     threads: Whole | None = None
     timeout: Positive = 600.0
 
@@ -238,7 +198,7 @@ class TrainKeys:
     steps: Whole = 100
     clip: Positive | None = None
     seed: Count = 0
-    precision: Annotated[str, one_of("float32", "bf16", "fp16")] = "float32"
+    precision: Annotated[str, keys.one_of("float32", "bf16", "fp16")] = "float32"
     accumulate: Whole = 1
     skip: Count = 0
 
@@ -257,7 +217,7 @@ class EvaluateKeys:
 
     every: Whole | None = None
     batches: Whole = 8
-    held_out: Annotated[float, share(below=True)] = 0.1
+    held_out: Annotated[float, keys.share(below=True)] = 0.1
     name: DataName | None = None
     arguments: Arguments = field(default_factory=dict)
     patience: Whole | None = None

@@ -8,9 +8,10 @@ Every rank of a pipeline gets the same batch, every replica its share: the sampl
 as there are replicas, so the order does not depend on them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +27,41 @@ Batch = tuple[Any, Any]  # inputs and target, as `Pipeline.step` takes them
 Position = Mapping[str, int]
 
 
-class Feed(Protocol):
-    """Batches, and where in them the next one is."""
+class Feed(ABC):
+    """Batches, and where in them the next one is. `share`: which replica this is, and of how many."""
 
-    def __iter__(self) -> "Feed": ...
+    def __init__(self, config: Config, share: tuple[int, int]) -> None:
+        self._config, self._share = config, share
+        self._pass = self._batch = 0
+        self.samples = config.minibatch  # in the batch that came last, with those of other replicas
 
-    def __next__(self) -> Batch: ...
+    def __iter__(self) -> "Feed":
+        return self
 
-    @property
-    def position(self) -> dict[str, int]:
-        """Of the batch that comes next."""
+    @abstractmethod
+    def __next__(self) -> Batch:
+        """This replica's samples."""
 
-    def seek(self, position: Position) -> None:
-        """The next batch is the one that was next there."""
-
+    @abstractmethod
     def peek(self) -> Batch:
         """The samples of all replicas that come next."""
 
     @property
-    def samples(self) -> int:
-        """In the batch that came last, with those of other replicas."""
+    def position(self) -> dict[str, int]:
+        """Of the batch that comes next."""
+        return {"pass": self._pass, "batch": self._batch}
+
+    def seek(self, position: Position) -> None:
+        """The next batch is the one that was next there."""
+        self._pass, self._batch = position["pass"], position["batch"]
+
+    def _check_passes(self) -> None:
+        most = self._config.rows.passes
+        if most is not None and self._pass >= most:
+            raise StopIteration
 
 
-class WindowFeed:
+class WindowFeed(Feed):
     """Windows of a corpus. `span` are the first and the last of them that are used, as shares of all.
 
     as_dict   for models that take the labels themselves: {"input_ids", "labels"}, and no target
@@ -60,13 +73,13 @@ class WindowFeed:
         corpus: Corpus,
         config: Config,
         *,
-        share: tuple[int, int] = (0, 1),
-        span: tuple[float, float] = (0.0, 1.0),
-        as_dict: bool = False,
-        vocab: int | None = None,
+        share: tuple[int, int],
+        span: tuple[float, float],
+        as_dict: bool,
+        vocab: int | None,
     ) -> None:
-        self._corpus, self._share, self._as_dict, self._vocab = corpus, share, as_dict, vocab
-        self._minibatch, self._seed, self._passes = config.minibatch, config.seed, config.rows.passes
+        super().__init__(config, share)
+        self._corpus, self._as_dict, self._vocab, self._minibatch = corpus, as_dict, vocab, config.minibatch
         self._ends = list(accumulate(corpus.windows)) or [0]
         total = self._ends[-1]
         self._first = round(span[0] * total)
@@ -77,16 +90,11 @@ class WindowFeed:
                 f"{'' if span == (0.0, 1.0) else ' here'}, but a minibatch has {self._minibatch:,}: use more data, "
                 "or a smaller minibatch or context"
             )
-        self._pass = self._batch = 0
         self._order: tuple[int, Tensor] = -1, torch.empty(0)
-        self.samples = self._minibatch
-
-    def __iter__(self) -> "WindowFeed":
-        return self
 
     @property
     def position(self) -> dict[str, int]:
-        return {"pass": self._pass, "batch": self._batch, "windows": self._count}
+        return {**super().position, "windows": self._count}
 
     def seek(self, position: Position) -> None:
         if (before := position.get("windows", self._count)) != self._count:
@@ -94,33 +102,27 @@ class WindowFeed:
                 f"data: {self._corpus.name} had {before:,} windows to train on when the run was saved, and has "
                 f"{self._count:,} now: go on with the same data, of which as much is held out for evaluation"
             )
-        self._pass, self._batch = position["pass"], position["batch"]
+        super().seek(position)
 
     def peek(self) -> Batch:
-        self._turn()
         return self._pair(self._windows(self._chosen()))
 
     def __next__(self) -> Batch:
-        self._turn()
         rank, ranks = self._share
         found = self._pair(self._windows(self._chosen().tensor_split(ranks)[rank]))
         self._batch += 1
         return found
 
-    def _turn(self) -> None:
+    def _chosen(self) -> Tensor:
+        """The windows of the batch that comes next."""
         if self._batch == self._count // self._minibatch:
             self._pass, self._batch = self._pass + 1, 0
-        if self._passes is not None and self._pass >= self._passes:
-            raise StopIteration
+        self._check_passes()
         if self._order[0] != self._pass:
-            self._order = self._pass, self._permutation()
-
-    def _chosen(self) -> Tensor:
+            drawn = torch.Generator().manual_seed(self._config.seed + self._pass)
+            self._order = self._pass, torch.randperm(self._count, generator=drawn)
         first = self._batch * self._minibatch
         return self._order[1][first : first + self._minibatch]
-
-    def _permutation(self) -> Tensor:
-        return torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self._pass))
 
     def _windows(self, chosen: Tensor) -> Tensor:
         numbers = chosen + self._first
@@ -144,32 +146,21 @@ class WindowFeed:
         return windows[:, :-1], windows[:, 1:]
 
 
-class FunctionFeed:
+class FunctionFeed(Feed):
     """What a function of the user's gives: where a pass over the data ends, it is called again, with the seed of the
     next pass.
     """
 
-    def __init__(
-        self, part: Part, config: Config, files: own.Files | None = None, *, share: tuple[int, int] = (0, 1)
-    ) -> None:
-        self._part, self._config, self._share = part, config, share
-        self._function = own.load(part, config, {} if files is None else files)
-        self._pass = self._batch = 0
+    def __init__(self, part: Part, config: Config, files: own.Files, share: tuple[int, int]) -> None:
+        super().__init__(config, share)
+        self._part, self._function = part, own.load(part, config, files)
         self._batches: Iterator[Batch] | None = None
         self._peeked: Batch | None = None
         self._checked = False
-        self.samples = 0
-
-    def __iter__(self) -> "FunctionFeed":
-        return self
-
-    @property
-    def position(self) -> dict[str, int]:
-        return {"pass": self._pass, "batch": self._batch}
 
     def seek(self, position: Position) -> None:
         """What was there before is gone through again, unless the function takes `skip`."""
-        self._pass, self._batch = position["pass"], position["batch"]
+        super().seek(position)
         self._batches = self._peeked = None
 
     def peek(self) -> Batch:
@@ -182,12 +173,11 @@ class FunctionFeed:
         self._batch += 1
         self.samples = mb.batch_size(batch[0])
         rank, ranks = self._share
-        return batch if ranks == 1 else (_cut(batch[0], rank, ranks), _cut(batch[1], rank, ranks))
+        return batch if ranks == 1 else share_of(batch, rank, ranks)
 
     def _taken(self) -> Batch:
         while True:
-            if self._config.rows.passes is not None and self._pass >= self._config.rows.passes:
-                raise StopIteration
+            self._check_passes()
             if self._batches is None:
                 self._batches = self._begun()
             batch = next(self._batches, None)
@@ -196,8 +186,10 @@ class FunctionFeed:
             if self._batch == 0:
                 raise ConfigError(f"{self._part.key}: {self._part.name} gave no batch in pass {self._pass + 1}")
             self._pass, self._batch, self._batches = self._pass + 1, 0, None
-        if not self._checked:
-            self._check_size(batch)
+        asked = self._config.minibatch
+        if not self._checked and (size := mb.batch_size(batch[0])) != asked:
+            raise ConfigError(f"data.minibatch is {asked}, but the first batch of {self._part.name} has {size} samples")
+        self._checked = True
         return batch
 
     def _begun(self) -> Iterator[Batch]:
@@ -238,17 +230,30 @@ class FunctionFeed:
             _check_target(self._config, f"{key}: batch {number} of {name}", *batch)
             yield batch[0], batch[1]
 
-    def _check_size(self, batch: Batch) -> None:
-        size = mb.batch_size(batch[0])
-        if size != self._config.minibatch:
-            raise ConfigError(
-                f"data.minibatch is {self._config.minibatch}, but the first batch of {self._part.name} has {size} "
-                "samples"
-            )
-        self._checked = True
+
+def make_feeds(
+    config: Config, files: own.Files, *, share: tuple[int, int] = (0, 1), vocab: int | None = None
+) -> tuple[Feed, Feed | None]:
+    """What is trained on, and what is evaluated on: other data, or what is held out at the end of it."""
+    as_dict = config.model.name == "huggingface"
+
+    def made(part: Part, corpus: Corpus | None, *span: float) -> Feed:
+        if corpus is None:
+            return FunctionFeed(part, config, files, share)
+        return WindowFeed(corpus, config, share=share, span=(span[0], span[1]), as_dict=as_dict, vocab=vocab)
+
+    evaluated, other = config.evaluate.every is not None, config.validation
+    trained = 1.0 - (config.evaluate.held_out if evaluated and other is None else 0.0)
+    corpus = _corpus_of(config.data, config, files)
+    feed = made(config.data, corpus, 0.0, trained)
+    if not evaluated:
+        return feed, None
+    if other is None:
+        return feed, made(config.data, corpus, trained, 1.0)
+    return feed, made(other, _corpus_of(other, config, files), 0.0, 1.0)
 
 
-def corpus_of(part: Part, config: Config, files: own.Files) -> Corpus | None:
+def _corpus_of(part: Part, config: Config, files: own.Files) -> Corpus | None:
     """What windows are cut from; None for a function of the user's."""
     if part.is_own:
         return None
@@ -258,35 +263,10 @@ def corpus_of(part: Part, config: Config, files: own.Files) -> Corpus | None:
     return corpus
 
 
-def make_feeds(
-    config: Config, files: own.Files, *, share: tuple[int, int] = (0, 1), vocab: int | None = None
-) -> tuple[Feed, Feed | None]:
-    """What is trained on, and what is evaluated on: other data, or what is held out at the end of it."""
-    evaluated, other = config.evaluate.every is not None, config.validation
-    trained = 1.0 - (config.evaluate.held_out if evaluated and other is None else 0.0)
-    corpus = corpus_of(config.data, config, files)
-    known = {"share": share, "vocab": vocab, "as_dict": config.model.name == "huggingface"}
-    feed: Feed
-    held: Feed | None = None
-    if corpus is None:
-        feed = FunctionFeed(config.data, config, files, share=share)
-    else:
-        feed = WindowFeed(corpus, config, span=(0.0, trained), **known)  # type: ignore[arg-type]
-    if not evaluated:
-        return feed, None
-    if other is None:
-        assert corpus is not None
-        held = WindowFeed(corpus, config, span=(trained, 1.0), **known)  # type: ignore[arg-type]
-    elif (found := corpus_of(other, config, files)) is None:
-        held = FunctionFeed(other, config, files, share=share)
-    else:
-        held = WindowFeed(found, config, **known)  # type: ignore[arg-type]
-    return feed, held
-
-
-def _cut(tree: Any, part: int, parts: int) -> Any:
-    """This replica's share of the samples."""
-    return None if tree is None else mb.split(tree, parts)[part]
+def share_of(batch: Batch, rank: int, ranks: int) -> Batch:
+    """A replica's share of the samples."""
+    inputs, target = (None if each is None else mb.split(each, ranks)[rank] for each in batch)
+    return inputs, target
 
 
 def _check_target(config: Config, batch: str, inputs: Any, target: Any) -> None:

@@ -7,7 +7,7 @@ import csv
 import gzip
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.train.host_memory import memory_of_the_host
+from gapless.train.host_memory import refuse_above
 from gapless.units import show_bytes
 
 BYTES = "bytes"
@@ -49,10 +49,9 @@ class Corpus:
 
 def python_source(tokenizer: str, folder: Path, context: int = 64) -> Corpus:
     """The source of Python's standard library."""
-    found = bytes(standard_library().numpy(force=True)) if tokenizer != BYTES else b""
-    piece = (
-        standard_library() if tokenizer == BYTES else _encoded([found.decode("utf-8", "replace")], tokenizer, folder)
-    )
+    piece = standard_library()
+    if tokenizer != BYTES:
+        piece = _encoded([bytes(piece.numpy(force=True)).decode("utf-8", "replace")], tokenizer, folder)
     return _checked(Corpus("python-source", [piece], context))
 
 
@@ -61,13 +60,8 @@ def text(tokenizer: str, folder: Path, files: Any = None, context: int = 64, pat
     found = _found("text", files, folder, pattern)
     _check_room(found)
     if tokenizer == BYTES:
-        joined = bytearray()
-        for file in found:
-            joined += file.read_bytes()
-        pieces = [torch.frombuffer(joined, dtype=torch.uint8)] if joined else []
-    else:
-        pieces = [_encoded(map(_text_of, found), tokenizer, folder)]
-    return _checked(Corpus("text", pieces, context))
+        return _checked(Corpus("text", _joined(file.read_bytes() for file in found), context))
+    return _checked(Corpus("text", [_encoded(map(_text_of, found), tokenizer, folder)], context))
 
 
 def records(
@@ -78,13 +72,8 @@ def records(
     _check_room(found)
     texts = (each + "\n" for file in found for each in _field_of(file, field))
     if tokenizer == BYTES:
-        joined = bytearray()
-        for each in texts:
-            joined += each.encode("utf-8", "replace")
-        pieces = [torch.frombuffer(joined, dtype=torch.uint8)] if joined else []
-    else:
-        pieces = [_encoded(texts, tokenizer, folder)]
-    return _checked(Corpus("records", pieces, context))
+        return _checked(Corpus("records", _joined(each.encode("utf-8", "replace") for each in texts), context))
+    return _checked(Corpus("records", [_encoded(texts, tokenizer, folder)], context))
 
 
 def tokens(folder: Path, files: Any = None, context: int = 64, pattern: str = "*.bin", dtype: str = "uint16") -> Corpus:
@@ -123,9 +112,12 @@ def standard_library() -> Tensor:
     return torch.frombuffer(found, dtype=torch.uint8)
 
 
-def vocabulary(tokenizer: str, folder: Path) -> int:
-    """How many tokens it knows."""
-    return 256 if tokenizer == BYTES else int(_tokenizer(tokenizer, folder).get_vocab_size())
+def _joined(parts: Iterable[bytes]) -> list[Tensor]:
+    """All of them as one piece; none where they are empty."""
+    whole = bytearray()
+    for part in parts:
+        whole += part
+    return [torch.frombuffer(whole, dtype=torch.uint8)] if whole else []
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -156,12 +148,9 @@ def _found(name: str, files: Any, folder: Path, pattern: str) -> list[Path]:
 
 
 def _check_room(files: Sequence[Path]) -> None:
-    size, there = sum(file.stat().st_size for file in files), memory_of_the_host()
-    if size > there:
-        raise ConfigError(
-            f"data: the files have {show_bytes(size)}, but this machine has {show_bytes(there)} of memory: write them "
-            "as token files, which are not read but mapped, and use the data 'tokens'"
-        )
+    size = sum(file.stat().st_size for file in files)
+    way_out = "write them as token files, which are not read but mapped, and use the data 'tokens'"
+    refuse_above(size, f"data: the files have {show_bytes(size)}", way_out)
 
 
 def _text_of(file: Path) -> str:

@@ -13,35 +13,26 @@ from gapless.train.run.trainer import Callback, Trainer
 from gapless.train.torchrun import Ranks
 
 
-class Evaluation:
-    """The mean loss of the first batches of a feed, each as much as it counts."""
-
-    def __init__(
-        self,
-        pipe: Pipeline,
-        feed: Feed,
-        batches: int,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        ranks: Ranks,
-    ) -> None:
-        self._pipe, self._feed, self._batches, self._autocast, self._ranks = pipe, feed, batches, autocast, ranks
-
-    def __call__(self) -> float | None:
-        """None where the ranks were asked to leave in the middle of it."""
-        losses, counts = list[float](), list[float]()
-        self._feed.seek({"pass": 0, "batch": 0})
-        for _, batch in zip(range(self._batches), self._feed, strict=False):
-            if self._feed.position["pass"] > 0:
-                break  # the data has fewer batches than were asked for
-            if self._pipe.stopping:
-                return None
-            with own.told(f"evaluating{with_shape(batch)}"), self._autocast():
-                result = self._pipe.evaluate(*batch, outputs=False)
-            assert result.loss is not None
-            losses.append(float(result.loss))
-            counts.append(1.0 if result.counted is None else result.counted)
-        rows = self._ranks.gathered(counts) if self._ranks.replicas > 1 else [counts]
-        return mean_loss(losses, [sum(map(Fraction, each), Fraction(0)) for each in zip(*rows, strict=True)])
+def evaluated(
+    pipe: Pipeline, feed: Feed, batches: int, autocast: Callable[[], AbstractContextManager[Any]], ranks: Ranks
+) -> float | None:
+    """The mean loss of the first batches of a feed, each as much as it counts. None where the ranks were asked to leave
+    in the middle of it.
+    """
+    losses, counts = list[float](), list[float]()
+    feed.seek({"pass": 0, "batch": 0})
+    for _, batch in zip(range(batches), feed, strict=False):
+        if feed.position["pass"] > 0:
+            break  # the data has fewer batches than were asked for
+        if pipe.stopping:
+            return None
+        with own.told(f"evaluating{with_shape(batch)}"), autocast():
+            result = pipe.evaluate(*batch, outputs=False)
+        assert result.loss is not None
+        losses.append(float(result.loss))
+        counts.append(1.0 if result.counted is None else result.counted)
+    rows = ranks.gathered(counts) if ranks.replicas > 1 else [counts]
+    return mean_loss(losses, [sum(map(Fraction, each), Fraction(0)) for each in zip(*rows, strict=True)])
 
 
 def mean_loss(losses: Sequence[float], counts: Sequence[Fraction]) -> float:

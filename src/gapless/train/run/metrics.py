@@ -165,13 +165,6 @@ class WeightsAndBiases(_Scalars):
         self._run.finish(exit_code=0 if trainer.ended else 1)
 
 
-def tensorboard_is_installed() -> bool:
-    """Asked without loading it."""
-    from importlib.util import find_spec
-
-    return find_spec("tensorboard") is not None
-
-
 def summary_of(path: Path, since: int = 0) -> dict[str, Any]:
     """Of all steps of a run, from its lines. Timed are those after step `since`, but not the first, which is cold."""
     steps = [line for line in read_metrics(path) if "loss" in line]

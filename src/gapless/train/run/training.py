@@ -20,9 +20,9 @@ from gapless.stage.intra_op import intra_op_threads
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config
 from gapless.train.job import Job, build, threads_of
-from gapless.train.run.evaluation import EarlyStop, Evaluation
+from gapless.train.run.evaluation import EarlyStop, evaluated
 from gapless.train.run.interrupts import Interrupts
-from gapless.train.run.metrics import Metrics, TensorBoard, WeightsAndBiases, tensorboard_is_installed
+from gapless.train.run.metrics import Metrics, TensorBoard, WeightsAndBiases
 from gapless.train.run.run_folder import RunFolder
 from gapless.train.run.run_report import write_report
 from gapless.train.run.saver import Saver
@@ -155,7 +155,7 @@ def _check(config: Config, ranks: Ranks) -> None:
 
 def _check_writers(config: Config) -> None:
     """What they need is installed, or said before anything is built."""
-    if config.run.tensorboard and not tensorboard_is_installed():
+    if config.run.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("run.tensorboard is true, but tensorboard is not installed: pip install tensorboard")
     if config.run.wandb is not None and find_spec("wandb") is None:
         raise ConfigError(f"run.wandb is {config.run.wandb!r}, but wandb is not installed: pip install wandb")
@@ -174,7 +174,7 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
     autocast = _autocast(config, pipe.devices)
     evaluate = None
     if job.validation is not None:
-        evaluate = Evaluation(pipe, job.validation, config.evaluate.batches, autocast, job.ranks)
+        evaluate = partial(evaluated, pipe, job.validation, config.evaluate.batches, autocast, job.ranks)
     scaler = None
     if config.train.precision == "fp16":
         scaler = torch.amp.GradScaler(pipe.devices[-1].type)
@@ -212,7 +212,7 @@ def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], A
 def _writers(config: Config, folder: RunFolder, monitor: StepMonitor) -> list[Callback]:
     found: list[Callback] = [Metrics(folder.metrics, monitor)]
     asked = config.run.tensorboard
-    if asked or (asked is None and tensorboard_is_installed()):
+    if asked or (asked is None and find_spec("tensorboard") is not None):
         found.append(TensorBoard(folder.tensorboard, monitor))
     if config.run.wandb is not None:
         found.append(WeightsAndBiases(config.run.wandb, folder.path.name, config.as_json(), monitor))
