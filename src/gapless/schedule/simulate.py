@@ -69,7 +69,7 @@ def _run(flat: Unrolled, schedule: Schedule, costs: Costs) -> _Times:
 
 
 def _played(schedule: Schedule, costs: Costs) -> _Times:
-    """The same for schedules that are too long to be unrolled, and for those with transfers."""
+    """The same for what is not unrolled: schedules that are too long, replicas, and written updates and transfers."""
     durations = costs.durations(schedule.placement)
     latency = costs.latency
     milestones = Milestones(schedule)

@@ -32,22 +32,21 @@ class Unrolled(NamedTuple):
 
 
 def unrolled(schedule: Schedule) -> Unrolled | None:
-    """None where transfers are written out, and for a schedule that is too long to be kept. Raises DeadlockError for
-    one that would hang.
+    """None where transfers or updates are written out or a stage has replicas, and for a schedule that is too long to
+    be kept. Raises DeadlockError for one that would hang.
     """
-    if schedule.has_transfers or schedule.num_actions > _MOST_ACTIONS:
+    other = schedule.has_transfers or Kind.UPDATE in schedule.kinds or schedule.placement.single is None
+    if other or schedule.num_actions > _MOST_ACTIONS:
         return None
-    found: Unrolled | None = schedule.__dict__.get("_unrolled")
-    if found is None:
-        alone = schedule.placement.single is not None and Kind.UPDATE not in schedule.kinds
-        made = _of_single_homes(schedule) if alone else _unrolled(schedule)
-        found = schedule.__dict__["_unrolled"] = made  # as functools.cached_property keeps its values
+    if "_unrolled" not in schedule.__dict__:
+        schedule.__dict__["_unrolled"] = _unrolled(schedule)  # as functools.cached_property keeps its values
+    found: Unrolled = schedule.__dict__["_unrolled"]
     return found
 
 
-def _of_single_homes(schedule: Schedule) -> Unrolled:
-    """The same as `_unrolled` in about half of the time, where every stage has one home: what an action needs then
-    comes from elsewhere for all microbatches or for none, and `replay` is written out here.
+def _unrolled(schedule: Schedule) -> Unrolled:
+    """Every stage has one home: what an action needs comes from elsewhere for all microbatches or for none. `replay` is
+    written out here, which takes half of the time.
     """
     milestones, homes, stages = Milestones(schedule), schedule.placement.homes, schedule.num_stages
     routes, rows = Routes(schedule.placement), schedule.rows
@@ -93,42 +92,8 @@ def _of_single_homes(schedule: Schedule) -> Unrolled:
             position[device] = at
             break
     if len(steps) < schedule.num_actions:
-        return _unrolled(schedule)  # which tells where it hangs
+        deque(replay(schedule, milestones), maxlen=0)  # which tells where it hangs
     return Unrolled(steps, wires, len(pairs))
 
 
-def _unrolled(schedule: Schedule) -> Unrolled:
-    milestones = Milestones(schedule)
-    stages = schedule.num_stages
-    rank = {kind: number * stages for number, kind in enumerate(_KINDS)}
-    maker = [-1] * milestones.size  # the number of the action that reaches a milestone
-    steps: list[tuple[int, int, tuple[int, ...]]] = []
-    wires: list[tuple[int, int] | None] = []
-    numbers: dict[tuple[int, int], int] = {}
-    routes = Routes(schedule.placement)
-    known: dict[tuple[int, Kind], _Known] = {}
-    replicated = schedule.placement.single is None
-    nothing: tuple[int, ...] = ()
-    for device, action, needs, gives in replay(schedule, milestones):
-        stage, kind, microbatch = action
-        found = None if replicated else known.get((stage, kind))
-        if found is None:
-            route = routes.leaving(action) if kind in MAKERS else None
-            wire = None
-            if route is not None and route.crosses:
-                pair = route.channel[:2]
-                wire = numbers.setdefault(pair, len(numbers)), max(route.source, route.target)
-            # Where a stage has one home, what an action needs comes from elsewhere for all microbatches or for none.
-            makers = [(base, maker[base + microbatch]) for base in needs]
-            away = tuple(base for base, number in makers if number >= 0 and steps[number][0] != device)
-            found = known[stage, kind] = (rank[kind] + stage, away, wire)
-        place, away, wire = found
-        for base in gives:
-            maker[base + microbatch] = len(steps)
-        steps.append((device, place, tuple([maker[base + microbatch] for base in away]) if away else nothing))
-        wires.append(wire)
-    return Unrolled(steps, wires, len(numbers))
-
-
 _Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, int] | None]
-_Known = tuple[int, tuple[int, ...], tuple[int, int] | None]  # the place in the table, bases from elsewhere, the wire

@@ -7,13 +7,12 @@ of action. Where there are more devices than processors, they take turns.
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
-from gapless.schedule.unrolled import Unrolled, unrolled
+from gapless.schedule.unrolled import unrolled
 
 
 @dataclass(frozen=True)
@@ -62,78 +61,53 @@ def shared_makespan(schedule: Schedule, costs: Costs, processors: float) -> floa
     """
     flat = unrolled(schedule)
     if flat is None:
-        busy = float(sum(simulate(schedule, costs).busy))
-        return max(float(simulate(schedule, costs).makespan), busy / processors)
+        timeline = simulate(schedule, costs)
+        return max(float(timeline.makespan), float(sum(timeline.busy)) / processors)
     durations = [float(each) for kind in Kind for each in costs.durations(schedule.placement)[kind]]
-    transits = [float(each) for each in costs.transits(schedule.placement)]
-    return _Shared(flat, schedule.num_devices, durations, float(costs.latency), transits, processors).run()
+    transits, latency = [float(each) for each in costs.transits(schedule.placement)], float(costs.latency)
+    rows: list[list[int]] = [[] for _ in schedule.rows]
+    takers: dict[int, list[int]] = defaultdict(list)
+    for number, (device, _, needs) in enumerate(flat.steps):
+        rows[device].append(number)
+        for need in needs:
+            takers[need].append(number)
+    waits = [len(needs) for _, _, needs in flat.steps]
+    at = [0] * len(rows)  # the place of each device in its row
+    running: list[tuple[float, int]] = []  # the work at which an action ends, and its device
+    travelling: list[tuple[float, int]] = []  # the time at which what an action made arrives
+    wires = [0.0] * flat.num_wires  # until when each is busy
+    work = now = end = 0.0
 
-
-class _Shared:
-    def __init__(
-        self,
-        flat: Unrolled,
-        num_devices: int,
-        durations: Sequence[float],
-        latency: float,
-        transits: Sequence[float],
-        processors: float,
-    ) -> None:
-        self._flat, self._durations, self._latency, self._transits = flat, durations, latency, transits
-        self._processors = processors
-        self._rows: list[list[int]] = [[] for _ in range(num_devices)]
-        for number, (device, _, _) in enumerate(flat.steps):
-            self._rows[device].append(number)
-        self._at = [0] * num_devices
-        self._waits = [len(needs) for _, _, needs in flat.steps]
-        self._takers: dict[int, list[int]] = defaultdict(list)
-        for number, (_, _, needs) in enumerate(flat.steps):
-            for need in needs:
-                self._takers[need].append(number)
-        self._running: list[tuple[float, int]] = []  # the work at which an action ends, and its device
-        self._travelling: list[tuple[float, int]] = []  # the time at which what an action made arrives
-        self._wires = [0.0] * flat.num_wires  # until when each is busy
-        self._work = self._time = 0.0
-
-    def run(self) -> float:
-        for device in range(len(self._rows)):
-            self._begin(device)
-        end = 0.0
-        while self._running or self._travelling:
-            rate = min(1.0, self._processors / len(self._running)) if self._running else 1.0
-            ends = self._time + (self._running[0][0] - self._work) / rate if self._running else math.inf
-            if self._travelling and self._travelling[0][0] < ends:
-                when, number = heapq.heappop(self._travelling)
-                self._work += max(0.0, when - self._time) * rate if self._running else 0.0
-                self._time = max(self._time, when)
-                self._arrive(number)
-                continue
-            self._work, device = heapq.heappop(self._running)
-            self._time = end = ends
-            number = self._rows[device][self._at[device]]
-            self._at[device] += 1
-            leaves = ends
-            if (wire := self._flat.wires[number]) is not None:  # one message at a time
-                leaves = self._wires[wire[0]] = max(ends, self._wires[wire[0]]) + self._transits[wire[1]]
-            if number in self._takers:
-                heapq.heappush(self._travelling, (leaves + self._latency, number))
-            self._begin(device)
-        return end
-
-    def _begin(self, device: int) -> None:
+    def begin(device: int) -> None:
         """The next action of a device, if all that it needs is there."""
-        if self._at[device] < len(self._rows[device]):
-            number = self._rows[device][self._at[device]]
-            if not self._waits[number]:
-                heapq.heappush(self._running, (self._work + self._durations[self._flat.steps[number][1]], device))
+        if at[device] < len(rows[device]) and not waits[number := rows[device][at[device]]]:
+            heapq.heappush(running, (work + durations[flat.steps[number][1]], device))
 
-    def _arrive(self, number: int) -> None:
-        for taker in self._takers[number]:
-            self._waits[taker] -= 1
-            device = self._flat.steps[taker][0]
-            at = self._at[device]
-            if not self._waits[taker] and at < len(self._rows[device]) and self._rows[device][at] == taker:
-                self._begin(device)
+    for device in range(len(rows)):
+        begin(device)
+    while running or travelling:
+        rate = min(1.0, processors / len(running)) if running else 1.0
+        ends = now + (running[0][0] - work) / rate if running else math.inf
+        if travelling and travelling[0][0] < ends:
+            when, number = heapq.heappop(travelling)
+            work += max(0.0, when - now) * rate if running else 0.0
+            now = max(now, when)
+            for taker in takers[number]:
+                waits[taker] -= 1
+                device = flat.steps[taker][0]
+                if not waits[taker] and rows[device][at[device] : at[device] + 1] == [taker]:
+                    begin(device)
+            continue
+        work, device = heapq.heappop(running)
+        now = end = leaves = ends
+        number = rows[device][at[device]]
+        at[device] += 1
+        if (wire := flat.wires[number]) is not None:  # one message at a time
+            leaves = wires[wire[0]] = max(ends, wires[wire[0]]) + transits[wire[1]]
+        if number in takers:
+            heapq.heappush(travelling, (leaves + latency, number))
+        begin(device)
+    return end
 
 
 ALONE = Contention()
