@@ -35,7 +35,7 @@ from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts
-from gapless.plan.search.judge import Judge
+from gapless.plan.search.finish import finished
 
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
 _MOST = 4096  # layers
@@ -176,7 +176,7 @@ def _plan(profile: Profile, way: str, devices: int, minibatch: int) -> Plan:
     choice = Choice("gpipe", 1, Mesh(1, devices), parts, minibatch // parts)
     mode: Remat = "none" if way == "plain" else "layer" if way == "remat" else "stage"
     kept = [layer.parameters + layer.gradients + layer.optimizer_state + layer.activation for layer in part.layers]
-    return Judge(drafts).finished(drafts.make(choice, balanced(kept, devices), (mode,) * devices))
+    return finished(drafts, drafts.make(choice, balanced(kept, devices), (mode,) * devices))
 
 
 def _parts(minibatch: int) -> int:

@@ -20,7 +20,7 @@ from gapless.plan.profile.measure import hop, measure
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts, Modes
-from gapless.plan.search.judge import Judge
+from gapless.plan.search.finish import finished
 from gapless.run.world import World
 from gapless.schedule.recipes import find_recipe
 from gapless.zoo.amoebanet import amoebanet
@@ -86,7 +86,7 @@ def planned(
     choice = Choice(recipe, each, Mesh(1, devices), microbatches, profile.samples)
     again: Modes = ("stage" if remat else "none",) * choice.placement.num_stages
     counts = drafts.cut(choice, again) if partition is None else tuple(partition)
-    return Judge(drafts).finished(drafts.make(choice, counts, again))
+    return finished(drafts, drafts.make(choice, counts, again))
 
 
 HEADINGS = ("model", "schedule", "K", "M", "remat")

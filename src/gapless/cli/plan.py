@@ -16,7 +16,7 @@ from gapless.cli.planning.pipedream_plan import planned
 from gapless.cli.planning.plan_report import best_of_each_kind, report
 from gapless.errors import ConfigError
 from gapless.plan.asynchronous.alternatives import Alternative, others
-from gapless.plan.asynchronous.replicate import FORMS
+from gapless.plan.asynchronous.stage_times import FORMS
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gapless.errors import ConfigError, PlanError
-from gapless.plan.asynchronous.replicate import PIPEDREAM, RING, _levels, _planned, replicate
+from gapless.plan.asynchronous.replicate import _levels, _planned, replicate
+from gapless.plan.asynchronous.stage_times import PIPEDREAM, RING
 from gapless.plan.profile.file import read_profile
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Link, Profile

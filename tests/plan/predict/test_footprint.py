@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gapless.plan.cut.stage_costs import Stages, make_stages
-from gapless.plan.predict.footprint import Footprint, footprints, in_flight_at_peak, over_limit
+from gapless.plan.predict.footprint import Footprint, footprints, over_limit
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
+from gapless.plan.search.recomputes import in_flight_at_peak
 from gapless.schedule import lower
 from gapless.schedule.action import Schedule
 from gapless.schedule.placement import vee

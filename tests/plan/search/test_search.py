@@ -20,6 +20,7 @@ from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
 from gapless.plan.search.choices import Choice, machines, meshes, microbatches
 from gapless.plan.search.drafts import Drafts
+from gapless.plan.search.finish import finished
 from gapless.plan.search.judge import Judge
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.search_options import SearchOptions
@@ -246,7 +247,7 @@ def test_cuts_are_chosen_with_the_sums_of_gradients_and_the_update() -> None:
         found = searched(profile, 6, minibatch=4, microbatches=2, schedules=["1f1b"], mesh=mesh)
         judge = Judge(Drafts(profile, [Device()] * 6))
         every = [(a, b - a, 8 - b) for a, b in combinations(range(1, 8), 2)]
-        best = min(judge.finished(judge.drafts.make(choice, counts)).step_seconds for counts in every)
+        best = min(finished(judge.drafts, judge.drafts.make(choice, counts)).step_seconds for counts in every)
         assert found.best.step_seconds == pytest.approx(best)
 
 

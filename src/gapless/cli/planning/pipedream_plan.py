@@ -4,7 +4,8 @@ from itertools import accumulate
 from typing import Any
 
 from gapless import units
-from gapless.plan.asynchronous.replicate import FORMS, Replication, replicate, versions_kept
+from gapless.plan.asynchronous.replicate import Replication, replicate, versions_kept
+from gapless.plan.asynchronous.stage_times import FORMS
 from gapless.plan.profile.profile import Profile
 from gapless.view import text
 

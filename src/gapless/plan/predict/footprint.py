@@ -284,26 +284,6 @@ def _crossing(schedule: Schedule, stages: Stages) -> _Crossing:
     return found
 
 
-def in_flight_at_peak(schedule: Schedule, stages: Stages) -> tuple[float, ...]:
-    """Per stage, when its device holds most: how many times its activations of one microbatch are there."""
-    costs = stages.memory_costs
-    activation = costs.per_stage("activation", stages.placement)
-    found = [0.0] * schedule.num_stages
-    for row, changes in zip(schedule.rows, memory.changes(schedule, costs), strict=True):
-        held: dict[int, float] = defaultdict(float)
-        total = most = 0.0
-        for action, (takes, gives) in zip(row, changes, strict=True):
-            held[action.stage] += float(takes)
-            total += float(takes)
-            if total > most:
-                most = total
-                for stage, size in held.items():
-                    found[stage] = size / float(activation[stage]) if activation[stage] else 0.0
-            held[action.stage] -= float(gives)
-            total -= float(gives)
-    return tuple(found)
-
-
 def over_limit(held: Sequence[Footprint], limits: Sequence[int | None]) -> list[int]:
     """The devices that hold more than they have, the fullest first."""
     excess = {

@@ -10,8 +10,9 @@ from typing import Any
 
 from gapless.errors import PlanError, ScheduleError
 from gapless.plan.cut.stage_costs import Stages
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.lower.fusion import with_whole_backwards
 from gapless.schedule.recipes.auto import auto
 from gapless.schedule.recipes.request import Request
 from gapless.units import show_bytes
@@ -26,8 +27,7 @@ def auto_order(stages: Stages, rooms: Sequence[float | None], sizes: Mapping[str
     except ScheduleError:
         left = show_bytes(least or 0)
         raise PlanError(f"no order was found that keeps within the {left} left for activations") from None
-    again = {stage for stage, mode in enumerate(stages.remat) if mode != "none"}
-    return made.with_rows([_whole(action, again) for action in row if _runs(action, again)] for row in made.rows)
+    return with_whole_backwards(made, {stage for stage, mode in enumerate(stages.remat) if mode != "none"})
 
 
 def rebuilt(stages: Stages, held: Sequence[int]) -> float:
@@ -48,7 +48,9 @@ def _ordered_costs(stages: Stages, shares: Sequence[float]) -> Costs:
     """
     costs, placement = stages.costs, stages.placement
     times = costs.durations(placement)
-    sizes = {name: list(costs.per_stage(name, placement)) for name in ("activation", "kept_for_weight_grad")}
+    sizes: dict[str, Any] = {
+        name: list(costs.per_stage(name, placement)) for name in ("activation", "kept_for_weight_grad")
+    }
     inputs, weights, whole = (list(times[k]) for k in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BACKWARD))
     for stage, mode in enumerate(stages.remat):
         if mode != "none":
@@ -58,19 +60,6 @@ def _ordered_costs(stages: Stages, shares: Sequence[float]) -> Costs:
                 sizes["activation"][stage] = stages.boundary[stage]
             sizes["kept_for_weight_grad"][stage] = 0
         share = shares[placement.homes[stage]]
-        for name, each in sizes.items():
+        for each in sizes.values():
             each[stage] = share * each[stage] if share != 1 else each[stage]
-            sizes[name] = each
-    activation, kept_ = sizes["activation"], sizes["kept_for_weight_grad"]
-    costs = replace(costs, activation=activation, kept_for_weight_grad=kept_)
-    return replace(costs, input_grad=inputs, weight_grad=weights, backward=whole, recompute=0)
-
-
-def _runs(action: Action, again: set[int]) -> bool:
-    return not (action.stage in again and action.kind is Kind.WEIGHT_GRAD)
-
-
-def _whole(action: Action, again: set[int]) -> Action:
-    if action.stage in again and action.kind is Kind.INPUT_GRAD:
-        return Action(action.stage, Kind.BACKWARD, action.microbatch)
-    return action
+    return replace(costs, input_grad=inputs, weight_grad=weights, backward=whole, recompute=0, **sizes)

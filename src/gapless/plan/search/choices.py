@@ -55,6 +55,12 @@ class Choice:
         return vee(K)
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """As `make_schedule` takes them."""
+        K, v = self.mesh.num_devices, self.stages_per_device
+        return {"devices": K, "microbatches": self.microbatches, "stages_per_device": v}
+
+    @property
     def num_actions(self) -> int:
         """About how many its schedule has."""
         return 3 * self.mesh.num_devices * self.stages_per_device * self.microbatches

@@ -19,6 +19,7 @@ from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
 from gapless.plan.search.choices import Choice
+from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.memory import peaks
@@ -77,11 +78,6 @@ class Draft:
         """Asked for only where there is a limit, or a plan is made of it."""
         return self._drafts.held(self.choice, self.stages, self.timeline)
 
-    @property
-    def recomputed(self) -> frozenset[int]:
-        """The stages that have an R."""
-        return frozenset(stage for stage, mode in enumerate(self.remat) if mode == "stage")
-
     @cached_property
     def seconds(self) -> float:
         """Of a step, with what comes behind the last action."""
@@ -98,15 +94,13 @@ class Drafts:
         self,
         profile: Profile,
         devices: Sequence[Device],
-        *,
-        shard_optimizer: bool = False,
-        slack: float | None = None,
-        by_layer: bool = True,
+        options: SearchOptions = ANYTHING,
+        minibatch: int | None = None,
     ) -> None:
-        """`by_layer`: a stage may be recomputed layer by layer."""
-        self.devices, self.shard_optimizer = devices, shard_optimizer
-        self.slack = profile.slack if slack is None else slack
-        self.again: tuple[Remat, ...] = ("stage", "layer") if by_layer else ("stage",)
+        """`minibatch`: samples in a step, where microbatches may not divide them."""
+        self.devices, self.minibatch, self._options = devices, minibatch, options
+        self.slack = profile.slack if options.slack is None else options.slack
+        self.again: tuple[Remat, ...] = ("stage", "layer") if options.layer_remat else ("stage",)
         self.effort = 0
         self.profile = cache(profile.scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
@@ -130,24 +124,19 @@ class Drafts:
 
     def fixed_order(self, choice: Choice) -> Schedule | None:
         """Its order, if no cost changes it."""
-        if choice.recipe in _WEIGHT:
-            return None
-        sizes = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
-        return self._named(choice.recipe, stages_per_device=choice.stages_per_device, **sizes)
+        return None if choice.recipe in _WEIGHT else self._named(choice.recipe, **choice.sizes)
 
     def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes) -> Schedule:
         if (fixed := self.fixed_order(choice)) is not None:
             return fixed
-        sizes: dict[str, Any] = {"devices": choice.mesh.num_devices, "microbatches": choice.microbatches}
-        sizes["stages_per_device"] = choice.stages_per_device
         # The orders of vees depend on times, which recomputes inside backwards change.
         key = (choice, counts, modes if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
         if key not in self._plain:
             self.effort += self.weight(choice)
             if choice.recipe == "auto":
-                self._plain[key] = auto_order(stages, self._rooms(choice, stages), sizes)
+                self._plain[key] = auto_order(stages, self._rooms(choice, stages), choice.sizes)
             else:
-                self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **sizes)
+                self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **choice.sizes)
         return self._plain[key]
 
     def weight(self, choice: Choice) -> int:
@@ -213,26 +202,19 @@ class Drafts:
 
     def too_full(self, draft: Draft) -> dict[int, float]:
         """The devices that hold more than they have, and how much more. What is sure comes first: that is quick."""
-        limits = self.limits(draft.choice)
+        limits, shards = self.limits(draft.choice), self.shards(draft.choice)
         if all(limit is None for limit in limits):
             return {}
-        found = self._surely_too_full(draft, limits)
-        if not found:
-            for device in over_limit(draft.held, limits):
-                found[device] = draft.held[device].total - float(limits[device] or 0)
-        return found
-
-    def _surely_too_full(self, draft: Draft, limits: Sequence[int | None]) -> dict[int, float]:
-        profile, shards = self.profile(draft.choice.samples), self.shards(draft.choice)
         self.effort += draft.schedule.num_actions
-        found = {}
-        for device, peak in enumerate(peaks(draft.schedule, draft.alone.memory_costs)):
-            held = profile.reserved + sum(layer.kept(shards) for layer in draft.alone.of_device(device))
-            held += (1 + self.slack) * float(peak)
-            limit = limits[device]
+        surely = {}
+        pairs = zip(peaks(draft.schedule, draft.alone.memory_costs), limits, strict=True)
+        for device, (peak, limit) in enumerate(pairs):
+            kept = sum(layer.kept(shards) for layer in draft.alone.of_device(device))
+            held = self.profile(draft.choice.samples).reserved + kept + (1 + self.slack) * float(peak)
             if limit is not None and held > limit:
-                found[device] = held - limit
-        return found
+                surely[device] = held - limit
+        full = over_limit(draft.held, limits) if not surely else []
+        return surely or {device: draft.held[device].total - float(limits[device] or 0) for device in full}
 
     def excess(self, draft: Draft) -> float:
         """The largest need of a device, as a share of what it has."""
@@ -240,7 +222,7 @@ class Drafts:
         return max(held.total / limit for held, limit in pairs if limit is not None)
 
     def shards(self, choice: Choice) -> int:
-        return choice.mesh.replicas if self.shard_optimizer else 1
+        return choice.mesh.replicas if self._options.shard_optimizer else 1
 
     def limits(self, choice: Choice) -> tuple[int | None, ...]:
         """Of each position of a pipeline: that of its replica with the least."""

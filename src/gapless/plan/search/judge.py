@@ -5,44 +5,38 @@ cut by memory too, or recomputed where that is needed, and the quickest of all i
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import islice, product
+from itertools import product
 
 from gapless.errors import GaplessError
 from gapless.plan.cut.partition import every_cut, held_together
 from gapless.plan.plan import Plan, Remat
-from gapless.plan.predict.breakdown import breakdown
-from gapless.plan.predict.footprint import Footprint, in_flight_at_peak, over_limit, sent
+from gapless.plan.predict.footprint import over_limit, sent
 from gapless.plan.search.bounds.bound import CutBounds
 from gapless.plan.search.bounds.lower_bounds import LowerBounds
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
-from gapless.plan.search.recomputes import recomputes
+from gapless.plan.search.finish import quickest
+from gapless.plan.search.recomputes import in_flight_at_peak, recomputes
 from gapless.schedule.action import Schedule
-from gapless.schedule.lower import Passes, lowered
-from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline
 from gapless.units import show_bytes, show_seconds
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
 _OVER = 1.1  # times what all devices have: no other cuts of several stages each fitted
 _NEAR = 1.03  # times the best step: the other cuts of `auto` have not been seen to gain more
-_FAR = 1.25  # and lowering not more than this
 _FEW_CUTS = 1000  # ways to cut a model that are looked at one by one
 _EFFORT = 60_000  # actions that are simulated for the cuts of one choice
 _QUICK = 500_000  # what an order of `auto` may take where more than one is made
-_FINISHED = 3  # drafts that are lowered
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the devices that `auto` recomputes on, those with the least room first
 
 
 class Judge:
     """Turns choices into plans that fit."""
 
-    def __init__(self, drafts: Drafts, minibatch: int | None = None) -> None:
-        """`minibatch`: samples in a step, where microbatches may not divide them."""
-        self.drafts, self.minibatch, self.least = drafts, minibatch, LowerBounds(drafts)
+    def __init__(self, drafts: Drafts) -> None:
+        self.drafts, self.least = drafts, LowerBounds(drafts)
         self._compositions = cache(lambda layers, stages: list(every_cut(layers, stages)))
 
     def plan(self, choice: Choice, best: float = math.inf) -> Plan:
@@ -54,16 +48,12 @@ class Judge:
             found += self._all_cuts(choice, min([best, *(draft.seconds for draft in found)]))
         if not found:
             raise missed or self._too_large(self.drafts.make(choice, self.drafts.cut(choice)))
-        return self._quickest(found, best)
+        return quickest(self.drafts, found, best)
 
     def few_cuts(self, choice: Choice) -> bool:
         """Whether every way to cut the model is looked at."""
         layers = len(self.drafts.profile(choice.samples).layers)
         return math.comb(layers - 1, choice.placement.num_stages - 1) <= _FEW_CUTS
-
-    def is_too_large(self, choice: Choice) -> bool:
-        """Whether nothing of it fits for certain: one device has no other cuts, and all recomputes were tried."""
-        return choice.mesh.num_devices == 1
 
     # -- which cuts ---------------------------------------------------------------------------------------------------
 
@@ -260,52 +250,6 @@ class Judge:
             assert missed is not None
             raise missed
         return min(found, key=lambda draft: draft.seconds)
-
-    # -- plans --------------------------------------------------------------------------------------------------------
-
-    def finished(self, draft: Draft) -> Plan:
-        """Lowered as a Pipeline would, and simulated."""
-        choice, stages = draft.choice, draft.stages
-        found = [(draft.timeline, draft.held)]
-        for early in (True, False) if draft.recomputed else (True,):  # early if there is room for it, or late
-            passes = Passes(split=True, fuse=True, recompute=draft.recomputed, early=early)
-            timeline = simulate(lowered(draft.plain, stages.costs, passes), stages.costs)
-            self.drafts.effort += 8 * timeline.schedule.num_actions
-            held = self.drafts.held(choice, stages, timeline)
-            if not over_limit(held, self.drafts.limits(choice)):
-                found.append((timeline, held))
-        # The plain one last of equals: what is lowered has fewer actions.
-        return self._made(draft, *min(reversed(found), key=lambda pair: pair[0].makespan))
-
-    def _quickest(self, drafts: Iterable[Draft], best: float) -> Plan:
-        ranked = sorted(drafts, key=lambda draft: draft.seconds)
-        near = [draft for draft in ranked if draft.seconds <= _FAR * min(best, ranked[0].seconds)]
-        if not near:
-            return self._made(ranked[0], ranked[0].timeline, ranked[0].held)
-        different = {(draft.counts, draft.remat): draft for draft in reversed(near)}
-        plans = [self.finished(draft) for draft in islice(reversed(different.values()), _FINISHED)]
-        return min(plans, key=lambda plan: plan.step_seconds)
-
-    def _made(self, draft: Draft, timeline: Timeline, held: tuple[Footprint, ...]) -> Plan:
-        choice, stages, schedule = draft.choice, draft.stages, timeline.schedule
-        recomputed = {stage for stage, _ in schedule.recomputed}
-        whole = choice.mesh.replicas * choice.microbatches * choice.samples
-        return Plan(
-            recipe=choice.recipe,
-            schedule=schedule.renamed(choice.recipe),
-            partition=draft.counts,
-            remat=tuple(
-                "stage" if stage in recomputed else "layer" if mode == "layer" else "none"
-                for stage, mode in enumerate(draft.remat)
-            ),
-            samples=choice.samples,
-            mesh=choice.mesh,
-            costs=stages.costs,
-            breakdown=breakdown(self.drafts.profile(choice.samples), stages, timeline, choice.mesh),
-            memory=held,
-            limits=self.drafts.limits(choice),
-            batch=self.minibatch if self.minibatch not in (None, whole) else None,
-        )
 
     def _too_large(self, draft: Draft) -> TooLargeError:
         limits = self.drafts.limits(draft.choice)

@@ -1,10 +1,14 @@
 """What may be recomputed of the stages of a device, so that it fits."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 
+from gapless.plan.cut.stage_costs import Stages
 from gapless.plan.plan import Remat
 from gapless.plan.search.drafts import Draft
+from gapless.schedule import memory
+from gapless.schedule.action import Schedule
 
 _SURE = 0.8  # of what must be freed: that much is known before it is tried
 
@@ -39,3 +43,23 @@ def recomputes(
 
     most = max(map(freed, options))
     return [each for each in sorted(options, key=cost) if freed(each) >= min(most, _SURE * excess)]
+
+
+def in_flight_at_peak(schedule: Schedule, stages: Stages) -> tuple[float, ...]:
+    """Per stage, when its device holds most: how many times its activations of one microbatch are there."""
+    costs = stages.memory_costs
+    activation = costs.per_stage("activation", stages.placement)
+    found = [0.0] * schedule.num_stages
+    for row, changes in zip(schedule.rows, memory.changes(schedule, costs), strict=True):
+        held: dict[int, float] = defaultdict(float)
+        total = most = 0.0
+        for action, (takes, gives) in zip(row, changes, strict=True):
+            held[action.stage] += float(takes)
+            total += float(takes)
+            if total > most:
+                most = total
+                for stage, size in held.items():
+                    found[stage] = size / float(activation[stage]) if activation[stage] else 0.0
+            held[action.stage] -= float(gives)
+            total -= float(gives)
+    return tuple(found)

@@ -10,6 +10,7 @@ from itertools import permutations
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
 from gapless.plan.search.choices import Choice
+from gapless.plan.search.finish import finished
 from gapless.plan.search.judge import Judge
 
 _EFFORT = 200_000  # actions that are simulated
@@ -48,5 +49,5 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
                 continue
             if draft.seconds < best.seconds * (1 - 1e-9):
                 best, moved = draft, True
-    better = judge.finished(best)
+    better = finished(drafts, best)
     return better if better.step_seconds < plan.step_seconds * (1 - 1e-9) else plan

@@ -84,10 +84,8 @@ def search(
         )
     check_reach(profile, len(there))
     _check_layers(profile, there)
-    drafts = Drafts(
-        profile, there, shard_optimizer=wanted.shard_optimizer, slack=wanted.slack, by_layer=wanted.layer_remat
-    )
-    tries = _Attempts(Judge(drafts, minibatch), wanted, minibatch, len(profile.layers), progress)
+    judge = Judge(Drafts(profile, there, wanted, minibatch))
+    tries = _Attempts(judge, wanted, minibatch, len(profile.layers), progress)
     everything = tuple(range(len(there)))
     if not wanted.mesh and not options.every_machine(there):
         tries.least = tries.judge.least.on(everything, minibatch)
@@ -199,7 +197,8 @@ class _Attempts:
         self.tried += 1
         refinable = choice.recipe != "auto" and not self.judge.few_cuts(choice)
         plan = self._judged(choice, min(best_here, _HOPELESS * self.step) if refinable else self.step)
-        if plan is not None or not self.judge.is_too_large(choice):
+        # Where nothing of it fits for certain, since one device has no other cuts, it is no bound.
+        if plan is not None or choice.mesh.num_devices > 1:
             self.least = min(self.least, least)
         return plan
 

@@ -1,5 +1,7 @@
 """An I and the W right behind it as one B, where nobody waits in between."""
 
+from collections.abc import Collection
+
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
@@ -27,3 +29,16 @@ def fuse(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         rows.append(fused)
     made = schedule.with_rows(rows)
     return made if simulate(made, costs).makespan <= timeline.makespan else schedule
+
+
+def with_whole_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Every I of these stages as a B, wherever its W was."""
+
+    def whole(action: Action) -> Action:
+        stage, kind, microbatch = action
+        return Action(stage, Kind.BACKWARD, microbatch) if kind is Kind.INPUT_GRAD and stage in stages else action
+
+    return schedule.with_rows(
+        [whole(action) for action in row if not (action.kind is Kind.WEIGHT_GRAD and action.stage in stages)]
+        for row in schedule.rows
+    )

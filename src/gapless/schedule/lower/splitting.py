@@ -12,7 +12,11 @@ def split(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     if Kind.BACKWARD not in schedule.kinds:
         return schedule
     costs = costs or Costs()
-    halves = schedule.with_rows([half for action in row for half in completes(action)] for row in schedule.rows)
-    made = fuse(halves, costs)
+    made = fuse(in_halves(schedule), costs)
     before, after = simulate(schedule, costs), simulate(made, costs)
     return made if (after.makespan, after.span) < (before.makespan, before.span) else schedule
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Every B as its I and its W."""
+    return schedule.with_rows([half for action in row for half in completes(action)] for row in schedule.rows)

@@ -16,10 +16,10 @@ from operator import add
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule import placement as placing
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.dependencies import completes
-from gapless.schedule.lower.fusion import fuse
+from gapless.schedule.lower.fusion import fuse, with_whole_backwards
+from gapless.schedule.lower.splitting import in_halves
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
 from gapless.schedule.recipes import line, loop, vee, zero_bubble
@@ -87,7 +87,10 @@ def auto(request: Request, placements: Sequence[Placement] | None = None) -> Sch
             f"smallest peak, one microbatch at a time, is {float(least):g}"
         )
     made = _Tries(request, best.schedule.placement, best.costs, best).polished()
-    return _with_whole_backwards(made, request.costs).renamed("auto")
+    schedule = made.schedule
+    if made.costs is not request.costs:  # cheaper whole backwards were all in their I
+        schedule = with_whole_backwards(schedule, _cheaper_whole(request.costs, schedule.placement))
+    return schedule.renamed("auto")
 
 
 class _Tries:
@@ -107,25 +110,19 @@ class _Tries:
         if not self._is_below(bounds):
             for recipe in _quick_recipes(self.placement):
                 self._try_recipe(recipe(self.placement.num_devices, self.num_microbatches))
-        if self.is_large:
-            self._try_slow()
+        if not self.is_large:
             self._try_policies(bounds)
-        else:
-            self._try_policies(bounds)
-            self._try_slow()
-
-    def _try_slow(self) -> None:
         for recipe, most in _slow_recipes(self.placement, self.costs):
             if not self._is_below(self._bounds(self._deferrable(most))):
                 self._try_recipe(recipe(self.placement.num_devices, self.num_microbatches))
+        if self.is_large:
+            self._try_policies(bounds)
 
     def _try_recipe(self, schedule: Schedule) -> None:
         """As it is, and with its backwards in halves."""
         if Kind.BACKWARD in schedule.kinds:
             self._try(schedule)
-            schedule = schedule.with_rows(
-                [half for action in row for half in completes(action)] for row in schedule.rows
-            )
+            schedule = in_halves(schedule)
         self._try_with_justification(schedule, self.limit)
 
     def _try_policies(self, bounds: tuple[Number, Number]) -> None:
@@ -163,7 +160,7 @@ class _Tries:
         far_behind = self._value(timeline)[0] > _HOPELESS * self._value(self.best)[0]
         if far_behind and self.is_large:
             return False
-        justified_too = self._try(self._justified(timeline, limit))
+        justified_too = self._try(justified(timeline, limit, ends_together=self.objective == "makespan"))
         if self.gains_by_fusing:
             for each in (timeline, justified_too):
                 if each is not None:
@@ -181,9 +178,6 @@ class _Tries:
                 break
         assert self.best is not None
         return self.best
-
-    def _justified(self, timeline: Timeline, limit: Number | None) -> Schedule:
-        return justified(timeline, limit, ends_together=self.objective == "makespan")
 
     def _try(self, schedule: Schedule) -> Timeline | None:
         """What the schedule takes, if it fits."""
@@ -287,23 +281,6 @@ def _ways_to_count(costs: Costs, placement: Placement) -> list[Costs]:
         backward=times[Kind.BACKWARD],
     )
     return [costs, in_one]
-
-
-def _with_whole_backwards(timeline: Timeline, costs: Costs) -> Schedule:
-    """What a timeline stands for that may have been counted in another way than these costs."""
-    schedule = timeline.schedule
-    if timeline.costs is costs:
-        return schedule
-    whole = _cheaper_whole(costs, schedule.placement)
-
-    def made(action: Action) -> Action:
-        joined = action.kind is Kind.INPUT_GRAD and action.stage in whole
-        return Action(action.stage, Kind.BACKWARD, action.microbatch) if joined else action
-
-    return schedule.with_rows(
-        [made(action) for action in row if not (action.kind is Kind.WEIGHT_GRAD and action.stage in whole)]
-        for row in schedule.rows
-    )
 
 
 def _quick_recipes(placement: Placement) -> list[Callable[[int, int], Schedule]]:
