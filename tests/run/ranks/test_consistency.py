@@ -113,8 +113,8 @@ def one_changes_its_shape() -> None:
         with pytest.raises(ConfigError, match=words):
             pipe.step(torch.zeros(16, 7) if me == 3 else x, y)
         pipe.evaluate(*batch(0, 5))  # may have any shape
-        sameness: Any = pipe._world._sameness  # type: ignore[attr-defined]
-        assert [sameness.agreed("", ready=me not in missing) for missing in ((), (0,), (3,))] == [True, False, False]
+        consistency: Any = pipe._world._consistency  # type: ignore[attr-defined]
+        assert [consistency.agreed("", ready=me not in missing) for missing in ((), (0,), (3,))] == [True, False, False]
         before = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
         pipe.zero_grad()
         pipe.step(x, y)

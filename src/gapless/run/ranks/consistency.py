@@ -178,8 +178,8 @@ _CARRIED = ("in a step", "evaluating")
 class SameCalls:
     """Those of one rank."""
 
-    def __init__(self, watch: Watch, links: Connections, sameness: Consistency, *, has_replicas: bool) -> None:
-        self._watch, self._links, self._sameness, self._has_replicas = watch, links, sameness, has_replicas
+    def __init__(self, watch: Watch, links: Connections, consistency: Consistency, *, has_replicas: bool) -> None:
+        self._watch, self._links, self._consistency, self._has_replicas = watch, links, consistency, has_replicas
         self.stamp = links.courier.stamp
         self._process = os.getpid()
         self._modules: list[dict[str, object]] = []
@@ -212,13 +212,13 @@ class SameCalls:
 
     def start(self, doing: str) -> None:
         """In a call. Steps and evaluations meet in the first one only: their messages say what they are."""
-        if not self._sameness.started or doing not in _CARRIED:
-            self.meet(self._sameness.check_start)
+        if not self._consistency.started or doing not in _CARRIED:
+            self.meet(self._consistency.check_start)
 
     def meet(self, check: Callable[[], object] | None = None) -> None:
         """All ranks are in this call, or all refuse; also what is checked they refuse together."""
         with self._watch.roll.meeting():
-            (check or self._sameness.agreed)()
+            (check or self._consistency.agreed)()
 
     def begin(self, program: Program, share: Share) -> None:
         """What the program is to do is known now, and nothing was sent yet."""

@@ -7,21 +7,24 @@
 FSDP's modules exchange their gradients themselves, and are told when.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from gapless.errors import ConfigError
+from gapless.run.program import Batch
 from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
 from gapless.run.ranks.wire.call_stamp import Call
+from gapless.schedule.action import BACKWARDS, Action, Kind
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.stage import Stage
 from gapless.stage.tie import Tie
 
 _SHARED = -1
+_LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}
 
 
 class Pending:
@@ -119,6 +122,11 @@ class Exchange:
         self._due, self._ended = [stage for stage in self._buckets if stage != _SHARED], set()
         for buckets in self._buckets.values():
             buckets.begin()
+
+    def after(self, row: Iterable[Action]) -> dict[Action, Callable[[Batch], None]]:
+        """The gradients of a stage go to all replicas after the last of these actions that makes some."""
+        last = {action.stage: action for action in row if action.kind in _LAST_GRADIENTS}
+        return {action: lambda _, stage=stage: self.finished(stage) for stage, action in last.items()}  # type: ignore[misc]
 
     def finished(self, stage: int) -> None:
         """The last weight gradient of a stage is there. Sums start in one order on all replicas, whatever their

@@ -2,16 +2,17 @@
 replicas from its peers there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gapless.model.uses import own_parameters
-from gapless.run.program import Program
+from gapless.run.program import Batch, Program
 from gapless.run.ranks.mesh_position import MeshPosition
 from gapless.run.ranks.replicas import Shares, gathered
+from gapless.schedule.action import Action, Kind
 
 KIND = "loss"  # of the channels they go through
 
@@ -29,6 +30,11 @@ class Losses:
         self._buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
         self._versions = [each._version for each in self._buffers]
         return [each for each in own_parameters(loss, module) if each.requires_grad]
+
+    def after(self, row: Iterable[Action], last_stage: int) -> dict[Action, Callable[[Batch], None]]:
+        """The losses go to all ranks after the last of these actions that makes one."""
+        forwards = [action for action in row if action.kind is Kind.FORWARD and action.stage == last_stage]
+        return {forwards[-1]: lambda batch: self.send(batch.losses)} if forwards else {}
 
     def send(self, losses: Sequence[Tensor]) -> None:
         """To all other devices, if they are this one's."""

@@ -1,7 +1,7 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError
-from gapless.model.uses import Uses, tie, uses_of
+from gapless.model.uses import tie, uses_of
 from gapless.run.clip import clip_everywhere
 from gapless.run.execute import execute
 from gapless.run.lanes import make_lane
-from gapless.run.program import Batch, Program
+from gapless.run.program import Program
 from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.consistency import Consistency, SameCalls
 from gapless.run.ranks.exchange import Exchange
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.mesh_position import MeshPosition, RankGathering, facts_of, make_groups
 from gapless.run.ranks.replicas import same_everywhere, tensors_of
-from gapless.run.ranks.shared_parameter import Holders, copies
+from gapless.run.ranks.shared_parameter import Holders, copies, shared
 from gapless.run.ranks.state_dict import Homes, gather, held, load
 from gapless.run.ranks.timing import Pace, SharedClock, compared, planned_work
 from gapless.run.ranks.watch.blame import is_lost
@@ -33,15 +33,12 @@ from gapless.run.ranks.wire.connections import Connections, RankChannels, connec
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.team import make_team
 from gapless.run.world import Carriage, Evaluated, OwnStages, Parts, Ran
-from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.placement import Placement
-from gapless.schedule.timeline import Timeline
 from gapless.stage.counted import Weighed
 from gapless.stage.share import Share
 from gapless.stage.tie import Tie, Tied
-
-_LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}
 
 
 class ManyProcesses:
@@ -63,29 +60,31 @@ class ManyProcesses:
         self._agreement = Agreement(part_of_store("agreement", sorted(position.ring)), position.ring, rank, timeout)
         self._agreement.reach({**facts_of(position.mesh), **carriage._asdict()}, lambda: None)
         tell_in_child(self)
-        self.watch = Watch(self.position.ring, rank, partial(connected, network=network), timeout)
-        with ExitStack() as opened:  # if what follows fails, nobody is to believe that this rank lives on
-            opened.push(self._could_not_connect)
-            self.groups = make_groups(self.position, network)
+        self.watch = Watch(position.ring, rank, partial(connected, network=network), timeout)
+        courier: Courier | None = None
+        try:
+            self.groups = make_groups(position, network)
             self._sums = self.groups.dp  # of gradients
-            self._courier = Courier(self.groups.pp, f"gapless device {self.position.device}", self._failed)
-            opened.callback(self._courier.close, lambda: True)
+            courier = self._courier = Courier(self.groups.pp, f"gapless device {position.device}", self._failed)
             self.links = self._connect(carriage)
-            opened.pop_all()
-        self._whereabouts = self.watch.whereabouts
-        self._whereabouts.connections = self.links
+        except BaseException as error:  # nobody is to believe that this rank lives on
+            if courier is not None:
+                courier.close(lambda: True)
+            self.watch.raised(error)
+            self.watch.close()
+            raise
+        self.watch.whereabouts.connections = self.links
         self.watch.break_off = self._break_off
         self._pace = Pace(compared(position, self.groups.pp, self.groups.dp))
-        self._sameness = Consistency(self.position, self.groups.pp, self.groups.dp, self._courier.stamp)
-        self._calls = SameCalls(self.watch, self.links, self._sameness, has_replicas=self.num_replicas > 1)
-        self._planned: dict[tuple[int, bool], float] = {}  # by the number of microbatches, and whether it only infers
-        self._homes = Homes(self.position.device)
+        self._consistency = Consistency(position, self.groups.pp, self.groups.dp, self._courier.stamp)
+        self._calls = SameCalls(self.watch, self.links, self._consistency, has_replicas=self.num_replicas > 1)
+        self._homes = Homes(position.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
-        courier = self._courier if position.torch_device.type == "cpu" else None
-        self._exchange = Exchange(self.groups.dp, self._sums, position.dp_ranks, position.replica, courier)
+        poster = self._courier if position.torch_device.type == "cpu" else None
+        self._exchange = Exchange(self.groups.dp, self._sums, position.dp_ranks, position.replica, poster)
         self._losses = Losses(position, self.links, self.groups.dp)
-        self._clock: SharedClock | None = None
+        self._clock = SharedClock(self.groups, position.device)
         self._unfinished = False  # steps of a minibatch are done, and others of it are to come
 
     def _connect(self, carriage: Carriage) -> Connections:
@@ -97,11 +96,6 @@ class ManyProcesses:
         if groups and self.groups.dp is not None:
             self._sums = groups[0].connect_replicas(self.groups.dp, position.dp_ranks, position.replica)
         return made
-
-    def _could_not_connect(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self.watch.raised(error)
-        self.watch.close()
 
     def in_child(self) -> None:
         """A forked child is no rank. Its copies of groups are never destroyed: they share the parent's epoll."""
@@ -119,14 +113,14 @@ class ManyProcesses:
             if not self._agreement.refused and not isinstance(error, TransportError):
                 self.watch.raised(error)
             raise
-        self._sameness.begin()
+        self._consistency.begin()
         self.watch.made()
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
         self._agreement.reach(facts, self.watch.check)
-        self._sameness.room = facts["microbatches"]
+        self._consistency.room = facts["microbatches"]
         if module is not None:
-            self._sameness.compare_weights(module, loss)
+            self._consistency.compare_weights(module, loss)
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
@@ -134,9 +128,9 @@ class ManyProcesses:
         self._calls.adopt(module)
         known, uses = self._homes, uses_of(parts)
         self._homes = Homes(self.position.device, parts, placement.cycles, uses)
-        self._holders = []
         here = [self.position.torch_device] * placement.num_stages
-        self._ties = tie(module, stages, uses, here, tied, self._away(uses))
+        self._holders, away = shared(self.links, uses, self._homes.devices, self.position.torch_device)
+        self._ties = tie(module, stages, uses, here, tied, away)
         of_loss = self._losses.adopt(parts[-1][-1], module)
         self._holders += copies(self.links, of_loss, self._homes.devices[-1], self.position.torch_device, len(uses))
         for parameter, holders in self._holders:
@@ -147,46 +141,16 @@ class ManyProcesses:
             new = [each for each in self._exchange.parameters if not known.knows(each)]  # by an edit or a new trace
             same_everywhere(self.groups.dp, new if known.known else tensors_of(layers))
 
-    def _away(self, uses: Uses) -> Callable[[int, Sequence[int]], Holders | None]:
-        shared = [parameter for parameter, stages in uses.items() if len(stages) > 1]
-
-        def away(number: int, stages: Sequence[int]) -> Holders | None:
-            if len({self._homes.devices[stage] for stage in stages}) == 1:
-                return None
-            holders = Holders(self.links, number, self._homes.devices, stages, self.position.torch_device)
-            self._holders.append((shared[number], holders))
-            return holders
-
-        return away
-
     def program(
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         channels, lanes = RankChannels(schedule, self.links), [self.lane] * self.position.num_devices
-        made = Program(
-            schedule, stages, lanes, loss, channels, here=self.here, recorded=recorded, after=self._after(schedule)
-        )
-        self._planned[schedule.num_microbatches, made.inference] = planned_work(schedule, self.position.device, costs)
-        return made
-
-    def _after(self, schedule: Schedule) -> Mapping[Action, Callable[[Batch], None]]:
-        """The losses go to all ranks as soon as they are there, and the gradients of a stage to all replicas."""
-        if schedule.kinds == {Kind.FORWARD}:
-            return {}  # nobody knows yet whether there is a loss
-        row = schedule.rows[self.position.device]
-        last = {action.stage: action for action in row if action.kind in _LAST_GRADIENTS}
-        after: dict[Action, Callable[[Batch], None]] = {
-            action: partial(self._finished, stage) for stage, action in last.items()
-        }
-        forwards = [action for action in row if action.kind is Kind.FORWARD and action.stage == schedule.num_stages - 1]
-        if forwards:
-            after[forwards[-1]] = lambda batch: self._losses.send(batch.losses)
-        return after
-
-    def _finished(self, stage: int, _: Batch) -> None:
-        self._exchange.finished(stage)
-
-    # -- failures ---------------------------------------------------------------------------------------------------
+        after = {}
+        if schedule.kinds != {Kind.FORWARD}:  # of an evaluation nobody knows yet whether there is a loss
+            row = schedule.rows[self.position.device]
+            after = self._exchange.after(row) | self._losses.after(row, schedule.num_stages - 1)
+            self._pace.planned[schedule.num_microbatches] = planned_work(schedule, self.position.device, costs)
+        return Program(schedule, stages, lanes, loss, channels, here=self.here, recorded=recorded, after=after)
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
@@ -222,9 +186,9 @@ class ManyProcesses:
         static, channels = self.links.static, program.channels
 
         def check() -> None:
-            self._sameness.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
+            self._consistency.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
             if static is not None and not program.inference and isinstance(channels, RankChannels):
-                agreed = partial(self._sameness.agreed, ready=channels.needs_no_word)
+                agreed = partial(self._consistency.agreed, ready=channels.needs_no_word)
                 if not static.agreed(program, inputs, target, agreed):
                     channels.rehearse()
 
@@ -242,14 +206,18 @@ class ManyProcesses:
                 self._exchange.begin()
                 for each in self._ties:
                     each.begin()
-            self._execute(program)
+            self._check_weights()
+            self.watch.roll.begin()  # from here on others depend on this rank
+            with self.watch.whereabouts.running(program):
+                execute(program, self.team)
             if not program.inference:
                 self._end()
                 for stage in program.stages.values():
                     stage.finish()
                 self._unfinished = not self._exchange.share.sync
             losses, weights = self._losses.everywhere(program, weights)
-            return Ran(losses, tuple(weights), self._measured(program) if program.recorded else None)
+            timeline = self._clock.timeline(program, self.lane) if program.recorded else None
+            return Ran(losses, tuple(weights), timeline)
         except BaseException:
             if not program.inference:
                 self._exchange.give_up()
@@ -259,13 +227,6 @@ class ManyProcesses:
             if program.inference:
                 self._exchange.release()
 
-    def _execute(self, program: Program) -> None:
-        """From here on others depend on this rank."""
-        self._check_weights()
-        self.watch.roll.begin()
-        with self._whereabouts.running(program):
-            execute(program, self.team)
-
     def _end(self) -> None:
         """All gradients are the sums of all ranks, or wait for a later step to exchange them."""
         for each in self._ties:
@@ -273,8 +234,8 @@ class ManyProcesses:
         if self._exchange.end(self._courier.flush):
             for parameter, holders in self._holders:
                 holders.share_grad(parameter)
-        where = self._whereabouts
-        self._pace.note(where.seconds - where.waited, self._planned[where.microbatches, False])
+        where = self.watch.whereabouts
+        self._pace.note(where.seconds - where.waited, where.microbatches)
 
     def _check_weights(self) -> None:
         """Raises on every rank if those of this one were changed while gradients waited for an exchange."""
@@ -328,19 +289,11 @@ class ManyProcesses:
     def described(self) -> Iterator[str]:
         return self.links.described()
 
-    # -- what was measured ------------------------------------------------------------------------------------------
-
-    def _measured(self, program: Program) -> Timeline:
-        """Of all devices: every rank has it."""
-        if self._clock is None:
-            self._clock = SharedClock(self.groups.pp, self.position.device)
-        return self._clock.timeline(program.schedule, program.marks[self.position.device], self.lane)
-
     def close(self) -> None:
         self.team.close()
         self.watch.say_goodbye()
         self.links.close(lambda: self.watch.news is not None, self.watch.timeout)
         self._exchange, self._sums, self._pace = Exchange(), None, Pace(())
-        self._sameness.close()
+        self._consistency.close()
         self.groups.close()
         self.watch.close()

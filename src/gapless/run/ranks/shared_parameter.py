@@ -5,11 +5,12 @@ summed    sums go to the home when the step is over
 both      then the home hands its gradient to all others, so that every optimizer sees the same
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from gapless.model.uses import Uses
 from gapless.run.ranks.wire.connections import Connections
 from gapless.stage.tie import Sums
 
@@ -68,6 +69,28 @@ class Holders:
             parameter.grad = None if grad is None else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         else:
             parameter.grad.copy_(grad)
+
+
+Away = Callable[[int, Sequence[int]], Holders | None]
+
+
+def shared(
+    links: Connections, uses: Uses, devices: Sequence[int], torch_device: torch.device
+) -> tuple[list[tuple[nn.Parameter, Holders]], Away]:
+    """Parameters that stages of several devices use, and what finds the holders of one by its number among those that
+    several stages use: they are in the list once they were asked for.
+    """
+    several = [parameter for parameter, stages in uses.items() if len(stages) > 1]
+    made: list[tuple[nn.Parameter, Holders]] = []
+
+    def away(number: int, stages: Sequence[int]) -> Holders | None:
+        if len({devices[stage] for stage in stages}) == 1:
+            return None
+        holders = Holders(links, number, devices, stages, torch_device)
+        made.append((several[number], holders))
+        return holders
+
+    return made, away
 
 
 def copies(

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from gapless.run.lanes import Lane
-from gapless.run.ranks.mesh_position import MeshPosition
+from gapless.run.program import Program
+from gapless.run.ranks.mesh_position import Groups, MeshPosition
 from gapless.run.ranks.wire.groups import of_each
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
@@ -34,29 +35,31 @@ _ROUNDS = 8
 
 
 class SharedClock:
-    """That of the ranks of a group. All of them make it, and ask it for the same."""
+    """That of the ranks of a pipeline, which all ask it for the same."""
 
-    def __init__(self, group: Any, device: int) -> None:
-        self._group = group
-        self._offset = offset(group, device)
+    def __init__(self, groups: Groups, device: int) -> None:
+        self._groups, self._device = groups, device
+        self._offset: float | None = None
 
-    def timeline(self, schedule: Schedule, marks: Sequence[Any], lane: Lane) -> Timeline:
-        """Of all devices, on every rank; `marks` are those of the lane of this one."""
-        rows = schedule.rows
+    def timeline(self, program: Program, lane: Lane) -> Timeline:
+        """Of all devices, on every rank."""
+        rows, marks = program.schedule.rows, program.marks[self._device]
+        if self._offset is None:
+            self._offset = offset(self._groups.pp, self._device)
         # Seconds since long ago: 32 bits see milliseconds.
         mine = torch.zeros(1 + 2 * max(map(len, rows)), dtype=torch.float64)
         began = lane.began + self._offset
         spans = [(lane.seconds(start), lane.seconds(end)) for start, end in marks]
         times = [began, *(began + mark for span in spans for mark in span)]
         mine[: len(times)] = torch.tensor(times, dtype=torch.float64)
-        found = of_each(self._group, mine)
+        found = of_each(self._groups.pp, mine)
         origin = min(float(row[0]) for row in found)
         moved = [
             [mark - origin for mark in times[1 : 1 + 2 * len(row)].tolist()]
             for times, row in zip(found, rows, strict=True)
         ]
         starts, ends = tuple(tuple(row[0::2]) for row in moved), tuple(tuple(row[1::2]) for row in moved)
-        return Timeline(schedule, starts, ends, name="measured")
+        return Timeline(program.schedule, starts, ends, name="measured")
 
 
 def offset(group: Any, device: int) -> float:
@@ -144,17 +147,18 @@ class Pace:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = [row for row in rows if row.group is not None]
         self._seconds: list[tuple[float, float]] = []
+        self.planned: dict[int, float] = {}  # work of a step, by its number of microbatches
         self._under_way: list[tuple[Row, list[torch.Tensor], Any]] = []
 
-    def note(self, busy: float, planned: float) -> None:
-        """This rank was busy for so many seconds, of so much planned work. Nobody waits: what is compared at the end of
-        one step is looked at after the next.
+    def note(self, busy: float, microbatches: int) -> None:
+        """This rank was busy for so many seconds. Nobody waits: what is compared at the end of one step is looked at
+        after the next.
         """
         for row, found, work in self._under_way:
             work.wait()
             row.judge([(float(seconds), float(pace)) for seconds, pace in found])
         self._under_way.clear()
-        self._seconds.append((busy, busy / planned))
+        self._seconds.append((busy, busy / self.planned[microbatches]))
         if len(self._seconds) < _STEPS:
             return
         mine = torch.tensor([median(each) for each in zip(*self._seconds, strict=True)], dtype=torch.float64)

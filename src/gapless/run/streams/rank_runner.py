@@ -151,7 +151,7 @@ class RankRunner:
 
     def hear(self) -> tuple[int, Tensor | None]:
         """What is said next. A rank that was asked to leave does so between two minibatches."""
-        if self._watch.was_asked():
+        if self._watch.departure.was_asked():
             _LOG.warning("rank %d ends its stream and leaves: SIGTERM has come", self._rank)
             raise SystemExit(0)
         self._watch.whereabouts.call = "in a stream"

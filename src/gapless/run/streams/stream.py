@@ -12,6 +12,7 @@ what is under way. Going on after that has the bits of a flow that was never dra
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.streams.stream_device import END, Fed, StreamDevice
-from gapless.run.streams.stream_runner import LEAVES, Stopped, StreamRunner, counts, is_whole
+from gapless.run.streams.stream_runner import LEAVES, Stopped, StreamRunner, counts, is_whole, met, why_stopped
 from gapless.run.streams.stream_state import State, loading, state_of
 from gapless.stage.autocast import autocast_is_on
 from gapless.stage.settings import settings
@@ -115,7 +116,7 @@ class Stream:
         if not self.is_running:
             with ExitStack() as entered:
                 entered.enter_context(self._held())
-                self._runner.meet({"end of the stream": ends}, self._fault())
+                met(self._runner, self._check_weights, lambda _: {"end of the stream": ends})
                 self._settings = settings()
                 self._running = entered.pop_all()
             self.is_running = True
@@ -123,14 +124,10 @@ class Stream:
                 device.ends = ends
             self._runner.start(self._devices)
 
-    def _fault(self) -> ConfigError | None:
-        """Of the weights as they were left."""
-        try:
-            for device in self._devices:
-                device.versions.check()
-        except ConfigError as error:
-            return error
-        return None
+    def _check_weights(self) -> None:
+        """As they were left."""
+        for device in self._devices:
+            device.versions.check()
 
     def _feed(self, batch: Any) -> None:
         parts = self._cut(batch, self)
@@ -149,7 +146,7 @@ class Stream:
                     f"the pipeline was closed while its stream was under way, and {counts(self._stopped)}: leave the "
                     "loop, or drain the stream, before you close it"
                 )
-            self._ready.append(self._result(minibatch, loss))
+            self._ready.append(Passed(self._devices[0].rule.shown(minibatch), loss))
         self._passed += 1
         return self._ready.popleft()
 
@@ -158,13 +155,6 @@ class Stream:
         replicas take turns, the gradients of a group that is not complete wait for the rest of it.
         """
         self._drain()
-
-    def _end(self) -> None:
-        """A group that waits for its rest goes into the weights as it is; the next minibatch begins another one."""
-        self._drain()
-        if any(device.rule.in_turns for device in self._devices) and self._stopped and is_whole(self._stopped):
-            self._start(ends=True)
-            self._drain()
 
     def _drain(self, why: str = "") -> None:
         if self.is_running:
@@ -190,37 +180,15 @@ class Stream:
     def _check_stopped(self, why: str) -> None:
         """Raises what has failed here, or else why the flow has stopped earlier than it was asked to."""
         failures = [device.failure for device in self._devices if device.failure is not None]
-        whys = [each.why for each in self._stopped if each.why]
-        feds = [each.fed for each in self._stopped]
-        if not failures and not whys and not self._is_torn(feds):
-            return
-        self._ready.clear()
-        self._passed = self._fed
-        for device in self._devices:
-            device.failure = None
-        if failures:
-            _, error = min(failures, key=lambda failure: failure[0])
-            error.add_note(f"gapless: {counts(self._stopped)}")
-            raise error
-        if not why and any(each.endswith(LEAVES) for each in whys):  # and all do
-            left = SystemExit(0)
-            left.add_note(f"gapless: {counts(self._stopped)}")
-            raise left
-        if whys and not why:
-            raise TransportError(f"the stream has stopped, since {whys[0]}: {counts(self._stopped)}")
-        if not whys:
-            least, most = (choose(self._stopped, key=lambda each: each.fed) for choose in (min, max))
-            raise ConfigError(
-                f"rank {least.rank} has ended the stream after {least.fed} minibatches and rank {most.rank} after "
-                f"{most.fed}, and {counts(self._stopped)}: give all ranks as many, and drain after the same one on all"
-            )
-
-    def _is_torn(self, feds: Sequence[int]) -> bool:
-        """Ranks of one pipeline were fed different numbers of minibatches, or replicas more than a group can lack."""
         rule = self._devices[0].rule
-        ranks = len(feds) if rule.in_turns else rule.stages
-        rows = [set(feds[start : start + ranks]) for start in range(0, len(feds), ranks)]
-        return any(len(row) > 1 for row in rows) or max(feds) - min(feds) > 1
+        error = why_stopped(self._stopped, failures, why, len(self._stopped) if rule.in_turns else rule.stages)
+        if failures or error is not None or any(each.why for each in self._stopped):
+            self._ready.clear()
+            self._passed = self._fed
+            for device in self._devices:
+                device.failure = None
+        if error is not None:
+            raise error
 
     def _leave(self, error: BaseException) -> None:
         """What is under way is finished, and the error of the caller's own says where the model is then."""
@@ -243,33 +211,20 @@ class Stream:
         """
         self.drain()
         self.check_whole()
-        own: State = {}
-        fault: Exception | None = None
-        try:
-            own = state_of(self._devices, versions=versions)
-        except Exception as error:  # which is of one stage, and others wait
-            fault = error
+        own = partial(state_of, self._devices, versions=versions)
         if not whole:
-            if fault is not None:
-                raise fault
-            return own
+            return own()
         with self._held():
-            self._runner.meet({}, fault)
-            return self._runner.gathered(own)
+            return self._runner.gathered(met(self._runner, own))
 
     def load_state_dict(self, state: Mapping[str, Any], *, versions: bool = True) -> None:
         """Goes on from a state. The model's own state is loaded before. Without `versions`, or if the state has none,
         the stream starts anew from the newest weights: of minibatches to come none uses older ones.
         """
         self.drain()
-        fault: Exception | None = None
-        load: Callable[[], object] = tuple
-        try:
-            load = self.loading(state, versions=versions)
-        except Exception as error:  # which is of one stage, and others wait
-            fault = error
         with self._held():
-            self._runner.meet({} if fault is not None else {"minibatches": state["minibatches"]}, fault)
+            fits = partial(self.loading, state, versions=versions)
+            load = met(self._runner, fits, lambda _: {"minibatches": state["minibatches"]})
         load()
         self._stopped = ()
         self._ready.clear()
@@ -321,10 +276,7 @@ class Stream:
         while not self._runner.said.empty():
             minibatch, loss = self._runner.said.get()
             if loss is not None:
-                yield self._result(minibatch, loss)
-
-    def _result(self, minibatch: int, loss: Tensor) -> Passed:
-        return Passed(self._devices[0].rule.shown(minibatch), loss)
+                yield Passed(self._devices[0].rule.shown(minibatch), loss)
 
     def check_whole(self) -> None:
         """Raises if the stages have made different updates, and names them."""
@@ -338,7 +290,11 @@ class Stream:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self._end()
-        else:
+        if error is not None:
             self._leave(error)
+            return
+        self._drain()
+        if any(device.rule.in_turns for device in self._devices) and self._stopped and is_whole(self._stopped):
+            # A group that waits for its rest goes into the weights as it is; the next minibatch begins another one.
+            self._start(ends=True)
+            self._drain()

@@ -3,13 +3,15 @@ is then, and who has stopped it.
 """
 
 import queue
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from gapless.errors import ConfigError, TransportError
 from gapless.run.streams.stream_device import End, Fed, StreamDevice
 
+Made = TypeVar("Made")
 LEAVES = "was asked to leave"
 Said = queue.SimpleQueue[tuple[int, Tensor | None]]  # minibatch and loss, in order; None: nothing more is said
 
@@ -59,6 +61,19 @@ class StreamRunner(Protocol):
         """Where all stages are, as far as it is known, where `finish` has failed."""
 
 
+def met(
+    runner: StreamRunner, make: Callable[[], Made], facts: Callable[[Made], Mapping[str, Any]] = lambda _: {}
+) -> Made:
+    """What is made here, once all processes have made theirs: what can't be made is of one stage, and others wait."""
+    made, fault = [], None
+    try:
+        made.append(make())
+    except Exception as error:
+        fault = error
+    runner.meet(facts(made[0]) if made else {}, fault)
+    return made[0]
+
+
 def is_whole(stages: Sequence[Stopped]) -> bool:
     """All stages have made the same updates, and each of them wholly."""
     known = {each.updated for each in stages}
@@ -81,3 +96,33 @@ def _known(stage: Stopped) -> str:
     if stage.updated is None:
         return f"an unknown one (rank {stage.rank})"
     return f"{stage.updated} and a part of the next" if stage.is_torn else str(stage.updated)
+
+
+def why_stopped(
+    stages: Sequence[Stopped], failures: Sequence[tuple[float, BaseException]], why: str, ranks: int
+) -> BaseException | None:
+    """What is raised where a stream has stopped: what has failed here, or else why it has done so earlier than it was
+    asked to. `why`, if the caller's own error has stopped it, which is raised anyway. So many ranks have one loader.
+    """
+    whys, feds = [each.why for each in stages if each.why], [each.fed for each in stages]
+    if failures:
+        _, error = min(failures, key=lambda failure: failure[0])
+        error.add_note(f"gapless: {counts(stages)}")
+        return error
+    if whys and why:
+        return None
+    if any(each.endswith(LEAVES) for each in whys):  # and all do
+        left = SystemExit(0)
+        left.add_note(f"gapless: {counts(stages)}")
+        return left
+    if whys:
+        return TransportError(f"the stream has stopped, since {whys[0]}: {counts(stages)}")
+    # Ranks of one pipeline were fed different numbers of minibatches, or replicas more than a group can lack.
+    rows = [set(feds[start : start + ranks]) for start in range(0, len(feds), ranks)]
+    if all(len(row) == 1 for row in rows) and max(feds) - min(feds) <= 1:
+        return None
+    least, most = (choose(stages, key=lambda each: each.fed) for choose in (min, max))
+    return ConfigError(
+        f"rank {least.rank} has ended the stream after {least.fed} minibatches and rank {most.rank} after "
+        f"{most.fed}, and {counts(stages)}: give all ranks as many, and drain after the same one on all"
+    )

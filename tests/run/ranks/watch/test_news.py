@@ -163,10 +163,11 @@ def evaluates_first() -> None:
     with pipeline() as pipe:
         pipe.evaluate(X, Y)
         pipe.step(X, Y)
-        planned = pipe._world._planned  # type: ignore[attr-defined]
+        planned = pipe._world._pace.planned  # type: ignore[attr-defined]
     with pipeline() as pipe:
         pipe.step(X, Y)
-        assert planned[4, False] == pipe._world._planned[4, False] > planned[4, True]  # type: ignore[attr-defined]
+        assert planned == pipe._world._pace.planned  # type: ignore[attr-defined]
+        assert list(planned) == [4]
 
 
 def test_an_evaluation_before_the_first_step_does_not_stand_for_its_work(launch: Launch) -> None:

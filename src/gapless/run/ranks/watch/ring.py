@@ -32,6 +32,7 @@ _SOON = timedelta(milliseconds=1)
 _A_WHILE = timedelta(milliseconds=500)
 _NEVER = timedelta(days=365)
 _SHORTER = (400, 200, 100, 50, 25)  # characters that are left of each text, if a message is too long
+_LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may still come
 _DESCRIPTORS = "/proc/self/fd"
 
 Words = dict[str, Any]
@@ -54,7 +55,7 @@ class Neighbour:
             os.set_inheritable(self._socket[0], False)  # a program that is started must not keep it open either
         self.rank = rank
         self.life: Life | None = None  # of its process, where that can be seen
-        self.ended: float | None = None  # when its process was seen to be dead
+        self._ended: float | None = None  # when its process was seen to be dead
         self.heard = time.monotonic()
         self.last: Words = {}  # its last sign of life
         self.left: str | None = None  # has said goodbye, and why
@@ -74,6 +75,12 @@ class Neighbour:
             self._unanswered += beat
             message = torch.frombuffer(bytearray(encoded(words).ljust(_SIZE)), dtype=torch.uint8)
             self._sent.append((self._group.send([message], self._other, _TAG), message))
+
+    def has_ended(self, now: float) -> bool:
+        """Whether its process has, and no goodbye can come any more."""
+        if self._ended is None and self.life is not None and self.life.is_over:
+            self._ended = now
+        return self._ended is not None and now - self._ended >= _LAST_WORDS
 
     def _listen(self) -> None:
         posted: deque[tuple[Any, Any]] = deque()

@@ -24,7 +24,7 @@ from typing import Any
 from gapless.errors import ConfigError, TransportError, noted_place
 from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.children import tell_in_child
-from gapless.run.ranks.watch.leaving import Terminating
+from gapless.run.ranks.watch.leaving import Departure
 from gapless.run.ranks.watch.processes import Life, dump_stacks, end_process, this_process
 from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
 from gapless.run.ranks.watch.roll_call import RollCall
@@ -36,9 +36,7 @@ _LONGEST_BEAT = 1.0
 _BEATS_PER_TIMEOUT = 8
 _GRACE = 10.0  # seconds to end a call in, after the news
 _NEWS_WITHIN = 2.0  # seconds after a connection was lost
-_ROUND_WITHIN = 5.0
 _LOOK = 0.25  # seconds between two looks at the neighbours' processes
-_LAST_WORDS = 0.5  # seconds after the end of a process in which a goodbye may still come
 
 
 @dataclass(frozen=True)
@@ -65,16 +63,12 @@ class Watch:
         self._known = threading.Event()
         self._lock = threading.Lock()
         self._told = False  # the caller knows
-        self._ranks = ranks
-        self._asked_by: int | None = None  # whom SIGTERM came to
-        self._leave_before: int | None = None  # the call that no rank begins
-        self._round = threading.Event()
         self._beat = min(_LONGEST_BEAT, timeout / _BEATS_PER_TIMEOUT)
         self._awake = self._active = self._last_beat = time.monotonic()
         self._progress: object = None
         self._closing = threading.Event()
-        self._terminating = Terminating.installed()
         self._neighbours: list[Neighbour] = []
+        self.departure = Departure(ranks, me, self._neighbours)
         self.tally = Tally(self._neighbours)
         self.roll = RollCall(me, self._neighbours, lambda *words: self.tell(News(*words)))
         self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
@@ -88,15 +82,15 @@ class Watch:
         self._pulse.start()
 
     def _connect(self, pair: tuple[int, int], connect: Callable[..., Any]) -> None:
-        number = pair.index(self.me)
-        other = pair[1 - number]
+        number, other = pair.index(self.me), pair[1 - pair.index(self.me)]
         make = partial(connect, "ring", pair, number, timeout=self.timeout)
         lose = partial(self._bury, how=f"its connection to rank {self.me} was closed")
         try:
             neighbour = Neighbour(other, make, self._hear, lose)
         except RuntimeError as error:
-            words = f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
-            raise TransportError(words) from None
+            raise TransportError(
+                f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
+            ) from None
         self._neighbours.append(neighbour)
         neighbour.say({"process": this_process()})
 
@@ -115,10 +109,10 @@ class Watch:
         """
         self.check()
         if meet:
-            self._settle_leaving()
+            self.departure.settle(self.roll.number)
         if self.leaving and leaves:
-            calls = self.roll.number
-            LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, calls, self._asked_by)
+            calls, asked_by = self.roll.number, self.departure.asked_by
+            LOG.warning("rank %d leaves after %d calls: rank %d received SIGTERM", self.me, calls, asked_by)
             raise SystemExit(0)
         self.whereabouts.call = doing
         self.roll.note(doing)
@@ -155,27 +149,10 @@ class Watch:
             self._told = True
             raise TransportError(f"{self.place}: {self.news.text}{again}")
 
-    def _settle_leaving(self) -> None:
-        """SIGTERM: the first rank picks the call before which all leave, and goes on when everybody knows.
-
-        Nobody can end a call that the first rank has not begun, so nobody is beyond the next one.
-        """
-        if self.was_asked() and self._leave_before is None and self.me == self._ranks[0]:
-            self._leave_before = self.roll.number + (len(self._ranks) > 1)
-            if self._neighbours:
-                self._next.say({"leave": self._leave_before, "for": self._asked_by})
-                self._round.wait(_ROUND_WITHIN)
-
     @property
     def leaving(self) -> bool:
         """No rank will begin another step."""
-        return self._leave_before is not None and self.roll.number >= self._leave_before
-
-    def was_asked(self) -> bool:
-        """Some rank has received SIGTERM: sooner or later every rank says so."""
-        if self._asked_by is None and self._terminating is not None and self._terminating.asked:
-            self._ask(self.me)
-        return self._asked_by is not None
+        return self.departure.is_due(self.roll.number)
 
     # -- what is told -----------------------------------------------------------------------------------------------
 
@@ -186,8 +163,7 @@ class Watch:
                 return
             self.place = self.whereabouts.words()
             self._since, self.news = time.monotonic(), news
-        for neighbour in self._neighbours:
-            neighbour.say({"news": asdict(news)})
+        self._say({"news": asdict(news)})
         if news.kind != "raised":
             LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
             dump_stacks()
@@ -239,14 +215,8 @@ class Watch:
             self.tell(News(**words["news"]))
         elif "counts" in words:
             self.tally.hear(words["counts"])
-        elif "asked" in words:
-            self._ask(words["asked"])
-        elif "leave" in words:
-            self._asked_by, self._leave_before = words["for"], words["leave"]
-            if self.me == self._ranks[0]:
-                self._round.set()
-            else:
-                self._next.say(words)
+        elif "asked" in words or "leave" in words:
+            self.departure.hear(words)
         elif "call" in words or "refused" in words:
             self.roll.hear(neighbour, words)
         elif "bye" in words:
@@ -262,17 +232,6 @@ class Watch:
     def _last(self, neighbour: Neighbour) -> str:
         ago = time.monotonic() - neighbour.heard
         return f"; when last heard from, {ago:.1f} s ago, it was {neighbour.last.get('at', MAKING)}"
-
-    def _ask(self, rank: int) -> None:
-        if self._asked_by is None:
-            self._asked_by = rank
-            for neighbour in self._neighbours:
-                neighbour.say({"asked": rank})
-
-    @property
-    def _next(self) -> Neighbour:
-        after = self._ranks[(self._ranks.index(self.me) + 1) % len(self._ranks)]
-        return next(neighbour for neighbour in self._neighbours if neighbour.rank == after)
 
     # -- signs of life ----------------------------------------------------------------------------------------------
 
@@ -295,21 +254,21 @@ class Watch:
             if progress is None or progress != self._progress:
                 self._active = now
             self._progress = progress
-            self.was_asked()
+            self.departure.was_asked()
             self._say_where()
             self._look(now)
 
     def _say_where(self) -> None:
-        words = {"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}
+        self._say({"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}, beat=True)
+
+    def _say(self, words: Words, *, beat: bool = False) -> None:
         for neighbour in self._neighbours:
-            neighbour.say(words, beat=True)
+            neighbour.say(words, beat=beat)
 
     def _look_at_processes(self, now: float) -> None:
         """A process that has ended with its connection open: a child of it lives on."""
         for neighbour in self._neighbours:
-            if neighbour.ended is None and neighbour.life is not None and neighbour.life.is_over:
-                neighbour.ended = now
-            if neighbour.ended is not None and now - neighbour.ended >= _LAST_WORDS:
+            if neighbour.has_ended(now):
                 self._bury(neighbour, "its process has ended")
 
     def _look(self, now: float) -> None:
@@ -325,15 +284,12 @@ class Watch:
             dump_stacks()
             end_process(f"{self.place}: {self.news.text}; it did not come back within {_GRACE:g} s, so it ends here")
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
     def say_goodbye(self) -> None:
         """From now on nobody wonders where this rank is. After a failure it ends within the grace period."""
         self._closes = time.monotonic()
         error = getattr(sys, "last_value", None)
         ended = f" after {in_short(error)}" if error is not None else ""
-        for neighbour in self._neighbours:
-            neighbour.say({"bye": f"closed its {self.of}{ended}"})
+        self._say({"bye": f"closed its {self.of}{ended}"})
 
     def close(self) -> None:
         self._closing.set()
@@ -341,5 +297,4 @@ class Watch:
             self._pulse.join()
         for neighbour in self._neighbours:
             neighbour.close()
-        if self._terminating is not None:
-            self._terminating.leave()
+        self.departure.close()

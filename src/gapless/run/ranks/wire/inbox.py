@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from gapless.run.ranks.wire.groups import of_each
-from gapless.run.ranks.wire.shared_memory import Probe, file_of
+from gapless.run.ranks.wire.shared_memory import DESCRIPTOR, Segment, file_of, opened
 
 FRAME = struct.Struct("<iiII")  # source, tag, bytes, and whether the message goes on in another frame
+_TOKEN = struct.Struct(">IIII")
 _CAPACITY = 1 << 20
 _AT_ONCE = 1 << 13
 _A_MOMENT = 100  # milliseconds
@@ -155,6 +156,27 @@ def _without_sigpipe() -> Iterator[None]:
     finally:
         signal.sigtimedwait([signal.SIGPIPE], 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Probe:
+    """Some memory to be found by others: in another container the same numbers are another process."""
+
+    no_words = (0,) * 5
+
+    def __init__(self) -> None:
+        self._segment, token = Segment(0, _TOKEN.size), os.urandom(_TOKEN.size)
+        self._segment.memory[: _TOKEN.size] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        self.words = [self._segment.name & DESCRIPTOR, *_TOKEN.unpack(token)]
+
+    @staticmethod
+    def sees(process: int, words: Sequence[int]) -> bool:
+        """Whether this process can open another one's, given its words."""
+        descriptor, *token = words
+        try:
+            found = opened(process, descriptor)[: _TOKEN.size]
+        except (OSError, ValueError):
+            return False
+        return found == _TOKEN.pack(*token)
 
 
 def find_near(group: Any, device: int) -> tuple[Inbox | None, dict[int, Outbox]]:

@@ -17,7 +17,6 @@ import functools
 import math
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,9 +30,7 @@ from gapless.run.ranks.wire.message import HEADER, Message, Reader, Writer
 
 _NUMBER_BITS = 31
 _MARK = 1 << 62  # in a header: the tensors are in a segment, of this number and file descriptor
-_DESCRIPTOR = (1 << _NUMBER_BITS) - 1
-_TOKEN = ">IIII"
-_SIZE_OF_TOKEN = struct.calcsize(_TOKEN)
+DESCRIPTOR = (1 << _NUMBER_BITS) - 1
 _IN_USE, _OPENED = 0, 1  # the flags
 _MOST = 32  # segments of a channel: each takes two file descriptors, of which a process may have some thousand
 _MFD_NOEXEC_SEAL = 8  # without it some systems refuse
@@ -114,7 +111,9 @@ class Attached:
 
     def __init__(self, process: int) -> None:
         self._process = process
-        self._spare = _Spare()
+        self._spare: list[int] = []  # a file descriptor that is there for the moment when no other is
+        weakref.finalize(self, _close_all, self._spare)
+        self._keep_spare()
         self._maps: dict[int, tuple[mmap.mmap, Callable[[object], None]]] = {}  # and what gives one back
         self._leases: dict[int, weakref.ref[memoryview]] = {}
 
@@ -125,12 +124,12 @@ class Attached:
         found = self._maps.get(name)
         if found is None:
             try:
-                memory = opened(self._process, name & _DESCRIPTOR)
+                memory = opened(self._process, name & DESCRIPTOR)
                 found = memory, functools.partial(_take_down, memory, os.getpid())
             except (OSError, ValueError) as error:
                 if getattr(error, "errno", None) not in _NONE_LEFT:
                     raise _gone(self._process, error) from None
-                return self._copied(name & _DESCRIPTOR, ALIGNMENT + size)
+                return self._copied(name & DESCRIPTOR, ALIGNMENT + size)
             self._maps[name] = found
             found[0][_OPENED] = 1
         view = memoryview(found[0])
@@ -139,7 +138,7 @@ class Attached:
 
     def _copied(self, descriptor: int, size: int) -> memoryview:
         """Nothing is shared from here on, so the sender may use it again at once."""
-        self._spare.give()
+        _close_all(self._spare)
         try:
             place = _aligned(size)
             with _file(self._process, descriptor) as file:
@@ -155,24 +154,12 @@ class Attached:
                 f"({error}); raise its limits (ulimit -n, ulimit -v), or close what it does not need"
             ) from None
         finally:
-            self._spare.keep()
+            self._keep_spare()
         return place
 
-
-class _Spare:
-    """A file descriptor that is there for the moment when no other is."""
-
-    def __init__(self) -> None:
-        self._held: list[int] = []
-        weakref.finalize(self, _close_all, self._held)
-        self.keep()
-
-    def keep(self) -> None:
+    def _keep_spare(self) -> None:
         with contextlib.suppress(OSError):
-            self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-    def give(self) -> None:
-        _close_all(self._held)
+            self._spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -306,24 +293,3 @@ def _shared(place: TensorPlace, memory: memoryview) -> Tensor:
     at = ALIGNMENT + place.offset * dtype.itemsize
     made = torch.frombuffer(memory, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
     return place.finished(made.as_strided(place.shape, place.stride))
-
-
-class Probe:
-    """Some memory to be found by others: in another container the same numbers are another process."""
-
-    no_words = (0,) * 5
-
-    def __init__(self) -> None:
-        self._segment, token = Segment(0, _SIZE_OF_TOKEN), os.urandom(_SIZE_OF_TOKEN)
-        self._segment.memory[:_SIZE_OF_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        self.words = [self._segment.name & _DESCRIPTOR, *struct.unpack(_TOKEN, token)]
-
-    @staticmethod
-    def sees(process: int, words: Sequence[int]) -> bool:
-        """Whether this process can open another one's, given its words."""
-        descriptor, *token = words
-        try:
-            found = opened(process, descriptor)[:_SIZE_OF_TOKEN]
-        except (OSError, ValueError):
-            return False
-        return found == struct.pack(_TOKEN, *token)

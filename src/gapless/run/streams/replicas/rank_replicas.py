@@ -157,7 +157,7 @@ class RankReplicas:
 
     def _trained(self, batches: Iterator[Any], first: int) -> Iterator[ReplicaResult]:
         local = self._local
-        while not self._stopped and not self._watch.was_asked():
+        while not self._stopped and not self._watch.departure.was_asked():
             with exclusively():
                 batch = next(batches, _END)
             if batch is _END:
@@ -269,7 +269,7 @@ class RankReplicas:
             raise (ConfigError if how == REFUSED else TransportError)(
                 f"the replicas have stopped, since {reason}: {at}"
             )
-        if self._watch.was_asked():
+        if self._watch.departure.was_asked():
             _LOG.warning("rank %d ends its run and leaves: SIGTERM has come; %s", self._rank, at)
             raise SystemExit(0)
 

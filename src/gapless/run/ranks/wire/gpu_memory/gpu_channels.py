@@ -25,7 +25,9 @@ import torch
 from gapless.errors import TransportError
 from gapless.run.ranks.wire.channel import DIRECT, Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gpu_memory.cuda_driver import Driver
-from gapless.run.ranks.wire.gpu_memory.slot_messages import LEAST_REGION, SlotReader, SlotWriter
+from gapless.run.ranks.wire.gpu_memory.slot_reader import SlotReader
+from gapless.run.ranks.wire.gpu_memory.slot_writer import SlotWriter
+from gapless.run.ranks.wire.gpu_memory.slots import LEAST_REGION
 from gapless.run.ranks.wire.inbox import Inbox, Outbox, everywhere, find_near
 from gapless.run.ranks.wire.pipes import PipeIncoming, PipeOutgoing
 from gapless.schedule.routes import Channel

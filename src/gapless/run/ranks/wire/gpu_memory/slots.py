@@ -107,6 +107,10 @@ class Slots:
 
 
 MOST_REGIONS = 4096
+LEAST_REGION = 2 << 20  # bytes: what the driver shares is no less
+DESCRIPTOR_BITS, PLACE_BITS = 31, 16
+DESCRIPTOR, PLACE = (1 << DESCRIPTOR_BITS) - 1, (1 << PLACE_BITS) - 1
+MARK = 1 << 62  # in a header: the tensors are in a slot; its region, its place there, and the board's descriptor
 ARRIVED, DONE, QUEUED = 0, 64, 128
 """Messages that are in their slots, that were copied out, and of which copying out is queued; in bytes on a board."""
 RELEASED = 1 << 62  # more than any message
