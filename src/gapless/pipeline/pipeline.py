@@ -214,7 +214,7 @@ class Pipeline(HeldModel):
             prepared = self._staged.prepared([apart(part) for part in batch.parts])
             counted = self._staged.weighed(batch, prepared)
             program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
-            weights = self._world.weights(program, batch.inputs, batch.target, counted, self.microbatches, share)
+            weights = self._world.weights(program, batch.inputs, batch.target, counted, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)
             program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
             result = self._run(program, weights, batch if outputs else None, counted)
@@ -274,7 +274,7 @@ class Pipeline(HeldModel):
                     counted = self._staged.weighed(batch, prepared)
                 program = self._staged.program(len(batch.parts), inference=True)
                 both = batch.inputs, batch.target
-                weights = self._world.weights(program, *both, counted, self.microbatches, Share())
+                weights = self._world.weights(program, *both, counted, Share())
                 program.give(prepared, batch.targets if has_loss else ())
                 return self._run(program, weights, batch if outputs else None, counted)
 

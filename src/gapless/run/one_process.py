@@ -84,9 +84,7 @@ class OneProcess:
     def call(self, doing: str) -> AbstractContextManager[object]:
         return self.team.held()
 
-    def weights(
-        self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
-    ) -> Sequence[float]:
+    def weights(self, program: Program, inputs: Any, target: Any, counted: Weighed, share: Share) -> Sequence[float]:
         counted.check_kept()
         return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
 

@@ -110,11 +110,9 @@ class World(Protocol):
     def call(self, doing: str) -> AbstractContextManager[object]:
         """Around a step or an evaluation: one at a time, and where it fails on one rank, the others are told."""
 
-    def weights(
-        self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
-    ) -> Sequence[float]:
-        """The share of each microbatch in the minibatch of all replicas; `room` is the most microbatches of a replica.
-        Ranks of one pipeline that have got different batches are refused.
+    def weights(self, program: Program, inputs: Any, target: Any, counted: Weighed, share: Share) -> Sequence[float]:
+        """The share of each microbatch in the minibatch of all replicas. Ranks of one pipeline that have got different
+        batches are refused.
         """
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:

@@ -50,7 +50,7 @@ class Consistency:
         self._tensors: dict[str, Tensor] = {}
         self._versions: dict[str, tuple[int, Tensor]] = {}
         self.started = False  # with equal weights, in all rows
-        self.room = 0  # for the numbers of so many microbatches, in the rows that replicas compare
+        self.most_microbatches = 0  # of a replica: the rows that replicas compare have a number for each
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Consistency:
         for group, ranks in ((self._pp, self._position.pp_ranks), (self._dp, self._position.dp_ranks)):
             if group is not None:
                 mine = [float(bool(fault)), float(ready), *self._stamp.call, other, *theirs]
-                mine += [0.0] * (row_length(self.room) - len(mine))
+                mine += [0.0] * (row_length(self.most_microbatches) - len(mine))
                 rows = [row.tolist() for row in of_each(group, torch.tensor(mine, dtype=torch.float64))]
                 for rank, row in zip(ranks, rows, strict=True):
                     call, found = Call.of(row[2:9]), Call.of(row[10:17])

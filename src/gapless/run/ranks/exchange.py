@@ -107,11 +107,11 @@ class Exchange:
         }
         self._buckets[_SHARED] = Buckets(self._sums, [each.parameter for each in ties if each.is_home], earlier)
 
-    def weights(self, counted: Weighed, room: int, share: Share, call: Call) -> Sequence[float]:
+    def weights(self, counted: Weighed, most_microbatches: int, share: Share, call: Call) -> Sequence[float]:
         """The share of each microbatch in the minibatch of all replicas."""
         self.share, self._shares = share, None
         if self._replicas is not None:
-            self._shares = Shares(self._replicas, self._ranks, self._replica, counted, room, share, call)
+            self._shares = Shares(self._replicas, self._ranks, self._replica, counted, most_microbatches, share, call)
             return self._shares
         counted.check_kept()
         return share.shares(counted.numbers, sum(counted.numbers), summed=counted.summed)

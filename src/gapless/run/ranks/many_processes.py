@@ -118,7 +118,7 @@ class ManyProcesses:
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
         self._agreement.reach(facts, self.watch.check)
-        self._consistency.room = facts["microbatches"]
+        self._consistency.most_microbatches = facts["microbatches"]
         if module is not None:
             self._consistency.compare_weights(module, loss)
 
@@ -178,9 +178,7 @@ class ManyProcesses:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def weights(
-        self, program: Program, inputs: Any, target: Any, counted: Weighed, room: int, share: Share
-    ) -> Sequence[float]:
+    def weights(self, program: Program, inputs: Any, target: Any, counted: Weighed, share: Share) -> Sequence[float]:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
         static, channels = self.links.static, program.channels
@@ -194,7 +192,7 @@ class ManyProcesses:
 
         self._calls.begin(program, share)
         self._calls.meet(check)
-        return self._exchange.weights(counted, room, share, self._calls.stamp.call)
+        return self._exchange.weights(counted, self._consistency.most_microbatches, share, self._calls.stamp.call)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         self.watch.roll.begin()

@@ -36,16 +36,16 @@ class Shares(Sequence[float]):
     """
 
     def __init__(
-        self, group: Any, ranks: Sequence[int], replica: int, counted: Weighed, room: int, part: Share, call: Call
+        self, group: Any, ranks: Sequence[int], replica: int, counted: Weighed, most: int, part: Share, call: Call
     ) -> None:
-        """`counted` has what each microbatch counts; `room`, the same everywhere, is at least their number. All
+        """`counted` has what each microbatch counts; `most`, the same everywhere, is at least their number. All
         replicas, on these ranks, must be in the same `call`.
         """
         numbers = counted.numbers
         self._replica, self._count, self._counted, self._part = replica, len(numbers), counted, part
         self._ranks, self._call = ranks, call
         head = [len(numbers), counted.kept, *call]
-        padding = [0.0] * (row_length(room) - len(head) - len(numbers))
+        padding = [0.0] * (row_length(most) - len(head) - len(numbers))
         mine = torch.tensor([*head, *numbers, *padding], dtype=torch.float64)
         self._rows = [torch.empty_like(mine) for _ in range(group.size())]
         self._work = group.allgather([self._rows], [mine])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from gapless.run.ranks.watch.children import tell_in_child
-from gapless.run.ranks.watch.ring import Neighbour, Words
+from gapless.run.ranks.watch.ring import Ring, Words
 
 _AGAIN = 2.0  # seconds after which a second signal is meant
 _ROUND_WITHIN = 5.0
@@ -67,8 +67,8 @@ class Terminating:
 class Departure:
     """When this rank leaves with all others, and who was asked to."""
 
-    def __init__(self, ranks: Sequence[int], me: int, neighbours: Sequence[Neighbour]) -> None:
-        self._ranks, self._me, self._neighbours = ranks, me, neighbours
+    def __init__(self, ranks: Sequence[int], me: int, ring: Ring) -> None:
+        self._ranks, self._me, self._ring = ranks, me, ring
         self.asked_by: int | None = None  # whom SIGTERM came to
         self._before: int | None = None  # the call that no rank begins
         self._round = threading.Event()
@@ -83,8 +83,7 @@ class Departure:
     def _ask(self, rank: int) -> None:
         if self.asked_by is None:
             self.asked_by = rank
-            for neighbour in self._neighbours:
-                neighbour.say({"asked": rank})
+            self._ring.say({"asked": rank})
 
     def settle(self, calls: int) -> None:
         """The first rank picks the call before which all leave, and goes on when everybody knows.
@@ -93,7 +92,7 @@ class Departure:
         """
         if self.was_asked() and self._before is None and self._me == self._ranks[0]:
             self._before = calls + (len(self._ranks) > 1)
-            if self._neighbours:
+            if self._ring.neighbours:
                 self._pass_on({"leave": self._before, "for": self.asked_by})
                 self._round.wait(_ROUND_WITHIN)
 
@@ -111,7 +110,7 @@ class Departure:
     def _pass_on(self, words: Words) -> None:
         """To the next rank of the ring."""
         after = self._ranks[(self._ranks.index(self._me) + 1) % len(self._ranks)]
-        next(neighbour for neighbour in self._neighbours if neighbour.rank == after).say(words)
+        next(neighbour for neighbour in self._ring.neighbours if neighbour.rank == after).say(words)
 
     def is_due(self, calls: int) -> bool:
         """No rank will begin another step."""

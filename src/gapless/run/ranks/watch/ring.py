@@ -120,6 +120,18 @@ class Neighbour:
             self._group = None
 
 
+class Ring:
+    """The rank before and the rank after."""
+
+    def __init__(self) -> None:
+        self.neighbours: list[Neighbour] = []
+
+    def say(self, words: Words, *, beat: bool = False) -> None:
+        """To both. Does not wait."""
+        for neighbour in self.neighbours:
+            neighbour.say(words, beat=beat)
+
+
 def encoded(words: Words) -> bytes:
     """No longer than a message, whatever the texts in it."""
     for most in (None, *_SHORTER):

@@ -6,11 +6,10 @@ a refusal       a rank that raises before it began with a call says so; those th
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from gapless.errors import ConfigError
-from gapless.run.ranks.watch.ring import Neighbour, Words
+from gapless.run.ranks.watch.ring import Neighbour, Ring, Words
 from gapless.run.ranks.wire.call_stamp import SAME
 
 _KEPT = 64  # calls
@@ -19,8 +18,8 @@ _KEPT = 64  # calls
 class RollCall:
     """The calls of this rank. `tell` is told what went wrong: how, on which rank, and in words."""
 
-    def __init__(self, me: int, neighbours: Sequence[Neighbour], tell: Callable[[str, int | None, str], None]) -> None:
-        self._me, self._neighbours, self._tell = me, neighbours, tell
+    def __init__(self, me: int, ring: Ring, tell: Callable[[str, int | None, str], None]) -> None:
+        self._me, self._ring, self._tell = me, ring, tell
         self.number = 0  # of calls so far
         self.begun = False  # in this one, something that others wait for, or that waits for others
         self._doing: dict[int, str] = {}  # in the last calls
@@ -73,7 +72,7 @@ class RollCall:
         self._seen = number
         if lasts and number != self._said:
             self._said = number
-            self._say({"call": number, "doing": self._doing[number]})
+            self._ring.say({"call": number, "doing": self._doing[number]})
 
     def hear(self, neighbour: Neighbour, words: Words) -> None:
         if "call" in words:
@@ -92,14 +91,10 @@ class RollCall:
 
     def _note_refused(self, words: Words) -> None:
         self._refused[words["refused"]] = words
-        self._say(words)
+        self._ring.say(words)
 
     def _check_refused(self) -> None:
         """Whoever is in a meeting that the other one was in, too, will end it, and may refuse as well."""
         words = self._refused.get(self.number)
         if words is not None and self.begun and not (self._meets and self._meetings <= words["met"]):
             self._tell("raised", words["by"], words["text"])
-
-    def _say(self, words: dict[str, Any]) -> None:
-        for neighbour in self._neighbours:
-            neighbour.say(words)

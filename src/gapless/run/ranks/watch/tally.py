@@ -3,9 +3,9 @@ neighbours in the ring, and they pass it on.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from gapless.run.ranks.watch.ring import Neighbour
+from gapless.run.ranks.watch.ring import Ring
 
 _SOON = 0.01  # seconds
 _WITHIN = 2.0
@@ -14,8 +14,8 @@ _WITHIN = 2.0
 class Tally:
     """As known on this rank, by rank."""
 
-    def __init__(self, neighbours: Sequence[Neighbour]) -> None:
-        self._neighbours = neighbours
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
         self._known: dict[int, int] = {}
 
     def tell(self, rank: int, updates: int) -> None:
@@ -26,8 +26,8 @@ class Tally:
         """From a neighbour; what is new goes on round the ring."""
         new = {rank: updates for rank, updates in counts.items() if int(rank) not in self._known}
         self._known.update({int(rank): updates for rank, updates in new.items()})
-        for neighbour in self._neighbours if new else ():
-            neighbour.say({"counts": new})
+        if new:
+            self._ring.say({"counts": new})
 
     def known(self, ranks: int) -> dict[int, int]:
         """So many are expected, and the last of them may be on their way."""

@@ -26,7 +26,7 @@ from gapless.run.ranks.watch.blame import in_short, is_lost, may_be_lost
 from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.leaving import Departure
 from gapless.run.ranks.watch.processes import Life, dump_stacks, end_process, this_process
-from gapless.run.ranks.watch.ring import Neighbour, Words, pairs
+from gapless.run.ranks.watch.ring import Neighbour, Ring, Words, pairs
 from gapless.run.ranks.watch.roll_call import RollCall
 from gapless.run.ranks.watch.tally import Tally
 from gapless.run.ranks.watch.whereabouts import MAKING, Whereabouts
@@ -67,10 +67,10 @@ class Watch:
         self._awake = self._active = self._last_beat = time.monotonic()
         self._progress: object = None
         self._closing = threading.Event()
-        self._neighbours: list[Neighbour] = []
-        self.departure = Departure(ranks, me, self._neighbours)
-        self.tally = Tally(self._neighbours)
-        self.roll = RollCall(me, self._neighbours, lambda *words: self.tell(News(*words)))
+        self._ring = Ring()
+        self.departure = Departure(ranks, me, self._ring)
+        self.tally = Tally(self._ring)
+        self.roll = RollCall(me, self._ring, lambda *words: self.tell(News(*words)))
         self._pulse = threading.Thread(target=self._live, name="gapless pulse", daemon=True)
         tell_in_child(self)
         try:
@@ -91,12 +91,12 @@ class Watch:
             raise TransportError(
                 f"rank {self.me} can't reach rank {other} within {self.timeout:g} s: {error}"
             ) from None
-        self._neighbours.append(neighbour)
+        self._ring.neighbours.append(neighbour)
         neighbour.say({"process": this_process()})
 
     def in_child(self) -> None:
         """A forked child is no rank."""
-        for neighbour in self._neighbours:
+        for neighbour in self._ring.neighbours:
             neighbour.in_child()
 
     # -- a call -----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Watch:
                 return
             self.place = self.whereabouts.words()
             self._since, self.news = time.monotonic(), news
-        self._say({"news": asdict(news)})
+        self._ring.say({"news": asdict(news)})
         if news.kind != "raised":
             LOG.error("gapless: %s: %s; what its threads were doing:", self.place, news.text)
             dump_stacks()
@@ -186,7 +186,7 @@ class Watch:
         words = self.whereabouts.words()
         self._known.wait(_NEWS_WITHIN)
         if self.news is None:
-            left = [each for each in self._neighbours if each.left is not None and rank in (each.rank, None)]
+            left = [each for each in self._ring.neighbours if each.left is not None and rank in (each.rank, None)]
             reason = f"rank {left[0].rank} has {left[0].left}" if left else in_short(error)
             self.tell(News("lost", rank, f"{words}, and it did not come: {reason}"))
             assert self.news is not None
@@ -247,7 +247,7 @@ class Watch:
             self._last_beat = now
             if slept:  # this process itself: first it hears what was said in the meantime
                 self._active = now
-                for neighbour in self._neighbours:
+                for neighbour in self._ring.neighbours:
                     neighbour.heard = now
                 continue
             progress = self.whereabouts.progress()
@@ -259,20 +259,16 @@ class Watch:
             self._look(now)
 
     def _say_where(self) -> None:
-        self._say({"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}, beat=True)
-
-    def _say(self, words: Words, *, beat: bool = False) -> None:
-        for neighbour in self._neighbours:
-            neighbour.say(words, beat=beat)
+        self._ring.say({"idle": time.monotonic() - self._active, "at": self.whereabouts.last()}, beat=True)
 
     def _look_at_processes(self, now: float) -> None:
         """A process that has ended with its connection open: a child of it lives on."""
-        for neighbour in self._neighbours:
+        for neighbour in self._ring.neighbours:
             if neighbour.has_ended(now):
                 self._bury(neighbour, "its process has ended")
 
     def _look(self, now: float) -> None:
-        for neighbour in self._neighbours:
+        for neighbour in self._ring.neighbours:
             if neighbour.left is None and now - neighbour.heard > self.timeout:
                 text = f"rank {neighbour.rank} is silent: rank {self.me} has heard nothing for {self.timeout:g} s"
                 self.tell(News("silent", neighbour.rank, text + self._last(neighbour)))
@@ -289,12 +285,12 @@ class Watch:
         self._closes = time.monotonic()
         error = getattr(sys, "last_value", None)
         ended = f" after {in_short(error)}" if error is not None else ""
-        self._say({"bye": f"closed its {self.of}{ended}"})
+        self._ring.say({"bye": f"closed its {self.of}{ended}"})
 
     def close(self) -> None:
         self._closing.set()
         if self._pulse.is_alive():
             self._pulse.join()
-        for neighbour in self._neighbours:
+        for neighbour in self._ring.neighbours:
             neighbour.close()
         self.departure.close()

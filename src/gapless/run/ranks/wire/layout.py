@@ -226,11 +226,7 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, 
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+    return torch.empty(shape, device="meta").stride()
 
 
 def padded(size: int) -> int:

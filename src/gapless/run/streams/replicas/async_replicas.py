@@ -205,19 +205,12 @@ class AsyncReplicas:
         return None if last is None or inspect.getgeneratorstate(last) == inspect.GEN_CLOSED else last
 
     def _run(self, batches: Iterator[Any]) -> Results:
-        if self._ranks is not None:
-            try:
-                yield _BEGUN
-                yield from self._ranks.results(batches, self.minibatches)
-            finally:
-                self.minibatches = max(self.minibatches, self._ranks.next)
-            return
-        crew = ReplicaThreads(self._replicas, self._course, self._intra_op_threads)
+        runs = self._ranks or ReplicaThreads(self._replicas, self._course, self._intra_op_threads)
         try:
             yield _BEGUN
-            yield from crew.results(batches, self.minibatches)
+            yield from runs.results(batches, self.minibatches)
         finally:
-            self.minibatches = max(self.minibatches, self._course.next)
+            self.minibatches = max(self.minibatches, runs.next)
 
     def _replay(self, order: Order, batches: Iterator[Any], asp: Asp) -> Results:
         """A gradient is computed when its weights are read: nothing that comes before its apply can change it."""

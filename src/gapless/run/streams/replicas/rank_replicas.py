@@ -11,8 +11,7 @@ weights as they are then, and another run goes on from there. A rank that is dea
 import json
 import logging
 import os
-import queue
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,16 +23,15 @@ from gapless.errors import ConfigError, TransportError, note_place, noted_place
 from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.fingerprints import fingerprints, saved_tensors
 from gapless.run.ranks.mesh_position import facts_of
-from gapless.run.ranks.watch.blame import in_short, is_lost
+from gapless.run.ranks.watch.blame import in_short
 from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
 from gapless.run.ranks.watch.watch import Watch
-from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.order import Order
 from gapless.run.streams.replicas.parameter_server import FAILED, LEFT, REFUSED, ParameterServer
-from gapless.run.streams.replicas.rank_messages import Mailbox, RankMessage
+from gapless.run.streams.replicas.rank_messages import RankMessage, ServerConnections
 from gapless.run.streams.replicas.replica import Replica, casts_unkept
 from gapless.run.streams.replicas.replica_state import (
     buffers_of,
@@ -66,25 +64,18 @@ class RankReplicas:
         self._watch = Watch(self.ranks, self._rank, connect, timeout)
         self._watch.of = "replicas"
         self._place = self._watch.whereabouts = ReplicaWhereabouts(self._rank)
-        self._watch.break_off = self._break_off
-        self._inbox: queue.SimpleQueue[RankMessage | tuple[int, BaseException]] = queue.SimpleQueue()
         self._server: ParameterServer | None = None
-        self._mails: dict[int, Mailbox] = {}
-        self._own: Courier | None = None  # passes on what the rank with the weights tells itself
         self.order, self.updates, self.next = Order(), 0, 0
         self._leaves = ""  # why a run is left
         self._runs = 0  # that have ended
         self._finished: RankMessage | None = None  # what came when the last run had ended
         self._missing: set[int] = set()  # replicas that have not said thanks
-        try:  # a connection for each replica but the first, which has the weights
-            self._pairs: dict[int, Any] = {
-                other: connect("messages", (self.ranks[0], self.ranks[other]), int(self.number > 0))
-                for other in range(1, len(self.ranks))
-                if self.number in (0, other)
-            }
+        try:
+            self._mail = ServerConnections(self.ranks, self.number, connect, self._watch.lost)
         except BaseException:
             self._watch.close()
             raise
+        self._watch.break_off = self._mail.break_off
 
     def share(self, model: nn.Module, replica: Replica, course: Asp | LocalSteps, threads: int) -> None:
         """What is trained, and how. That of the first rank counts, where the weights are shared."""
@@ -92,33 +83,9 @@ class RankReplicas:
         self._local = course if isinstance(course, LocalSteps) else None
         if self.number == 0:
             shared = None if isinstance(course, LocalSteps) else course
-            self._server = ParameterServer(model, shared, self.ranks, threads, self._send)
-            self._own = Courier(None, "gapless shared weights", partial(self._lost, 0))
-        for other, pair in self._pairs.items():
-            end = other if self._server is not None else 0
-            heard = self._inbox.put if self._server is None else partial(self._server.take, other)
-            self._mails[end] = Mailbox(pair, self.ranks[end], heard, partial(self._lost, end))
+            self._server = ParameterServer(model, shared, self.ranks, threads, self._mail.send)
+        self._mail.open(None if self._server is None else self._server.take)
         self._watch.made()
-
-    def _tell_server(self, message: RankMessage) -> None:
-        """In a thread of ours also where it is here, in which no Ctrl-C comes."""
-        if self._own is not None and self._server is not None:
-            self._own.put((partial(self._server.take, 0), message))
-        else:
-            self._mails[0].send(message)
-
-    def _send(self, replica: int, message: RankMessage) -> None:
-        if replica == self.number:
-            self._inbox.put(message)
-        else:
-            self._mails[replica].send(message)
-
-    def _lost(self, replica: int, error: BaseException) -> None:
-        self._inbox.put((replica, error))
-
-    def _break_off(self) -> None:
-        for mail in self._mails.values():
-            mail.break_off()
 
     def in_child(self) -> None:
         """A forked child is no rank."""
@@ -236,7 +203,7 @@ class RankReplicas:
         try:
             if error is not None:
                 self._tell(error)
-            self._tell_server(RankMessage("end", (self._steps,)))
+            self._mail.tell_server(RankMessage("end", (self._steps,)))
             self._missing = set(range(1, len(self.ranks))) if self.number == 0 else set()
             try:
                 final = self._final()
@@ -285,55 +252,32 @@ class RankReplicas:
             how, self._leaves = LEFT, f"has left its loop after {self._steps} minibatches"
         elif not isinstance(error, GeneratorExit):
             self.leave(error)
-        self._tell_server(RankMessage("stop", (self._runs, how), f"rank {self._rank} {self._leaves}"))
+        self._mail.tell_server(RankMessage("stop", (self._runs, how), f"rank {self._rank} {self._leaves}"))
 
     def _final(self) -> RankMessage:
         """What comes when all have ended, and on the first rank the thanks of the others."""
         with self._place.at("waiting for all ranks to end their run", waits=True):
             while self._finished is None or self._missing:
-                message = self._next(self._missing if self._finished is not None else None)
+                message = self._mail.next(self._missing if self._finished is not None else None)
                 if message.kind == "final":
                     self._finished = message
                     if self.number:
-                        self._tell_server(RankMessage("thanks"))
+                        self._mail.tell_server(RankMessage("thanks"))
                 elif message.kind == "thanks":
                     self._missing.discard(message.numbers[0])
         return self._finished
 
     def _ask(self, message: RankMessage, doing: str) -> RankMessage:
         with self._place.at(doing, waits=True):
-            self._tell_server(message)
-            answer = self._next()
+            self._mail.tell_server(message)
+            answer = self._mail.next()
         self._stopped = answer.kind == "stop"
         return answer
-
-    def _next(self, missing: Collection[int] | None = None) -> RankMessage:
-        """What came. A replica that has closed its connection is missed only if it is among those `missing`."""
-        gone = []
-        try:
-            while True:
-                message = self._inbox.get()
-                if isinstance(message, RankMessage):
-                    return message
-                replica, error = message
-                if not is_lost(error):
-                    raise error
-                gone.append(message)
-                if missing is not None and replica not in missing:
-                    continue
-                raise self._watch.lost(self.ranks[replica], error) from None
-        finally:
-            for each in gone:  # for whoever asks next
-                self._inbox.put(each)
 
     def close(self) -> None:
         """The others are told."""
         if os.getpid() != self._process:
             return
         self._watch.say_goodbye()
-        if self._own is not None:
-            self._own.close()
-        for mail in self._mails.values():
-            mail.close()
-        self._mails = {}
+        self._mail.close()
         self._watch.close()

@@ -79,6 +79,11 @@ class ReplicaThreads:
             self._failures.clear()  # a traceback holds this frame, and this frame must not hold the traceback
             self._state.leave()
 
+    @property
+    def next(self) -> int:
+        """The first minibatch that nobody has begun."""
+        return self._course.next
+
     def _feed(self, number: int, batch: Any) -> None:
         pair = None if batch is _END else pair_of(batch, number)
         with self._lock:
