@@ -118,14 +118,8 @@ class Consistency:
             return
         self.agreed()
         name = f"{'evaluation' if inference else 'step'} {call + 1}"
-        self._refuse(self._fault_of_batches(inputs, target, numbers, name, first, last))
-
-    def _fault_of_batches(
-        self, inputs: Any, target: Any, numbers: Sequence[float], call: str, first: int, last: int
-    ) -> str:
-        rows = of_each(self._pp, row_of(inputs, target, numbers))
-        ranks = self._position.pp_ranks
-        return fault_of_batches(rows[first], rows[last], call, ranks[first], ranks[last])
+        rows, ranks = of_each(self._pp, row_of(inputs, target, numbers)), self._position.pp_ranks
+        self._refuse(fault_of_batches(rows[first], rows[last], name, ranks[first], ranks[last]))
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 

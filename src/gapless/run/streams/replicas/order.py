@@ -91,19 +91,17 @@ class Order:
     @cached_property
     def applies(self) -> tuple[Apply, ...]:
         """Every update, in the order in which they were made."""
-        return tuple(self._applies())
-
-    def _applies(self) -> Iterator[Apply]:
-        reads = updates = 0
+        made: list[Apply] = []
+        reads = 0
         reading: dict[int, tuple[int, int]] = {}  # by replica: its minibatch, and the updates that it has seen
         for replica, kind in self.moves:
             if kind == "r":
-                reading[replica] = reads, updates
+                reading[replica] = reads, len(made)
                 reads += 1
             else:
                 minibatch, seen = reading[replica]
-                yield Apply(replica, minibatch, updates - seen)
-                updates += 1
+                made.append(Apply(replica, minibatch, len(made) - seen))
+        return tuple(made)
 
     @property
     def max_staleness(self) -> int:
