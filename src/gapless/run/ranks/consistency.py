@@ -198,7 +198,7 @@ class SameCalls:
         watch.check()
         failure = self._links.courier.failure
         if failure is not None and is_lost(failure):
-            raise watch.lost(None, failure) from None
+            raise watch.lost_connection(None, failure) from None
         self._links.check()
         with watch.call(doing, leaves=leaves, meet=meet or not self._has_replicas):
             self.stamp.begin(watch.roll.number, doing, *numbers)

@@ -90,7 +90,7 @@ class ManyProcesses:
     def _connect(self, carriage: Carriage) -> Connections:
         position, gpu = self.position, self.position.torch_device if self.position.torch_device.type != "cpu" else None
         has_nccl = gpu is not None and nccl.is_used(position.mesh)
-        where = self._courier, position.device, position.pp_ranks, self.watch.lost
+        where = self._courier, position.device, position.pp_ranks, self.watch.lost_connection
         made = connect_all(*where, gpu, has_nccl=has_nccl, carriage=carriage)
         groups = [each for each in made.carriers if isinstance(each, nccl.Communicators)]
         if groups and self.groups.dp is not None:

@@ -188,7 +188,7 @@ class RankGathering:
         try:
             return _said(self._group, own)
         except RuntimeError as error:
-            raise (error if isinstance(error, TransportError) else self._watch.lost(None, error)) from None
+            raise (error if isinstance(error, TransportError) else self._watch.lost_connection(None, error)) from None
 
     def note(self, doing: str) -> None:
         self._watch.whereabouts.call = doing

@@ -123,7 +123,7 @@ class Watch:
             if isinstance(error, TransportError) and self.news is not None:
                 raise
             if is_lost(error):
-                raise self.lost(None, error) from None
+                raise self.lost_connection(None, error) from None
             if (explained := self._explained(error)) is not None:
                 raise explained from error  # which may be the user's own, so its traceback stays
             if self.roll.begun:
@@ -181,7 +181,7 @@ class Watch:
         where = noted_place(error) or self.whereabouts.last()
         return f"rank {self.me} failed {where}: {in_short(error)} (its output has more)"
 
-    def lost(self, rank: int | None, error: BaseException) -> TransportError:
+    def lost_connection(self, rank: int | None, error: BaseException) -> TransportError:
         """What is raised where something will not come. The news may be on their way."""
         words = self.whereabouts.words()
         self._known.wait(_NEWS_WITHIN)
@@ -203,7 +203,7 @@ class Watch:
             return None
         self._known.wait(_NEWS_WITHIN / 4)
         ended = self.news is not None and self.news.kind in ("dead", "silent")
-        return self.lost(None, error) if ended else None
+        return self.lost_connection(None, error) if ended else None
 
     # -- what is heard ----------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class RankReplicas:
         self._finished: RankMessage | None = None  # what came when the last run had ended
         self._missing: set[int] = set()  # replicas that have not said thanks
         try:
-            self._mail = ServerConnections(self.ranks, self.number, connect, self._watch.lost)
+            self._mail = ServerConnections(self.ranks, self.number, connect, self._watch.lost_connection)
         except BaseException:
             self._watch.close()
             raise
