@@ -29,22 +29,26 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError, TransportError
 from gapless.run.program import Program
 from gapless.run.ranks.fingerprints import differ, fault_of_batches, fingerprints, is_compared, row_of, saved_tensors
-from gapless.run.ranks.mesh_position import MeshPosition
+from gapless.run.ranks.mesh_position import Groups, MeshPosition
 from gapless.run.ranks.watch.blame import is_lost
 from gapless.run.ranks.watch.watch import Watch
-from gapless.run.ranks.wire.call_stamp import Call, Stamp, different, row_length
+from gapless.run.ranks.wire.call_stamp import Call, different, row_length
 from gapless.run.ranks.wire.connections import Connections
 from gapless.run.ranks.wire.groups import of_each
 from gapless.stage.share import Share
 
 _MOST_NAMED = 3
+_CARRIED = ("in a step", "evaluating")  # whose messages say what they are
 
 
 class Consistency:
     """What the ranks of this one's row have; rows of other replicas have their own."""
 
-    def __init__(self, position: MeshPosition, pp: Any, dp: Any, stamp: Stamp) -> None:
-        self._position, self._pp, self._dp, self._stamp = position, pp, dp, stamp
+    def __init__(self, position: MeshPosition, groups: Groups, links: Connections, watch: Watch) -> None:
+        self._position, self._pp, self._dp, self._links, self._watch = position, groups.pp, groups.dp, links, watch
+        self.stamp = links.courier.stamp
+        self._process = os.getpid()
+        self._modules: list[dict[str, object]] = []
         self._calls = {True: 0, False: 0}  # by whether it only infers
         self._unequal: dict[str, tuple[int, int]] = {}  # weights that started so, and two ranks
         self._tensors: dict[str, Tensor] = {}
@@ -71,8 +75,8 @@ class Consistency:
                         self._unequal.setdefault(name, (one, other))
         self._tensors = {name: self._tensors[name] for name in self._unequal}
 
-    def begin(self) -> None:
-        """The pipeline is made: from here on a change of these weights is meant."""
+    def made(self) -> None:
+        """The pipeline is: from here on a change of these weights is meant."""
         prints = fingerprints(list(self._tensors.values()))
         pairs = zip(self._tensors.items(), prints, strict=True)
         self._versions = {name: (tensor._version, each) for (name, tensor), each in pairs}
@@ -129,19 +133,19 @@ class Consistency:
         long as `Shares` in all calls, since Gloo ends a process that gets more than it has asked for.
         """
         me = self._position.pp_ranks[self._position.device]
-        other, theirs = me, self._stamp.call  # a rank in another call, as far as one is known
+        other, theirs = me, self.stamp.call  # a rank in another call, as far as one is known
         for group, ranks in ((self._pp, self._position.pp_ranks), (self._dp, self._position.dp_ranks)):
             if group is not None:
-                mine = [float(bool(fault)), float(ready), *self._stamp.call, other, *theirs]
+                mine = [float(bool(fault)), float(ready), *self.stamp.call, other, *theirs]
                 mine += [0.0] * (row_length(self.most_microbatches) - len(mine))
                 rows = [row.tolist() for row in of_each(group, torch.tensor(mine, dtype=torch.float64))]
                 for rank, row in zip(ranks, rows, strict=True):
                     call, found = Call.of(row[2:9]), Call.of(row[10:17])
                     if group is self._dp:  # replicas have as many microbatches as they have samples for
-                        call = call._replace(microbatches=self._stamp.call.microbatches)
-                    if not fault and call != self._stamp.call:
+                        call = call._replace(microbatches=self.stamp.call.microbatches)
+                    if not fault and call != self.stamp.call:
                         other, theirs = rank, call
-                        fault = different(self._stamp.call, call, me, rank)
+                        fault = different(self.stamp.call, call, me, rank)
                     elif not fault and int(row[9]) != rank:
                         fault = different(Call.of(row[2:9]), found, rank, int(row[9]))
                     elif not fault and row[0]:
@@ -151,32 +155,7 @@ class Consistency:
             raise ConfigError(fault)
         return ready
 
-    def close(self) -> None:
-        """Lets go of the groups."""
-        self._pp = self._dp = None
-
-    def _refuse(self, fault: str) -> None:
-        """On all ranks of the mesh, if any row has a fault."""
-        if self._dp is not None:
-            faults = of_each(self._dp, torch.tensor([[float(bool(fault)), 0.0]], dtype=torch.float64))
-            others = [str(self._position.dp_ranks[place]) for place, row in enumerate(faults) if row[0, 0]]
-            if others and not fault:
-                fault = f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
-        if fault:
-            raise ConfigError(fault)
-
-
-_CARRIED = ("in a step", "evaluating")
-
-
-class SameCalls:
-    """Those of one rank."""
-
-    def __init__(self, watch: Watch, links: Connections, consistency: Consistency, *, has_replicas: bool) -> None:
-        self._watch, self._links, self._consistency, self._has_replicas = watch, links, consistency, has_replicas
-        self.stamp = links.courier.stamp
-        self._process = os.getpid()
-        self._modules: list[dict[str, object]] = []
+    # -- calls ------------------------------------------------------------------------------------------------------
 
     def adopt(self, module: nn.Module) -> None:
         """The model."""
@@ -200,21 +179,21 @@ class SameCalls:
         if failure is not None and is_lost(failure):
             raise watch.lost_connection(None, failure) from None
         self._links.check()
-        with watch.call(doing, leaves=leaves, meet=meet or not self._has_replicas):
+        with watch.call(doing, leaves=leaves, meet=meet or self._dp is None):
             self.stamp.begin(watch.roll.number, doing, *numbers)
             yield
 
     def start(self, doing: str) -> None:
         """In a call. Steps and evaluations meet in the first one only: their messages say what they are."""
-        if not self._consistency.started or doing not in _CARRIED:
-            self.meet(self._consistency.check_start)
+        if not self.started or doing not in _CARRIED:
+            self.meet(self.check_start)
 
     def meet(self, check: Callable[[], object] | None = None) -> None:
         """All ranks are in this call, or all refuse; also what is checked they refuse together."""
         with self._watch.roll.meeting():
-            (check or self._consistency.agreed)()
+            (check or self.agreed)()
 
-    def begin(self, program: Program, share: Share) -> None:
+    def detail(self, program: Program, share: Share) -> None:
         """What the program is to do is known now, and nothing was sent yet."""
         modes = bytes([bool(own.get("training", True)) for own in self._modules])
         self.stamp.detail(
@@ -225,3 +204,17 @@ class SameCalls:
             timeline=program.recorded,
             trains=modes[:1] == b"\1",
         )
+
+    def close(self) -> None:
+        """Lets go of the groups."""
+        self._pp = self._dp = None
+
+    def _refuse(self, fault: str) -> None:
+        """On all ranks of the mesh, if any row has a fault."""
+        if self._dp is not None:
+            faults = of_each(self._dp, torch.tensor([[float(bool(fault)), 0.0]], dtype=torch.float64))
+            others = [str(self._position.dp_ranks[place]) for place, row in enumerate(faults) if row[0, 0]]
+            if others and not fault:
+                fault = f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
+        if fault:
+            raise ConfigError(fault)

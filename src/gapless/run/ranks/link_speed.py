@@ -104,12 +104,12 @@ class MeasuredLine(ManyProcesses):
 
     def hops(self) -> list[Hop]:
         """From each device of this pipeline to the next: every rank has all of them."""
-        with self._calls.call("measuring its links"):
+        with self._consistency.call("measuring its links"):
             return measure_hops(self.links, self.groups.pp, self.position.torch_device)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What the first device makes, on every rank."""
-        with self._calls.call("planning"):
+        with self._consistency.call("planning"):
             if self.position.device > 0:
                 (came,) = self.links.incoming(0, KIND).get()
                 return bytes(came.tolist()).decode()

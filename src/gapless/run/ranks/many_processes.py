@@ -16,7 +16,7 @@ from gapless.run.execute import execute
 from gapless.run.lanes import make_lane
 from gapless.run.program import Program
 from gapless.run.ranks.agreement import Agreement
-from gapless.run.ranks.consistency import Consistency, SameCalls
+from gapless.run.ranks.consistency import Consistency
 from gapless.run.ranks.exchange import Exchange
 from gapless.run.ranks.losses import Losses
 from gapless.run.ranks.mesh_position import MeshPosition, RankGathering, facts_of, make_groups
@@ -25,12 +25,12 @@ from gapless.run.ranks.shared_parameter import Holders, copies, shared
 from gapless.run.ranks.state_dict import Homes, gather, held, load
 from gapless.run.ranks.timing import Pace, SharedClock, compared, planned_work
 from gapless.run.ranks.watch.blame import is_lost
-from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
+from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire import nccl
 from gapless.run.ranks.wire.channel import Courier
 from gapless.run.ranks.wire.connections import Connections, RankChannels, connect_all
-from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
+from gapless.run.ranks.wire.groups import connected, keep_for_ever, network_device, part_of_store
 from gapless.run.team import make_team
 from gapless.run.world import Carriage, Evaluated, OwnStages, Parts, Ran
 from gapless.schedule.action import Kind, Schedule
@@ -76,8 +76,7 @@ class ManyProcesses:
         self.watch.whereabouts.connections = self.links
         self.watch.break_off = self._break_off
         self._pace = Pace(compared(position, self.groups.pp, self.groups.dp))
-        self._consistency = Consistency(position, self.groups.pp, self.groups.dp, self._courier.stamp)
-        self._calls = SameCalls(self.watch, self.links, self._consistency, has_replicas=self.num_replicas > 1)
+        self._consistency = Consistency(position, self.groups, self.links, self.watch)
         self._homes = Homes(position.device)
         self._holders: list[tuple[nn.Parameter, Holders]] = []
         self._ties: list[Tie] = []
@@ -113,7 +112,7 @@ class ManyProcesses:
             if not self._agreement.refused and not isinstance(error, TransportError):
                 self.watch.raised(error)
             raise
-        self._consistency.begin()
+        self._consistency.made()
         self.watch.made()
 
     def agree(self, facts: Mapping[str, Any], module: nn.Module | None = None, loss: Any = None) -> None:
@@ -125,7 +124,7 @@ class ManyProcesses:
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
         for each in self._ties:
             each.release()
-        self._calls.adopt(module)
+        self._consistency.adopt(module)
         known, uses = self._homes, uses_of(parts)
         self._homes = Homes(self.position.device, parts, placement.cycles, uses)
         here = [self.position.torch_device] * placement.num_stages
@@ -154,8 +153,8 @@ class ManyProcesses:
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:
-        with self.team.held(), self._calls.call(doing, leaves=not self._unfinished):
-            self._calls.start(doing)
+        with self.team.held(), self._consistency.call(doing, leaves=not self._unfinished):
+            self._consistency.start(doing)
             yield
 
     @property
@@ -190,9 +189,9 @@ class ManyProcesses:
                 if not static.agreed(program, inputs, target, agreed):
                     channels.rehearse()
 
-        self._calls.begin(program, share)
-        self._calls.meet(check)
-        return self._exchange.weights(counted, self._consistency.most_microbatches, share, self._calls.stamp.call)
+        self._consistency.detail(program, share)
+        self._consistency.meet(check)
+        return self._exchange.weights(counted, self._consistency.most_microbatches, share, self._consistency.stamp.call)
 
     def of_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
         self.watch.roll.begin()
@@ -253,8 +252,8 @@ class ManyProcesses:
         self._homes.find_buffers()
         if not whole:
             return held(module, self._homes.holds)
-        with self._calls.call("gathering the state of its model", leaves=False, meet=False):
-            self._calls.meet()
+        with self._consistency.call("gathering the state of its model", leaves=False, meet=False):
+            self._consistency.meet()
             return gather(module, self._homes.home, self.position.device, self.groups.pp)
 
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
@@ -274,14 +273,16 @@ class ManyProcesses:
         self._exchange.pending.check_nothing("clip_grad_norm_")
         mine = {each for each in parameters if self.holds(each)}.union(each for each, _ in self._holders)
         counted = {each for each in mine if self._homes.home(each) == self.position.device}
-        with self._calls.call("clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False):
-            self._calls.meet()
+        with self._consistency.call(
+            "clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False
+        ):
+            self._consistency.meet()
             return clip_everywhere(parameters, mine, counted, self.groups.pp, max_norm, norm_type)
 
     @contextmanager
     def gathered(self, doing: str) -> Iterator[RankGathering]:
-        with self.team.held(), self._calls.call(doing, leaves=False):
-            self._calls.meet()
+        with self.team.held(), self._consistency.call(doing, leaves=False):
+            self._consistency.meet()
             yield RankGathering(self.position, self.groups, self.watch)
 
     def described(self) -> Iterator[str]:

@@ -10,7 +10,6 @@ A SIGTERM that comes before the handler is gone would be lost, so it is held bac
 registered for a fork, and never lets go of it; hence one set of functions, and a set of those who are there.
 """
 
-import ctypes
 import os
 import signal
 import threading
@@ -18,6 +17,8 @@ import weakref
 from typing import Protocol
 
 import torch.distributed as dist
+
+from gapless.run.ranks.wire.groups import keep_for_ever
 
 
 class Inherited(Protocol):
@@ -33,11 +34,6 @@ _living: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 def tell_in_child(one: Inherited) -> None:
     """For as long as it lives."""
     _living.add(one)
-
-
-def keep_for_ever(one: object) -> None:
-    """Nothing that it refers to is destroyed before the process ends, and not even then."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 class _Mask(threading.local):

@@ -25,10 +25,8 @@ from gapless.run.ranks.watch.processes import Life
 
 _SIZE = 2048  # bytes of every message
 _TAG = 2
-_NEVER_SENT = 1
 _AHEAD = 8  # receives posted: a message leaves at once only if the other end has posted one
 _UNANSWERED = 3  # signs of life to one that says nothing: whatever else is said must find a receive that is posted
-_SOON = timedelta(milliseconds=1)
 _A_WHILE = timedelta(milliseconds=500)
 _NEVER = timedelta(days=365)
 _SHORTER = (400, 200, 100, 50, 25)  # characters that are left of each text, if a message is too long
@@ -108,11 +106,11 @@ class Neighbour:
             os.close(self._socket[0])
 
     def close(self) -> None:
-        """What was said leaves first. A receive that runs out of time closes the connection, which ends the thread."""
+        """What was said leaves first. What is broken off ends the thread."""
         with contextlib.suppress(RuntimeError):
             if self._sent:
                 self._sent[-1][0].wait(_A_WHILE)
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._other, _NEVER_SENT).wait(_SOON)
+        self._group.break_off()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._lock:

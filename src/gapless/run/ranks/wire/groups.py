@@ -65,7 +65,7 @@ class Group:
         deadline = time.monotonic() + _A_WHILE
         while self.is_broken and not all(each.is_completed() for each in self._under_way):
             if time.monotonic() > deadline:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+                keep_for_ever(self._gloo)
                 break
             time.sleep(_A_MOMENT)
 
@@ -88,6 +88,11 @@ class Together:
                     raise RuntimeError(f"Connection closed: the group was broken off: {error}") from None
             given_up = self._group.is_broken
         self._work.wait()
+
+
+def keep_for_ever(one: object) -> None:
+    """Nothing that it refers to is destroyed before the process ends, and not even then."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def connected(name: str, ranks: Sequence[int], number: int, network: Any, timeout: float = NEVER) -> Group | None:

@@ -13,7 +13,6 @@ is the producer's, which the deadlock proof stands on. Three rules keep hosts an
    a receive that waits for it would never start.
 """
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -28,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gapless.run.ranks.wire.channel import DIRECT, Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import GlooIncoming, GlooOutgoing
-from gapless.run.ranks.wire.groups import NEVER, part_of_store
+from gapless.run.ranks.wire.groups import NEVER, keep_for_ever, part_of_store
 from gapless.run.ranks.wire.layout import TreeLayout
 from gapless.run.ranks.wire.message import NO_ID, Message, Reader, Writer
 from gapless.run.ranks.wire.static_shapes import Rehearsal, another_shape
@@ -130,7 +129,7 @@ class Communicators(Carrier):
             if not self._broken:
                 group.shutdown()
             else:  # never let go of: that waits for its threads, and these for all that was ever posted
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                keep_for_ever(group)
         self._groups.clear()
 
 

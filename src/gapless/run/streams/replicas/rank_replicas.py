@@ -24,9 +24,9 @@ from gapless.run.ranks.agreement import Agreement
 from gapless.run.ranks.fingerprints import fingerprints, saved_tensors
 from gapless.run.ranks.mesh_position import facts_of
 from gapless.run.ranks.watch.blame import in_short
-from gapless.run.ranks.watch.children import keep_for_ever, tell_in_child
+from gapless.run.ranks.watch.children import tell_in_child
 from gapless.run.ranks.watch.watch import Watch
-from gapless.run.ranks.wire.groups import connected, network_device, part_of_store
+from gapless.run.ranks.wire.groups import connected, keep_for_ever, network_device, part_of_store
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.order import Order

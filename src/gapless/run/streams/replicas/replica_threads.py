@@ -5,23 +5,22 @@ Reads, applies and what is handed out are behind one lock. The caller's thread o
 and results from a queue; it may be interrupted anywhere.
 """
 
-import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError, note_place
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.replica import Replica, casts_unkept
+from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
 from gapless.stage.exclusive import exclusively
-from gapless.stage.intra_op import set_intra_op_threads
 
 _AHEAD = 4  # minibatches for each replica that are taken from the loader before a result is
 _END = object()
@@ -44,7 +43,6 @@ class ReplicaThreads:
 
     def __init__(self, replicas: Sequence[Replica], course: Asp | LocalSteps, intra_op_threads: int) -> None:
         self._replicas, self._course = replicas, course
-        self._intra_op_threads = intra_op_threads
         self._state = CallerState()
         # The caller takes the lock itself: Ctrl-C inside of Condition.__enter__ would leave it locked for ever.
         self._lock = threading.Lock()
@@ -53,14 +51,14 @@ class ReplicaThreads:
         self._ended = self._stopping = False
         self._failures: list[BaseException] = []
         self._said: queue.SimpleQueue[ReplicaResult | None] = queue.SimpleQueue()  # None: a thread has ended
-        self._threads: list[threading.Thread] = []
+        self._team = Team([f"gapless replica {replica.number}" for replica in replicas], intra_op_threads)
 
     def results(self, batches: Iterator[Any], first: int) -> Iterator[ReplicaResult]:
         """In the order in which they were applied. Left before its end, what is under way is given up."""
         fed = said = 0
         self._course.begin(first)
         try:
-            self._start()
+            self._team.begin([partial(self._work, replica) for replica in self._replicas], self._stop)
             while not self._ended or said < fed:
                 while not self._ended and fed - said < _AHEAD * len(self._replicas) and not self._failures:
                     with exclusively():  # a loader that draws must not draw what is a replica's
@@ -72,10 +70,10 @@ class ReplicaThreads:
                     yield result
                 elif self._failures:
                     raise self._failures[0]
-            self._join()
+            self._team.finish()
             self._course.finish()
         finally:
-            self._stop()
+            self._team.close()
             self._failures.clear()  # a traceback holds this frame, and this frame must not hold the traceback
             self._state.leave()
 
@@ -93,40 +91,14 @@ class ReplicaThreads:
                 self._waiting[number] = pair
             self._changed.notify_all()
 
-    def _start(self) -> None:
-        before = torch.get_num_threads()
-        ready = threading.Barrier(len(self._replicas) + 1)
-        try:
-            for replica in self._replicas:
-                name = f"gapless replica {replica.number}"
-                thread = threading.Thread(target=self._work, args=(replica, ready), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            ready.wait()
-        except BaseException:
-            ready.abort()
-            raise
-        finally:
-            torch.set_num_threads(before)  # what a thread sets for itself, later threads would inherit
-
     def _stop(self) -> None:
         self._stopping = True
-        while any(thread.is_alive() for thread in self._threads):
-            with self._lock:
-                self._changed.notify_all()
-            self._join(0.1)
+        with self._lock:
+            self._changed.notify_all()
 
-    def _join(self, timeout: float | None = None) -> None:
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout)
-
-    def _work(self, replica: Replica, ready: threading.Barrier) -> None:
+    def _work(self, replica: Replica) -> None:
         place = "at its start"
         try:
-            set_intra_op_threads(self._intra_op_threads)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                ready.wait()
             with self._state.entered(), casts_unkept():
                 while (task := self._taken(replica)) is not None:
                     place = f"minibatch {task.minibatch}"
@@ -135,9 +107,7 @@ class ReplicaThreads:
         except BaseException as error:
             note_place(error, f"in replica {replica.number}, {place}; the model has had {self._course.updates} updates")
             self._failures.append(error)
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
+            self._stop()
         finally:
             self._said.put(None)
 
