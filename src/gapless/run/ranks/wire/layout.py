@@ -70,7 +70,8 @@ class TreeLayout:
 
     def __init__(self, described: dict[str, Any]) -> None:
         self._spec = _spec_from(described) if "spec" in described else None  # a lone tensor has none
-        self._is_list = self._spec is not None and self._spec.type is list and _depth(self._spec) == 1
+        spec = self._spec
+        self._is_list = spec is not None and spec.type is list and all(each.is_leaf() for each in _children(spec))
         self._leaves = [_constant_from(leaf) for leaf in described.get("leaves", ())]
         self._leaf_of: list[int] = described.get("places", [])
         self._again: list[tuple[int, int]] = described.get("again", [])
@@ -279,10 +280,6 @@ def _spec_from(described: dict[str, Any]) -> pytree.TreeSpec:
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs  # as older versions of torch say
-
-
-def _depth(spec: pytree.TreeSpec) -> int:
-    return 0 if spec.is_leaf() else 1 + max(map(_depth, _children(spec)), default=0)
 
 
 def _named_tuples(spec: pytree.TreeSpec) -> set[str]:

@@ -40,7 +40,7 @@ class LocalSteps:
         average_state: bool,
     ) -> None:
         self.optimizers = tuple(optimizers)
-        self._model, self._replicas, self.schedulers = model, replicas, schedulers
+        self._model, self._replicas, self._schedulers = model, replicas, schedulers
         self.steps, self.average_state = steps, average_state
         self.updates = 0
         self.begin(0)
@@ -65,9 +65,10 @@ class LocalSteps:
 
     def learn(self, replica: Replica) -> None:
         """It has its gradient, and steps."""
-        self.optimizers[replica.number].step()
-        if self.schedulers[replica.number] is not None:
-            self.schedulers[replica.number].step()
+        place = self._replicas.index(replica)  # a rank has one of them, whatever its number
+        self.optimizers[place].step()
+        if self._schedulers[place] is not None:
+            self._schedulers[place].step()
 
     def apply(self, replica: Replica) -> int:
         """Its step is done; returns how many those of the others are that it knew nothing of, if all are as quick."""

@@ -158,9 +158,7 @@ class RankReplicas:
         minibatch, done = first + self._steps * count + self.number, self._steps % local.steps
         loss = self._gradient(minibatch, pair)
         with intra_op_threads(self._threads):
-            local.optimizers[0].step()
-        if local.schedulers[0] is not None:
-            local.schedulers[0].step()
+            local.learn(self._replica)
         self._steps += 1
         if done + 1 == local.steps:
             self._average(local)
