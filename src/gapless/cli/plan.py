@@ -3,22 +3,20 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gapless import units
 from gapless.cli import options, terminal
-from gapless.cli.planning import plan_page, what_if_report
-from gapless.cli.planning.device_kinds import Kinds, read_kinds
+from gapless.cli.planning import plan_page
+from gapless.cli.planning.device_options import kinds_of, machine_of, memories, speeds_of
 from gapless.cli.planning.pipedream_plan import planned
-from gapless.cli.planning.plan_report import best_of_each_kind, report
+from gapless.cli.planning.plan_report import as_json, best_of_each_kind, report, what_if_json, what_if_report
 from gapless.errors import ConfigError
 from gapless.plan.asynchronous.alternatives import Alternative, others
 from gapless.plan.asynchronous.stage_times import FORMS
 from gapless.plan.profile.file import read_profile, write_profile
-from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import SLACK, Link, Profile
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.search_options import SearchOptions
@@ -26,6 +24,10 @@ from gapless.plan.search.what_if import Answer, read_changes, usual_changes, wha
 from gapless.view import text
 
 EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
+_ONLY_WITH_A_FLUSH = (
+    *("what_if", "device_profiles", "html", "svg", "perfetto", "write", "speeds"),
+    *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack"),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -100,22 +102,22 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.show_progress("")
     beside = _others(arguments, profile, found)
     _write(arguments, found)
-    answers = _answers(arguments, profile, found)
+    answers, kinds = _answers(arguments, profile, found), kinds_of(arguments, profile)
     if arguments.html:
         told_beside = plan_page.Beside(beside, answers or [])
         Path(arguments.html).write_text(plan_page.render(profile, found, told_beside, arguments.top), encoding="utf-8")
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     if arguments.json:
-        told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_report.as_json, answers))}
-        if (kinds := _kinds(arguments, profile)) is not None:
+        told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_json, answers))}
+        if kinds is not None:
             told["own_step_seconds"] = kinds.step_seconds(found.best)
         terminal.print_json(as_json(profile, found, beside) | told)
     else:
         terminal.say(report(profile, found, arguments.top, beside))
-        if (kinds := _kinds(arguments, profile)) is not None:
+        if kinds is not None:
             terminal.say(f"\n{kinds.report(found.best)}")
         if answers is not None:
-            terminal.say(f"\n{what_if_report.report(found.best, answers)}")
+            terminal.say(f"\n{what_if_report(found.best, answers)}")
         terminal.draw(f"\n{text.grid(found.best.timeline, terminal.width(), terminal.on_terminal())}")
         terminal.draw(f"\n{text.key(found.best.schedule, terminal.on_terminal())}")
     return 0
@@ -127,30 +129,9 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
     profile = _profile(arguments)
     found = search(
-        profile, _machine(arguments, profile), _wanted(arguments), arguments.minibatch, terminal.show_progress
+        profile, machine_of(arguments, profile), _wanted(arguments), arguments.minibatch, terminal.show_progress
     )
     return profile, found
-
-
-def _kinds(arguments: argparse.Namespace, profile: Profile) -> Kinds | None:
-    if arguments.device_profiles is None:
-        return None
-    if arguments.speeds is not None:
-        raise ConfigError("--speeds and --device-profiles both say how fast the devices are: give one of them")
-    kinds = read_kinds(arguments.device_profiles, profile)
-    if arguments.devices not in (None, len(kinds.speeds)):
-        raise ConfigError(
-            f"--device-profiles lists {len(kinds.speeds)} devices, but --devices is {arguments.devices}: leave it out"
-        )
-    return kinds
-
-
-def _machine(arguments: argparse.Namespace, profile: Profile) -> list[Device]:
-    kinds = _kinds(arguments, profile)
-    count = len(kinds.speeds) if kinds else arguments.devices or 4
-    memories = _listed("--memory", arguments.memory, count, _memory) or [None] * count
-    speeds = kinds.speeds if kinds else _listed("--speeds", arguments.speeds, count, _speed) or [1.0] * count
-    return [Device(*pair) for pair in zip(memories, speeds, strict=True)]
 
 
 def _wanted(arguments: argparse.Namespace) -> SearchOptions:
@@ -161,14 +142,14 @@ def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> li
     """What is listed beside plans of a profile, where nothing was asked for that only these have."""
     if arguments.source.endswith(".toml") or arguments.schedules or arguments.microbatches:
         return []
-    return others(profile, _machine(arguments, profile), found.best)
+    return others(profile, machine_of(arguments, profile), found.best)
 
 
 def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Answer] | None:
     """What the changes that were asked about bring; None where nobody asked."""
     if arguments.what_if is None:
         return None
-    machine = _machine(arguments, profile)
+    machine = machine_of(arguments, profile)
     changes = read_changes(arguments.what_if) if arguments.what_if else usual_changes(profile, machine)
     try:
         return what_if(profile, machine, found.best, changes, _wanted(arguments), terminal.show_progress)
@@ -195,29 +176,15 @@ def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity
 
 
 def _without_flush(arguments: argparse.Namespace) -> int:
-    others = (
-        "what_if",
-        "device_profiles",
-        "html",
-        "svg",
-        "perfetto",
-        "write",
-        "speeds",
-        "schedules",
-        "minibatch",
-        "microbatches",
-        "shard_optimizer",
-        "slack",
-    )
-    given = {name: getattr(arguments, name) for name in others}
+    given = {name: getattr(arguments, name) for name in _ONLY_WITH_A_FLUSH}
     wrong = [name for name, value in given.items() if value is not None and value is not False]
     if wrong or arguments.source.endswith(".toml"):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(
             f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
         )
-    memory = _listed("--memory", arguments.memory, 1, _memory) or [None]
-    report, data = planned(_profile(arguments), arguments.devices or 4, arguments.no_flush, memory[0])
+    (memory,) = memories(arguments.memory, 1) or [None]
+    report, data = planned(_profile(arguments), arguments.devices or 4, arguments.no_flush, memory)
     if arguments.json:
         terminal.print_json(data)
     else:
@@ -245,8 +212,8 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     count = config.num_devices
     terminal.show_progress("making the model")
     made = build(config).planned(
-        memory=_listed("--memory", arguments.memory or None, count, _memory),
-        speeds=_listed("--speeds", arguments.speeds or None, count, _speed),
+        memory=memories(arguments.memory or None, count),
+        speeds=speeds_of(arguments.speeds or None, count),
         wanted=SearchOptions(**options.given(arguments, SearchOptions)),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
@@ -269,35 +236,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, but it must be a number of at least 0")
 
 
-def _listed(option: str, given: str | None, count: int, read: Callable[[str], Any]) -> list[Any] | None:
-    if given is None:
-        return None
-    try:
-        values = [read(word) for word in given.split(",")]
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from None
-    if len(values) not in (1, count):
-        raise ConfigError(f"{option} lists {units.show_count(len(values), 'device')}, but there are {count}")
-    return values * count if len(values) == 1 else values
-
-
-def _memory(word: str) -> int:
-    size = units.read_bytes(word)
-    if size < 2**20:
-        raise ConfigError(f"is {word[:40]!r}, which is {size} bytes: is the unit right, as in 24GiB?")
-    return size
-
-
-def _speed(word: str) -> float:
-    try:
-        speed = float(word)
-    except ValueError:
-        speed = math.nan
-    if not 0 < speed < math.inf:
-        raise ConfigError(f"is {word[:40]!r}, but a speed is a number above 0")
-    return speed
-
-
 def _write(arguments: argparse.Namespace, found: Found) -> None:
     if arguments.write:
         found.best.write(arguments.write)
@@ -307,34 +245,3 @@ def _write(arguments: argparse.Namespace, found: Found) -> None:
     page, arguments.html = arguments.html, None  # which is more than its timelines
     options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
     arguments.html = page
-
-
-def as_json(profile: Profile, found: Found, beside: Sequence[Alternative]) -> dict[str, Any]:
-    """Schedules and costs are those of the best plan alone: of all plans they would be large."""
-    return {
-        "profile": profile.name,
-        "explanation": found.explanation,
-        "complete": found.complete,
-        "cut_short": found.searched.cut_short,
-        "gap": found.searched.gap,
-        "how_good": found.best.how_good,
-        "caution": found.best.caution,
-        "best": found.best.to_json(),
-        "plans": [
-            {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}
-            for plan in found.plans
-        ],
-        "others": [asdict(other) for other in beside],
-        "rejected": [
-            {
-                "recipe": choice.recipe,
-                "devices": choice.mesh.num_devices,
-                "replicas": choice.mesh.replicas,
-                "stages_per_device": choice.stages_per_device,
-                "microbatches": choice.microbatches,
-                "samples": choice.samples,
-                "reason": reason,
-            }
-            for choice, reason in found.rejected
-        ],
-    }

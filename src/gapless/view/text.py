@@ -131,13 +131,14 @@ def percent(share: Number, digits: int = 1) -> str:
     return f"{100 * float(share):.{digits}f}%"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns two spaces apart; the first `left` ones flush left, the others flush right."""
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int | Sequence[int] = 1) -> str:
+    """Columns two spaces apart; the first `left` ones, or those in it, flush left, the others flush right."""
+    flush = range(left) if isinstance(left, int) else left
     widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
     lines = []
     for row in (headings, *rows):
         cells = [
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i in flush else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -1,8 +1,7 @@
-"""What `gapless plan` prints and draws, in reading order:
+"""What `gapless plan` reads, prints and draws, in reading order:
 
-plan_report     the ranking of plans, why the first is the first, and where its time and memory go
+device_options  what its options say of devices: memory, speeds, kinds
+plan_report     the ranking of plans, why the first is the first, where its time and memory go, and what changes bring
 plan_page       the same as a page, with timelines; before them plan_front.html, after them plan_back.html
-what_if_report  what changes of the machine would bring
-device_kinds    devices of several kinds
 pipedream_plan  stages and replicas for training without a flush
 """

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from gapless import units
@@ -13,6 +13,7 @@ from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import SLACK, Profile
 from gapless.plan.search.search import Found
+from gapless.plan.search.what_if import Answer
 from gapless.view import text
 
 _WIDTH = 100
@@ -203,3 +204,59 @@ def rejections(found: Found) -> list[tuple[str, str]]:
         for said in reasons.values()
         for choice, reason in said[:1]
     ]
+
+
+def as_json(profile: Profile, found: Found, beside: Sequence[Alternative]) -> dict[str, Any]:
+    """Schedules and costs are those of the best plan alone: of all plans they would be large."""
+    return {
+        "profile": profile.name,
+        "explanation": found.explanation,
+        "complete": found.complete,
+        "cut_short": found.searched.cut_short,
+        "gap": found.searched.gap,
+        "how_good": found.best.how_good,
+        "caution": found.best.caution,
+        "best": found.best.to_json(),
+        "plans": [
+            {key: value for key, value in plan.to_json().items() if key not in ("schedule", "costs")}
+            for plan in found.plans
+        ],
+        "others": [asdict(other) for other in beside],
+        "rejected": [
+            {
+                "recipe": choice.recipe,
+                "devices": choice.mesh.num_devices,
+                "replicas": choice.mesh.replicas,
+                "stages_per_device": choice.stages_per_device,
+                "microbatches": choice.microbatches,
+                "samples": choice.samples,
+                "reason": reason,
+            }
+            for choice, reason in found.rejected
+        ],
+    }
+
+
+def what_if_report(best: Plan, answers: Sequence[Answer]) -> str:
+    """A line for each change: the gain in samples per second, and the plan that has it."""
+    rows = [("as it is", units.show_seconds(best.step_seconds), f"{best.throughput:.4g}", "", best.title)]
+    for answer in answers:
+        if answer.plan is None:
+            rows.append((answer.change.text, "", "", "-", answer.reason))
+        else:
+            step, speed = units.show_seconds(answer.plan.step_seconds), f"{answer.plan.throughput:.4g}"
+            rows.append((answer.change.text, step, speed, f"+{100 * answer.gain:.1f}%", answer.plan.title))
+    return text.table(("what if", "step", "samples/s", "gain", "plan"), rows, left=(0, 4))
+
+
+def what_if_json(answer: Answer) -> dict[str, Any]:
+    """The plan in short: schedules and costs would be large."""
+    plan = answer.plan
+    return {
+        "change": answer.change.text,
+        "gain": answer.gain,
+        "reason": answer.reason,
+        "step_seconds": None if plan is None else plan.step_seconds,
+        "throughput": None if plan is None else plan.throughput,
+        "plan": None if plan is None else plan.title,
+    }
