@@ -19,8 +19,6 @@ from gapless.plan.plan import Plan
 from gapless.run.one_process import OneProcess
 from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Kind, Schedule
-from gapless.schedule.costs import Costs
-from gapless.schedule.recipes import RECIPES
 from gapless.schedule.verify import verify
 from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
@@ -88,94 +86,11 @@ def _devices(count: int) -> str:
     return show_count(count, "device")
 
 
-def check_plan(
-    plan: Plan,
-    world: World,
-    microbatches: int | None,
-    partition: Sequence[int] | None,
-    remat: str | Sequence[str],
-    costs: Costs | None,
-    stages_per_device: int | None,
-) -> None:
-    """It is for these devices, and nothing else was asked for than what it says."""
-    replicas = world.num_replicas
-    if (plan.mesh.replicas, plan.num_devices) != (replicas, len(world.devices)):
-        raise ConfigError(
-            f"the plan is for {_pipelines(plan.mesh.replicas, plan.num_devices)}, but there "
-            f"{'is' if replicas == 1 else 'are'} {_pipelines(replicas, len(world.devices))}: make one for these"
-        )
-    same = [
-        ("microbatches", microbatches, plan.microbatches),
-        ("partition", None if partition is None else list(partition), list(plan.partition)),
-        ("remat", None if remat == "none" or _each(remat, len(plan.remat)) == plan.remat else remat, list(plan.remat)),
-        ("stages_per_device", stages_per_device, plan.stages_per_device),
-    ]
-    others = [(name, asked, has) for name, asked, has in same if asked not in (None, has)]
-    faults = [f"{name} is {asked!r}, but the plan has {has!r}" for name, asked, has in others]
-    if costs is not None and costs != plan.costs:
-        faults.append("costs are not those of the plan")
-    if faults:
-        raise ConfigError(f"{'; '.join(faults)}: leave out what the plan says, or make another")
-
-
-def check_replication(found: Replication, partition: Sequence[int] | None, replicas: Sequence[int] | None) -> None:
-    """Nothing else was asked for than what it says."""
-    asked = (("partition", partition, found.partition), ("replicas", replicas, found.replicas))
-    for name, own, has in asked:
-        if own is not None and tuple(own) != has:
-            raise ConfigError(f"{name} is {list(own)}, but the Replication has {list(has)}: leave it out")
-
-
-def check_replicas(replicas: Any, schedule: Any, world: World) -> None:
-    """Of each stage, on ranks of their own."""
-    if replicas is None:
-        return
-    if not isinstance(replicas, Sequence) or isinstance(replicas, str):
-        raise ConfigError(f"replicas is {replicas!r:.40}, but it must be a list with a number for each stage")
-    for count in replicas:
-        at_least_one("a number in replicas", count)
-    if schedule != "pipedream":
-        raise ConfigError("replicas= is for schedule='pipedream', which runs in streams: leave it out, or use dp")
-    if world.one_process and max(replicas, default=1) > 1:
-        raise ConfigError(
-            "replicas= is for mesh=, with a rank for every replica, and devices= are of one process: run it under "
-            "torchrun with mesh=init_device_mesh('cpu', (ranks,), mesh_dim_names=('pp',))"
-        )
-    if world.num_replicas > 1:
-        raise ConfigError(
-            f"the mesh has {world.num_replicas} replicas of the whole pipeline (dp), and replicas= gives each stage "
-            "its own: use a mesh of pp alone, or leave out replicas="
-        )
-
-
-def _each(remat: str | Sequence[str], num_stages: int) -> tuple[str, ...]:
-    return (remat,) * num_stages if isinstance(remat, str) else tuple(remat)
-
-
-def _pipelines(replicas: int, devices: int) -> str:
-    return f"{show_count(replicas, 'pipeline')} of {_devices(devices)}"
-
-
 def check_data(layer: nn.Module, way_out: str = "give init=, a function or a checkpoint that fills it") -> None:
     """Nothing of it is on the meta device."""
     empty = on_meta([layer])
     if empty:
         raise ConfigError(f"{empty[0]} of a {type(layer).__name__} is on the meta device, without data: {way_out}")
-
-
-def check_cuts(plan: Plan, model: Any, *, traced: bool) -> None:
-    """It is for a model that is cut in the same way: in its graph, or between its layers."""
-    name = type(model).__name__
-    if traced and plan.cuts is None:
-        raise ConfigError(
-            f"the plan counts {show_count(sum(plan.partition), 'layer')} of a sequence, but this {name} is traced: "
-            "give its layers with layers=, or make a plan for it"
-        )
-    if not traced and plan.cuts is not None:
-        raise ConfigError(
-            f"the plan cuts a traced graph of {plan.cuts.num_nodes} nodes, but this {name} is cut between its layers: "
-            "make a plan for these"
-        )
 
 
 def check_compiled(model: Any, *, traced: bool) -> None:
@@ -291,17 +206,6 @@ def at_least_one(word: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{word} is {value!r}, but it must be a whole number of at least 1")
     return value
-
-
-def stages_per_device_of(
-    schedule: str | Schedule | Plan, asked: int | None, partition: Sequence[int] | None, num_devices: int
-) -> int | None:
-    """As asked, or as many as the partition has, where the recipe leaves a choice."""
-    if asked is not None or partition is None or not isinstance(schedule, str):
-        return asked
-    recipe = RECIPES.get(schedule)
-    free = recipe is not None and (recipe.stages_per_device is None or len(recipe.stages_per_device) > 1)
-    return len(partition) // num_devices if free and len(partition) % num_devices == 0 else None
 
 
 def fitting_schedule(schedule: Schedule, num_devices: int, microbatches: int) -> Schedule:

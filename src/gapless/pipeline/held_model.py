@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from gapless.checkpoint.saveable import Saveable
+from gapless.model.uses import own_parameters
 from gapless.pipeline.options import Options
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
@@ -103,8 +105,36 @@ class HeldModel:
         if isinstance(self._options.loss, nn.Module):
             self._options.loss.zero_grad(set_to_none)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has weights of its own. Returns the
+        total norm before clipping.
+        """
+        module = self._staged.module
+        parameters = [*module.parameters(), *own_parameters(self._options.loss, module)]
+        return self._world.clip(parameters, max_norm, norm_type)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent in calls that compiled layers: the cold start."""
+        return sum(stage.compile_seconds for stage in self._staged.stages.values())
+
+    def __repr__(self) -> str:
+        return "\n".join([*self._staged.described(), *self._world.described()])
+
     def _follow(self, *, whole: bool = False) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
         check_drained(self._streams, whole=whole)
         if not self._world.busy:
             self._staged.follow()
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """All of its modules, each of which goes back to its own mode."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gapless.model.capture import find_loss, own_loss
 from gapless.model.graph_cuts import GraphCuts
 from gapless.model.materialise import Init
 from gapless.pipeline.arguments import named
@@ -38,6 +39,13 @@ class Options:
     target_dims: Any
     timeline: bool
     graphs: Graphs
+
+    @property
+    def told_loss(self) -> Callable[[Any, Any], Tensor | None]:
+        """That of a microbatch, for a result. In an evaluation without a target a model need not have one."""
+        if self.loss is not own_loss:
+            return self.loss
+        return lambda outputs, target: find_loss(outputs) if target is None else own_loss(outputs)
 
     def facts(self, schedule: Schedule, partition: tuple[int, ...], module: nn.Module) -> dict[str, Any]:
         """What all ranks must have been asked for alike."""

@@ -14,20 +14,21 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
-from gapless.model.uses import own_parameters
 from gapless.pipeline import arguments
-from gapless.pipeline.held_model import HeldModel
+from gapless.pipeline.held_model import HeldModel, in_eval_mode
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
+from gapless.pipeline.schedule_arguments import ScheduleArguments
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.shares import shares_of
-from gapless.pipeline.staged_model import StagedModel, in_eval_mode
-from gapless.pipeline.streaming import Asked, Correction, MakeOptimizer, MakeScheduler, check_drained, make_stream
+from gapless.pipeline.staged_model import StagedModel
+from gapless.pipeline.stream_arguments import Asked, Correction, MakeOptimizer, MakeScheduler
+from gapless.pipeline.streaming import check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan
 from gapless.run.program import Program
@@ -140,17 +141,11 @@ class Pipeline(HeldModel):
             model, compiler = uncompiled(model)
             traced = layers is None and not is_sequence(model)
             arguments.check_compiled(model, traced=traced)
-            if isinstance(schedule, Replication):
-                arguments.check_replication(schedule, partition, replicas)
-                partition, replicas = schedule.partition, schedule.replicas
-                schedule, microbatches = "pipedream", microbatches or 1
-            arguments.check_replicas(replicas, schedule, self._world)
-            if isinstance(schedule, Plan):
-                arguments.check_plan(schedule, self._world, microbatches, partition, remat, costs, stages_per_device)
-                arguments.check_cuts(schedule, model, traced=traced)
-                microbatches, partition, remat = schedule.microbatches, schedule.partition, schedule.remat
-                costs, stages_per_device = schedule.costs, schedule.stages_per_device
-            each = arguments.stages_per_device_of(schedule, stages_per_device, partition, len(self.devices))
+            asked = ScheduleArguments(schedule, microbatches, partition, replicas, remat, costs, stages_per_device)
+            schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(
+                model, self._world, traced=traced
+            )
+            assert not isinstance(schedule, Replication)
             self._options = Options(
                 Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas),
                 arguments.at_least_one("microbatches", microbatches),
@@ -296,19 +291,6 @@ class Pipeline(HeldModel):
         """As `evaluate`: `pipe(x).outputs` are the model's. To train, call `step`."""
         return self.evaluate(inputs, target, outputs=outputs)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has weights of its own. Returns the
-        total norm before clipping.
-        """
-        module = self._staged.module
-        parameters = [*module.parameters(), *own_parameters(self._options.loss, module)]
-        return self._world.clip(parameters, max_norm, norm_type)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds spent in calls that compiled layers: the cold start."""
-        return sum(stage.compile_seconds for stage in self._staged.stages.values())
-
     @property
     def stopping(self) -> bool:
         """Under a mesh: whether some rank got SIGTERM. The next step would then end the process, on every rank. Between
@@ -330,6 +312,3 @@ class Pipeline(HeldModel):
         raise TypeError(
             "a Pipeline has threads, so it can't be copied or pickled: do that with its model or state_dict()"
         )
-
-    def __repr__(self) -> str:
-        return "\n".join([*self._staged.described(), *self._world.described()])

@@ -5,13 +5,12 @@ between two steps; the stages follow.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gapless.errors import PartitionError
 from gapless.model.capture import Captured, find_loss, own_loss
@@ -51,8 +50,8 @@ class StagedModel:
         partition: Sequence[int] | None,
         traced: bool,
     ) -> None:
-        self._world, self._schedule, self._options = world, schedule, options
-        self._homes = [schedule.placement.device(stage, 0) for stage in range(schedule.num_stages)]
+        self._world, self.schedule, self._options = world, schedule, options
+        self._homes = schedule.placement.homes
         self.placement = options.schedules.placement_of(schedule)
         self._here = [stage for stage, cycle in enumerate(self.placement.cycles) if {*cycle} & {*world.here}]
         self._devices = [world.devices[device] for device in self._homes]
@@ -62,7 +61,7 @@ class StagedModel:
         self._is_whole = len(world.here) == len(world.devices)
         self._programs: dict[tuple[int, bool, bool], Program] = {}
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
-        self._uses: Uses = {}  # which stages use a parameter
+        self.uses: Uses = {}  # which stages use a parameter
         self._split = False  # every backward, whatever the schedule says
         self._called: Makeup | None = None  # what the stages were made of; None: of what was tried in vain
         self._edition: Any = None  # of a traced model, for which the stages were made
@@ -83,16 +82,6 @@ class StagedModel:
             self._make_stages()
 
     @property
-    def schedule(self) -> Schedule:
-        """Of a whole minibatch."""
-        return self._schedule
-
-    @property
-    def uses(self) -> Uses:
-        """Which stages use a parameter."""
-        return self._uses
-
-    @property
     def module(self) -> nn.Module:
         """The plain model."""
         return self.model.module
@@ -100,11 +89,11 @@ class StagedModel:
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether it is of this process. Of a new one in a traced model that is known when it is traced."""
         new = isinstance(self.model, Captured) and self.model.edition is not self._edition
-        return (new and parameter not in self._uses) or self._world.holds(parameter)
+        return (new and parameter not in self.uses) or self._world.holds(parameter)
 
     def described(self) -> Iterator[str]:
         """What it is, and a line for each stage."""
-        schedule, count = self._schedule, self._options.microbatches
+        schedule, count = self.schedule, self._options.microbatches
         bubble = f"predicted bubble {100 * float(simulate(schedule, self._options.schedules.costs).bubble):.1f}%"
         if self._options.schedules.streams:  # what is simulated is one minibatch of many
             bubble = "no bubble in a long stream"
@@ -148,7 +137,7 @@ class StagedModel:
         if isinstance(model, Layers):
             return parts
         known, edition = model.num_traces, model.edition
-        with room_for(self._schedule, len(self._world.devices), "give smaller layers with layers="):
+        with room_for(self.schedule, len(self._world.devices), "give smaller layers with layers="):
             prepared = model.prepare(parts)
         if model.num_traces != known or edition is not self._edition:
             model.settle()
@@ -156,7 +145,7 @@ class StagedModel:
                 if self._edition is not None:  # others have noticed the same edit
                     check_compiled(model.module, traced=True)
                     self._world.agree(self._facts())
-                self.partition = (1,) * self._schedule.num_stages
+                self.partition = (1,) * self.schedule.num_stages
                 self._make_stages()
                 self._edition = edition
             else:
@@ -193,14 +182,13 @@ class StagedModel:
         """For so many microbatches; made once."""
         key = (microbatches, inference, recorded)
         if key not in self._programs:
-            options, schedule = self._options, self._schedule
+            options, schedule = self._options, self.schedule
             if microbatches != options.microbatches:
                 schedule = options.schedules.made(microbatches)
             if inference:
                 schedule = forward_only(schedule)
-            loss: Callable[[Any, Any], Tensor | None] = _own_loss if options.loss is own_loss else options.loss
             self._programs[key] = self._world.program(
-                schedule, self.stages, loss, options.schedules.costs, recorded=recorded
+                schedule, self.stages, options.told_loss, options.schedules.costs, recorded=recorded
             )
         return self._programs[key]
 
@@ -230,15 +218,15 @@ class StagedModel:
                 "their rank: edit the model before you make the pipeline"
             )
         self.model = now
-        self.partition = partition or layers_per_stage(now, self._schedule.num_stages, None)
-        if uses_of(self._parts()) != self._uses:
+        self.partition = partition or layers_per_stage(now, self.schedule.num_stages, None)
+        if uses_of(self._parts()) != self.uses:
             self._world.agree(self._facts())
 
     def _make_stages(self) -> None:
         parts = self._parts()
-        if self._uses and not self._is_whole:
+        if self.uses and not self._is_whole:
             names = {each: name for name, each in self.module.named_parameters()}
-            check_stay(self._uses, uses_of(parts), self._homes, names)
+            check_stay(self.uses, uses_of(parts), self._homes, names)
         self._called = None
         self._programs.clear()
         self.stages = self._made()
@@ -253,9 +241,9 @@ class StagedModel:
 
     def _made(self) -> dict[int, Stage]:
         """The stages of this process, on their devices; layers of others are let go of."""
-        model, options, schedule = self.model, self._options, self._schedule
+        model, options, schedule = self.model, self._options, self.schedule
         parts, remat = self._layers(), options.schedules.remat_of(schedule.num_stages)
-        halves = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
+        halves = {action.stage for action in schedule.actions if action.kind is Kind.WEIGHT_GRAD}
         elsewhere = [layer for stage, layers in enumerate(parts) if stage not in self._here for layer in layers]
         if isinstance(model, Captured):
             stored = Stored(never_set=model.never_set)
@@ -297,7 +285,7 @@ class StagedModel:
 
     def _adopt(self, parts: list[list[Any]]) -> None:
         self._world.adopt(self.module, self.stages, parts, self.placement, self._options.tied)
-        self._uses = uses_of(parts)
+        self.uses = uses_of(parts)
 
     def _parts(self) -> list[list[Any]]:
         """What each stage calls, wherever it is."""
@@ -308,26 +296,9 @@ class StagedModel:
         return [self.model.layers[start:end] for start, end in pairwise([0, *accumulate(self.partition)])]
 
     def _facts(self) -> dict[str, Any]:
-        return self._options.facts(self._schedule, self.partition, self.module)
+        return self._options.facts(self.schedule, self.partition, self.module)
 
 
 def _called_now(model: Layers | Captured, loss: Any) -> list[Any]:
     """What stages call as it is: layers, and the loss. A method in its place would hold the pipeline."""
     return [*model.called(), loss]
-
-
-def _own_loss(outputs: Any, target: Any) -> Tensor | None:
-    """The loss that a model computes itself; in an evaluation without a target there need not be one."""
-    return find_loss(outputs) if target is None else own_loss(outputs)
-
-
-@contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """All of its modules, each of which goes back to its own mode."""
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, training in modes:
-            each.training = training

@@ -58,7 +58,7 @@ class SavedStream(Saveable):
         """Without the tensors of parameters that are elsewhere. The hashes of weights are left out too: those in the
         manifest say more.
         """
-        own = {name for name, parameter in self._names() if self._model.holds(parameter)}
+        own = {name for parameter, name in self._model.names().items() if self._model.holds(parameter)}
         stages = {}
         for number, stage in tree["stages"].items():
             made = {**stage, "weights": [""] * len(stage["parameters"])}
@@ -68,9 +68,6 @@ class SavedStream(Saveable):
                 made["versions"] = {version: _of(each, own) for version, each in stage["versions"].items()}
             stages[number] = made
         return {**tree, "stages": stages}
-
-    def _names(self) -> list[tuple[str, Any]]:
-        return [(name, each) for each, name in self._model.names().items()]
 
 
 def _of(tree: Mapping[str, Json], names: set[str]) -> dict[str, Json]:
