@@ -1,6 +1,6 @@
 """The rank that has the weights of all replicas: it answers their messages, one at a time, in the order they come in.
 
-    replica          hub
+    replica          server
     begin      -->         all have begun, with the same weights?    -->  go, or stop
     read       -->         may it, by the bound?                     -->  the weights, and the number of a minibatch
     apply      -->         its gradient goes into the weights        -->  the staleness
