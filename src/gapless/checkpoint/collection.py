@@ -106,7 +106,7 @@ class Checkpoints:
                 under_way.finish()
                 return folder
             try:
-                self._copies.take(under_way)
+                under_way.parts = self._copies.of(under_way.parts)
             except BaseException:
                 under_way.cleanup.close()
                 raise

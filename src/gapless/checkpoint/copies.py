@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gapless.checkpoint.pieces import TensorPart
-from gapless.checkpoint.save import SaveUnderWay
 
 _THREADS = 4  # more do not copy faster
 
@@ -19,11 +18,8 @@ class Copies:
         self._memory: dict[str, Tensor] = {}
         self.closed = False
 
-    def take(self, under_way: SaveUnderWay) -> None:
-        """The save writes copies from now on."""
-        under_way.parts = self._copied(under_way.parts)
-
-    def _copied(self, parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
+    def of(self, parts: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
+        """The same parts, with data of their own."""
         rooms, near = {}, []
         for name, part in parts.items():
             data, room = part.data, self._memory.get(name)

@@ -51,9 +51,7 @@ def timeline_of(question: Question) -> Timeline:
 def command_of(question: Question) -> str:
     """`gapless show zb-v --devices 8 --microbatches 32`."""
     words = ["gapless", "show", question.schedule]
-    for name, value in _arguments(question):
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in _changed_costs(question):
+    for name, value in (*_arguments(question), *_changed_costs(question)):
         words += [f"--{name.replace('_', '-')}", str(value)]
     if question.recompute:
         words.append("--remat")

@@ -32,8 +32,8 @@ from gapless.schedule.timeline import Timeline
 from gapless.train.config.config import Config
 
 _LOCK_WITHIN = 5.0  # seconds
-_MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run")  # tables that change no number that is trained
-_MAY_CHANGE_TOO = ("train.steps", "train.skip", "data.passes")
+# Tables and keys that change no number that is trained.
+_MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run", "train.steps", "train.skip", "data.passes")
 _THREADS = "threads of a device"
 
 
@@ -200,20 +200,15 @@ def folder_of(config: Config, asked: str | None, *, fresh: bool) -> RunFolder:
     return RunFolder(path)
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for table in sorted((set(before) | set(now)) - set(_MAY_CHANGE)):
-        old, new = before.get(table, {}), now.get(table, {})
-        for key in sorted(set(old) | set(new)):
-            if old.get(key) != new.get(key) and f"{table}.{key}" not in _MAY_CHANGE_TOO:
-                yield from _told(f"{table}.{key}", old.get(key), new.get(key))
-
-
-def _told(name: str, old: Any, new: Any) -> Iterator[str]:
+def _changes(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """Of a table only what is not the same in it."""
+    if name in _MAY_CHANGE:
+        return
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(set(old) | set(new)):
-            if old.get(key) != new.get(key):
-                yield from _told(f"{name}.{key}", old.get(key), new.get(key))
+        for key in sorted({*old, *new}):
+            was, now = (each.get(key, None if name else {}) for each in (old, new))
+            if was != now:
+                yield from _changes(was, now, f"{name}.{key}" if name else key)
     else:
         was, now = ("not given" if value is None else f"{value!r:.40}" for value in (old, new))
         yield f"{name} was {was}, and is {now} now"
