@@ -182,7 +182,7 @@ def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:
     finally:
         show_progress("")
     arguments.optimum = found
-    shapes = ", ".join(sorted(placement.shape for placement in recipes.auto.possible_placements(asked)))
+    shapes = ", ".join(sorted(placement.shape for placement in asked.placements))
     claim = f"proven optimal among {shapes}" if found.proven else f"not proven, gap {100 * found.gap:.2f}%"
     say(
         f"{arguments.objective} {float(found.value):g}, bound {float(found.bound):g}: {claim} ({found.seconds:.1f} s)",

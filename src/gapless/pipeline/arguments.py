@@ -3,7 +3,7 @@
 import inspect
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -59,6 +59,16 @@ def _takes_two(loss: Any) -> bool:
     except ValueError:  # nobody knows what it takes
         return True
     return True
+
+
+@contextmanager
+def closed_if_refused(close: Callable[[], object]) -> Iterator[None]:
+    """What was opened before the arguments were checked does not stay open."""
+    try:
+        yield
+    except BaseException:
+        close()
+        raise
 
 
 @contextmanager

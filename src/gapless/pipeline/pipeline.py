@@ -8,8 +8,7 @@ for x, y in loader:
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -134,17 +133,14 @@ class Pipeline(HeldModel):
         self.devices = self._world.devices
         self._close = close_with(self, self._world.close)
         self.seed, self.timeline, self.steps = seed, timeline, 0  # random numbers depend on the steps done so far
-        self._nothing = nn.Parameter(torch.empty(0))
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        with self._closed_if_it_fails(), self._world.making():
+        self._nothing, self._streams = nn.Parameter(torch.empty(0)), weakref.WeakSet()
+        with arguments.closed_if_refused(self._close), self._world.making():
             arguments.check_options(schedule, loss, loss_weight)
             model, compiler = uncompiled(model)
             traced = layers is None and not is_sequence(model)
             arguments.check_compiled(model, traced=traced)
             asked = ScheduleArguments(schedule, microbatches, partition, replicas, remat, costs, stages_per_device)
-            schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(
-                model, self._world, traced=traced
-            )
+            schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(model, self._world, traced)
             assert not isinstance(schedule, Replication)
             self._options = Options(
                 Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas),
@@ -170,14 +166,6 @@ class Pipeline(HeldModel):
             if traced and example is not None:
                 self._staged.prepared([apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._called_as_a_whole = None if layers is not None else model
-
-    @contextmanager
-    def _closed_if_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._close()
-            raise
 
     def step(
         self,
@@ -264,9 +252,7 @@ class Pipeline(HeldModel):
             with in_eval_mode(self._staged.module):
                 with torch.no_grad():
                     prepared = self._staged.prepared(batch.parts)
-                counted = Weighed([float(size) for size in batch.sizes])
-                if has_loss:
-                    counted = self._staged.weighed(batch, prepared)
+                counted = self._staged.weighed(batch, prepared) if has_loss else Weighed([*map(float, batch.sizes)])
                 program = self._staged.program(len(batch.parts), inference=True)
                 both = batch.inputs, batch.target
                 weights = self._world.weights(program, *both, counted, Share())

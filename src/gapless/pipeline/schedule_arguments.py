@@ -28,7 +28,7 @@ class ScheduleArguments(NamedTuple):
     costs: Costs | None
     stages_per_device: int | None
 
-    def settled(self, model: Any, world: World, *, traced: bool) -> "ScheduleArguments":
+    def settled(self, model: Any, world: World, traced: bool) -> "ScheduleArguments":
         """Checked, and with what a plan or a replication brings. As many stages per device as asked, or as many as the
         partition has, where the recipe leaves a choice.
         """

@@ -237,7 +237,8 @@ class StagedModel:
                 "weight gradients, so these are computed with the input gradients",
                 stacklevel=4,
             )
-        self._called = Makeup(partial(_called_now, self.model, self._options.loss))
+        model, loss = self.model, self._options.loss  # a method in their place would hold the pipeline
+        self._called = Makeup(lambda: [*model.called(), loss])
 
     def _made(self) -> dict[int, Stage]:
         """The stages of this process, on their devices; layers of others are let go of."""
@@ -297,8 +298,3 @@ class StagedModel:
 
     def _facts(self) -> dict[str, Any]:
         return self._options.facts(self.schedule, self.partition, self.module)
-
-
-def _called_now(model: Layers | Captured, loss: Any) -> list[Any]:
-    """What stages call as it is: layers, and the loss. A method in its place would hold the pipeline."""
-    return [*model.called(), loss]

@@ -7,9 +7,9 @@ side on their shares of the minibatch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, PlanError
 from gapless.plan.profile.profile import Link, Profile
-from gapless.units import show_count
+from gapless.units import show_bytes, show_count
 
 _MESSAGE = 2**20  # bytes of the message that tells which of several links is the slowest
 
@@ -44,6 +44,22 @@ def check_reach(profile: Profile, num_devices: int) -> None:
             f"the links of the profile reach {show_count(reach, 'device')}, but there are {num_devices}: add the link "
             f"between groups of {reach}"
         )
+
+
+def check_layers(profile: Profile, devices: Sequence[Device]) -> None:
+    """A layer that no device can hold is said first: no choice would help."""
+    memories = [device.memory for device in devices]
+    most = max((memory for memory in memories if memory is not None), default=0)
+    if None in memories:
+        return
+    for number, layer in enumerate(profile.layers):
+        need = layer.parameters + layer.gradients + layer.optimizer_state + layer.libraries + profile.reserved
+        if need > most:
+            raise PlanError(
+                f"layer {number} ({layer.name[:60]}) alone needs {show_bytes(need)} for its parameters "
+                f"({show_bytes(layer.parameters)}), gradients and optimizer state, but the largest device has "
+                f"{show_bytes(most)}: cut it into smaller layers, or use devices of at least {show_bytes(need)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -54,33 +54,29 @@ class Times:
         return Seconds(median, statistics.median(abs(value - median) for value in values))
 
 
-class CpuClock:
-    """Of a CPU: what has been called has been done."""
-
-    def now(self) -> Any:
-        return time.perf_counter()
-
-    def since(self, begin: Any) -> float:
-        return float(time.perf_counter() - begin)
-
-
-class GpuClock(CpuClock):
-    """From an idle GPU to an idle GPU, by its own events."""
+class _Clock:
+    """Of a CPU: what has been called has been done. Of a GPU: from idle to idle, by its own events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._gpu = device if device.type == "cuda" else None
 
     def now(self) -> Any:
-        torch.cuda.synchronize(self._device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        if self._gpu is None:
+            return time.perf_counter()
+        torch.cuda.synchronize(self._gpu)
+        return self._event()
 
     def since(self, begin: Any) -> float:
-        end = torch.cuda.Event(enable_timing=True)
-        end.record(torch.cuda.current_stream(self._device))
+        if self._gpu is None:
+            return float(time.perf_counter() - begin)
+        end = self._event()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
 
 
 class Runner:
@@ -89,7 +85,7 @@ class Runner:
     def __init__(self, task: Task, num_devices: int, index: int = 0) -> None:
         """`num_devices`: how many the model will be on; `index`: which of them this one stands for."""
         self._task, self._index = task, index
-        self._clock = GpuClock(task.device) if task.device.type == "cuda" else CpuClock()
+        self._clock = _Clock(task.device)
         self._apart = not _fit_together(task.layers, task.device)
         # As many at a time as a device will have: more would push each other out of its caches.
         numbers = range(len(task.layers))

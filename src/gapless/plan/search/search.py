@@ -6,7 +6,7 @@ The answer does not depend on chance, nor on the clock unless the time limit cut
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gapless.errors import ConfigError, GaplessError, PlanError
 from gapless.plan.explain import explained
 from gapless.plan.plan import Plan, Searched
-from gapless.plan.profile.machine import Device, Mesh, check_devices, check_reach
+from gapless.plan.profile.machine import Device, Mesh, check_devices, check_layers, check_reach
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search import choices as options
 from gapless.plan.search.choices import Choice
@@ -83,14 +83,15 @@ def search(
             f"{show_count(wanted.microbatches, 'microbatch')}: use fewer"
         )
     check_reach(profile, len(there))
-    _check_layers(profile, there)
+    check_layers(profile, there)
     judge = Judge(Drafts(profile, there, wanted, minibatch))
     tries = _Attempts(judge, wanted, minibatch, len(profile.layers), progress)
     everything = tuple(range(len(there)))
     if not wanted.mesh and not options.every_machine(there):
         tries.least = tries.judge.least.on(everything, minibatch)
     for machine in [everything] if wanted.mesh else options.machines(there):
-        if len(machine) > 1 and not tries.could_gain(machine):  # of one alone it is always told what it takes
+        # Busy all the time it would be no quicker than the best so far; of one device it is always told what it takes.
+        if len(machine) > 1 and tries.judge.least.on(machine, minibatch) >= tries.step:
             continue
         if not wanted.mesh and not options.every_order(machine, there):
             tries.least = min(tries.least, tries.judge.least.on(machine, minibatch))
@@ -140,10 +141,6 @@ class _Attempts:
         over = self.deadline is not None and time.monotonic() > self.deadline
         self.cut_short = self.cut_short or over
         return over
-
-    def could_gain(self, machine: Sequence[int]) -> bool:
-        """Whether these devices, busy all the time, would be quicker than the best so far."""
-        return self.judge.least.on(machine, self.minibatch) < self.step
 
     def try_machine(self, meshes: Sequence[Mesh]) -> None:
         drafts = self.judge.drafts
@@ -276,22 +273,6 @@ def _value(plan: Plan) -> tuple[float, int, int]:
     """Less is better: the step, then what the fullest device holds, then the number of actions."""
     fullest = max(held.total for held in plan.memory)
     return float(f"{plan.step_seconds:.9g}"), fullest, plan.schedule.num_actions
-
-
-def _check_layers(profile: Profile, devices: Iterable[Device]) -> None:
-    """A layer that no device can hold is said first: no choice would help."""
-    memories = [device.memory for device in devices]
-    most = max((memory for memory in memories if memory is not None), default=0)
-    if None in memories:
-        return
-    for number, layer in enumerate(profile.layers):
-        need = layer.parameters + layer.gradients + layer.optimizer_state + layer.libraries + profile.reserved
-        if need > most:
-            raise PlanError(
-                f"layer {number} ({layer.name[:60]}) alone needs {show_bytes(need)} for its parameters "
-                f"({show_bytes(layer.parameters)}), gradients and optimizer state, but the largest device has "
-                f"{show_bytes(most)}: cut it into smaller layers, or use devices of at least {show_bytes(need)}"
-            )
 
 
 def _why_none(tries: _Attempts, devices: Sequence[Device], minibatch: int) -> str:

@@ -64,7 +64,7 @@ def solve(request: Request, progress: "Callable[[SolverProgress], None] | None" 
     _check(RECIPES["optimal"], request)
     hint = auto.auto(request)
     return optimal(
-        auto.possible_placements(request),
+        request.placements,
         request.microbatches,
         request.costs,
         memory_limit=request.limit,

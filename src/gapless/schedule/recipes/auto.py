@@ -14,8 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import add
 
-from gapless.errors import ConfigError, ScheduleError
-from gapless.schedule import placement as placing
+from gapless.errors import ScheduleError
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower.fusion import fuse, with_whole_backwards
@@ -71,7 +70,7 @@ _ROUNDING = 1e-9  # more than a sum of floats is ever off, as a share of it
 
 def auto(request: Request, placements: Sequence[Placement] | None = None) -> Schedule:
     """The best schedule found on these placements, or on all that the request allows."""
-    placements = placements or possible_placements(request)
+    placements = placements or request.placements
     best: Timeline | None = None
     for placement in placements:
         for costs in _ways_to_count(request.costs, placement):
@@ -238,19 +237,6 @@ class _Tries:
             if self.limit is not None and all(sizes[s] for s in stages):
                 work = min(work, self.limit * max(weights[s] / sizes[s] for s in stages))
             yield work
-
-
-def possible_placements(request: Request) -> list[Placement]:
-    """1 stage per device is a line; 2 are a vee or a loop; None is all of these where the costs allow. The vee first:
-    it is rarely worse, and what it reaches may rule out the others.
-    """
-    K, asked = request.devices, request.stages_per_device
-    lengths = {len(value) for value in vars(request.costs).values() if isinstance(value, tuple)}
-    if asked is None and not (lengths <= {K} or lengths <= {2 * K}):
-        raise ConfigError(f"costs list {sorted(lengths)} stages, but auto places {K} in a line or {2 * K} in a vee")
-    every = ((2, placing.vee(K)), (1, placing.line(K)), (2, placing.loop(K, 2)))
-    allowed = [placement for each, placement in every if asked == each or (asked is None and lengths <= {each * K})]
-    return list(dict.fromkeys(allowed))
 
 
 def _smallest_peak(costs: Costs, placement: Placement) -> Number:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError
+from gapless.schedule import placement as placing
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.memory import peaks
+from gapless.schedule.placement import Placement
 from gapless.schedule.recipes import line
 from gapless.schedule.timeline import Objective
 
@@ -43,3 +45,16 @@ class Request:
             return value
         usual = line.one_forward_one_backward(self.devices, self.microbatches)
         return value * max(peaks(usual, self.costs.merged(self.devices)))
+
+    @property
+    def placements(self) -> list[Placement]:
+        """1 stage per device is a line; 2 are a vee or a loop; None is all of these where the costs allow. The vee
+        first: it is rarely worse, and what it reaches may rule out the others.
+        """
+        K, asked = self.devices, self.stages_per_device
+        lengths = {len(value) for value in vars(self.costs).values() if isinstance(value, tuple)}
+        if asked is None and not (lengths <= {K} or lengths <= {2 * K}):
+            raise ConfigError(f"costs list {sorted(lengths)} stages, but auto places {K} in a line or {2 * K} in a vee")
+        every = ((2, placing.vee(K)), (1, placing.line(K)), (2, placing.loop(K, 2)))
+        allowed = [placed for each, placed in every if asked == each or (asked is None and lengths <= {each * K})]
+        return list(dict.fromkeys(allowed))
