@@ -292,8 +292,8 @@ class Cell:
                 each: mode.own_casts[each.parameter] for each in self._ties if each.parameter in mode.own_casts
             }
             for each in self._cast_anew:
-                if each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]:
-                    each.casts(self._place)
+                used = each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]
+                each.casts(self._place, work.microbatch, used)
         return handed
 
     def _may_differ(self) -> bool:

@@ -51,6 +51,7 @@ class Mode(TorchFunctionMode):
         self.first_call: Touched | None = None  # so does a layer in its first call, which tells whether it must
         self.one_thread = False  # no other one of this process computes
         self.excluded: set[int] = set()  # parameters never deferred, by id
+        self._partners: dict[int, set[int]] = {}  # weights and biases of one call, by id: they wait together
         self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
         self._spread = 0  # how many were excluded when these were last told of each other
         self._records: Records | None = None
@@ -224,16 +225,19 @@ class Mode(TorchFunctionMode):
             known = id(each) in self.deferred
             if low and known and not self.casts_all:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
-                self.excluded.add(id(each))
+                self.exclude([each])
                 raise Restart("a layer uses a weight twice in an autocast of its own")
             if low or not known:
                 self.deferred[id(each)] = (each, low)
                 self._have_waited.add(id(each))
+                if bias is not None:
+                    self._partners.setdefault(id(each), set()).update((id(weight), id(bias)))
         return self._records.append
 
     def exclude(self, parameters: Iterable[Parameter]) -> None:
-        """Leaves the gradients of these to autograd."""
-        self.excluded.update(id(parameter) for parameter in parameters)
+        """Leaves the gradients of these to autograd, and of what can't wait without them."""
+        for each in parameters:
+            self.excluded.update(self._partners.get(id(each), (id(each),)))
 
     def stand_in(self, copies: Mapping[Parameter, Parameter]) -> None:
         """Leaves that take the place of parameters, as versions of them: what is excluded is so in every version."""

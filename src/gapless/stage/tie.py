@@ -70,6 +70,7 @@ class Tie:
         self._places: list[Place] = [(stage, 0) for stage in sorted(stages)]
         self.is_home = away is None or not self._places or away.is_here(self._places[0][0])
         self._casters: set[Place] = set()  # places of this process that use autocast's cast of it
+        self._without: set[Now] = set()  # and where one of them did not, as its data decide
         self._summed = tied == "summed"
         self._away = away
         self._caught: dict[Now, Sums] = {}
@@ -111,9 +112,13 @@ class Tie:
         """
         self._held = {} if self._held is None else self._held
 
-    def casts(self, place: Place) -> None:
-        """This place uses autocast's cast of the parameter."""
-        self._casters.add(place)
+    def casts(self, place: Place, microbatch: int, used: bool) -> None:
+        """Whether this place has used autocast's cast of the parameter in the forward of this microbatch."""
+        if used:
+            self._casters.add(place)
+            self._without.discard((place, microbatch))
+        else:
+            self._without.add((place, microbatch))
 
     def may_cast(self, casts: Container[int]) -> bool:
         """A place was found in the middle of a step. If it is one of the parameters, by id, of which casts are used
@@ -128,15 +133,19 @@ class Tie:
         """Whether this place uses the same cast as others."""
         return place in self._casters and not self._summed and (self._away is not None or len(self._casters) > 1)
 
-    def _is_first_to_cast(self, place: Place) -> bool:
+    def _is_first_to_cast(self, place: Place, microbatch: int) -> bool:
         """Whether the cast is made in this place, where nobody before it uses it."""
         before = [each for each in self._places if each < place]
-        return all(each not in self._casters and self._is_here(each[0]) for each in before)
+        return all(
+            (each not in self._casters or (each, microbatch) in self._without) and self._is_here(each[0])
+            for each in before
+        )
 
     def begin(self) -> None:
         """A step starts: nothing is under way, and gradients that arrive in other places are caught."""
         self._carried.clear()
         self._caught.clear()
+        self._without.clear()
         self._sums.clear()
         self._held = None
         parameter = self.parameter
@@ -239,7 +248,7 @@ class Tie:
         what arrives there is caught.
         """
         high, low = self._brought(place, microbatch)
-        if cast is not None and not self._is_first_to_cast(place):
+        if cast is not None and not self._is_first_to_cast(place, microbatch):
             catch = functools.partial(self._caught_low, place, microbatch)
             hooks.callback(cast.register_prehook(catch).remove)
         if low is not None and cast is None and not waits:
@@ -262,6 +271,7 @@ class Tie:
         """A backward is over: its sums go on to the place before it, which must not wait for ever where that is
         elsewhere.
         """
+        self._without.discard((place, microbatch))
         if self._summed or self.is_first(place):
             return
         sums = self._caught.pop((place, microbatch), Sums())
