@@ -18,113 +18,62 @@ compile      compiled layers against eager ones
 gpipe/       the tables of GPipe and of zero bubble: largest, throughput, breakdown, bubbles
 planner/     is the planner right? plan and replicas
 
-A benchmark has a file with `run`, which measures and returns JSON values, `report`, which makes text of them, and
-`figures`, the numbers that count; some have `tables` too. `run` takes `progress`, and what else it takes are its
-options, annotated as `runner.parameters` says. The benchmark is a line in BENCHMARKS and one in ENTRIES of
-`runner.suite`.
+A benchmark has a file with `run`, which measures and returns JSON values, and `told`, which makes figures and tables of
+them. `run` takes `progress`, and what else it takes are its options, annotated as `runner.parameters` says. The
+docstring of the file is its help. The benchmark is a line in BENCHMARKS and one in ENTRIES of `runner.suite`.
 
 A speed is never a bare number: it is a ratio to a peer or to a bound, measured in the same run. Contestants take turns,
 round by round, so that a busy moment of the machine meets all of them, and what counts is the median.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
-
-
-class Benchmark(NamedTuple):
-    """Where its file is, what it is about, and options for the example in its help."""
-
-    file: str
-    about: str
-    example: str
-
+from typing import Any
 
 BENCHMARKS = {
-    "emulated": Benchmark(
-        "emulated",
-        "schedules on emulated devices, against their bound and torch.distributed.pipelining",
-        "--devices 8 --microbatches 16",
-    ),
-    "peers": Benchmark(
-        "peers",
-        "every way to train one model on ranks: pipelines, FSDP2, plain, and independent copies as the limit",
-        "--devices 2 --sizes light",
-    ),
-    "matrix": Benchmark(
-        "matrix",
-        "our best schedule against every peer's best, on emulated devices of many sizes",
-        "--devices 2,4 --keep cells.json",
-    ),
-    "overhead": Benchmark("overhead", "a pipeline of one device against the plain loop", "--depth 4"),
-    "tiny": Benchmark(
-        "tiny",
-        "the step of tiny layers, where all is overhead, against torch's 1F1B",
-        "--microbatches 16",
-    ),
-    "split": Benchmark(
-        "split",
-        "the host cost of F + I + W against a plain F + B, and torch's own halves",
-        "--width 64",
-    ),
-    "scale": Benchmark("scale", "generate, verify and simulate ever larger schedules", "--largest 256"),
-    "largest": Benchmark(
-        "gpipe.largest",
-        "GPipe's table of the largest model per device, predicted and measured",
-        "--no-measured",
-    ),
-    "throughput": Benchmark(
-        "gpipe.throughput",
-        "GPipe's tables of normalised throughput, over fast and slow links, on emulated devices",
-        "--devices 2,4 --no-slow",
-    ),
-    "breakdown": Benchmark(
-        "gpipe.breakdown",
-        "where the time of a step goes, as measured: compute, recompute, bubble, transfer, update",
-        "--devices 4",
-    ),
-    "bubbles": Benchmark(
-        "gpipe.bubbles",
-        "zero bubble's table of bubble rates for published times, theirs beside ours",
-        "--lines 3",
-    ),
-    "timeline": Benchmark(
-        "timeline",
-        "what it costs to record a timeline, and how well a simulation predicts it",
-        "--schedule zb-v --html timeline.html",
-    ),
-    "saving": Benchmark("saving", "what it costs to save in the background while a GPT trains", "--width 256"),
-    "plan": Benchmark(
-        "planner.plan",
-        "a plan's step, memory, cuts and choice against what is measured",
-        "--parts cuts,choice",
-    ),
-    "replicas": Benchmark(
-        "planner.replicas",
-        "stages and replicas of PipeDream's planner on emulated ranks, against its prediction",
-        "--devices 8 --milliseconds 50",
-    ),
-    "gpu": Benchmark(
-        "gpu",
-        "ranks on a GPU, against its limit and torch.distributed.pipelining",
-        "--ranks 4 --transports memory",
-    ),
-    "staleness": Benchmark(
-        "staleness",
-        "what delayed gradients cost: asynchronous ways to train against plain training, on real text",
-        "--optimizer sgd --html curves.html",
-    ),
-    "compile": Benchmark("compile", "a GPT with compiled layers against the eager one", "--width 512 --bf16"),
+    "emulated": "schedules on emulated devices, against their bound and torch.distributed.pipelining",
+    "peers": "every way to train one model on ranks: pipelines, FSDP2, plain, and independent copies as the limit",
+    "matrix": "our best schedule against every peer's best, on emulated devices of many sizes",
+    "overhead": "a pipeline of one device against the plain loop",
+    "tiny": "the step of tiny layers, where all is overhead, against torch's 1F1B",
+    "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
+    "scale": "generate, verify and simulate ever larger schedules",
+    "largest": "GPipe's table of the largest model per device, predicted and measured",
+    "throughput": "GPipe's tables of normalised throughput, over fast and slow links, on emulated devices",
+    "breakdown": "where the time of a step goes, as measured: compute, recompute, bubble, transfer, update",
+    "bubbles": "zero bubble's table of bubble rates for published times, theirs beside ours",
+    "timeline": "what it costs to record a timeline, and how well a simulation predicts it",
+    "saving": "what it costs to save in the background while a GPT trains",
+    "plan": "a plan's step, memory, cuts and choice against what is measured",
+    "replicas": "stages and replicas of PipeDream's planner on emulated ranks, against its prediction",
+    "gpu": "ranks on a GPU, against its limit and torch.distributed.pipelining",
+    "staleness": "what delayed gradients cost: asynchronous ways to train against plain training, on real text",
+    "compile": "a GPT with compiled layers against the eager one",
 }
+
+
+def benchmark_file(name: str) -> Path:
+    """Its file, which has its name and may be in a folder."""
+    return next(Path(__file__).parent.rglob(f"{name}.py"))
+
+
+def benchmark_module(name: str) -> Any:
+    """Its module, which loads torch."""
+    place = benchmark_file(name).relative_to(Path(__file__).parents[1])
+    return import_module(".".join(place.with_suffix("").parts))
+
+
+def die_with_parent() -> None:
+    """Be killed when whoever started this process has gone; for where nothing else would tell it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def process_environment() -> dict[str, str]:
     """For a process that imports benchmarks, wherever it runs."""
     path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-def benchmark_module(name: str) -> Any:
-    """The module of a benchmark, which loads torch."""
-    return import_module(f"benchmarks.{BENCHMARKS[name].file}")

@@ -1,14 +1,15 @@
-"""What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline."""
+"""What compiling brings: the step of a GPT with compiled layers against the eager one, through the same pipeline.
 
-from collections.abc import Mapping
+example: python -m benchmarks compile --width 512 --bf16
+"""
+
 from typing import Annotated, Any
 
 import torch
 
-from benchmarks.runner.outcome import Figure, of_rounds, quotients
 from benchmarks.runner.parameters import Between, Devices, Microbatches, Rounds, Steps, check_width
-from benchmarks.runner.report import fight, told
-from benchmarks.runner.rounds import Progress, silent, timed
+from benchmarks.runner.rounds import Progress, fight, quotients, silent, timed
+from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.pipeline.pipeline import Pipeline
 from gapless.units import show_count
 from gapless.zoo.gpt import gpt, next_token_loss
@@ -31,7 +32,7 @@ def run(
     steps: Steps = 2,
     rounds: Rounds = 5,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """On the GPU if there is one. Of the two warm-up rounds the first one compiles."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads = max(4, width // 128)
@@ -57,19 +58,15 @@ def run(
     return found | {"device": name, "target": TARGET, "compile_seconds": cold}
 
 
-def report(found: dict[str, Any]) -> str:
+def told(found: Found) -> Told:
     """Both times, the gain, and what had to be spent on compiling before."""
-    precision = "bfloat16 by autocast" if found["bf16"] else "float32"
-    return told(
-        f"gpt of {show_count(found['depth'], 'layer')}, width {found['width']}, dropout {found['dropout']:g}, "
-        f"{precision}, {found['device']}\n{found['devices']} devices, {found['microbatches']} microbatches of "
-        f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
-        {"eager": found["eager_seconds"], "compiled": found["seconds"]},
-        ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']:g} on a GPU"),
-    )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """By how much compiled layers are faster."""
     gains = quotients(found["rounds"]["eager"], found["rounds"]["gapless"])
-    return [of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU")]
+    return told_duel(
+        f"gpt of {show_count(found['depth'], 'layer')}, width {found['width']}, dropout {found['dropout']:g}, "
+        f"{'bfloat16 by autocast' if found['bf16'] else 'float32'}, {found['device']}\n"
+        f"{found['devices']} devices, {found['microbatches']} microbatches of "
+        f"{found['samples']} x {found['length']} tokens, after {found['compile_seconds']:.1f} s of compiling",
+        found,
+        of_rounds("faster than eager layers by", gains, "x", "more", f"at least {found['target']:g} on a GPU"),
+        ours="compiled",
+    )

@@ -16,6 +16,8 @@ With --keep FILE it may be run in parts: the same command goes on where the last
 
 Needs an NVIDIA GPU. Several ranks share one over NCCL only from NCCL 2.31 on, with NCCL_MULTI_RANK_GPU_ENABLE=1;
 without it NCCL and torch are left out.
+
+example: python -m benchmarks gpu --ranks 4 --transports memory
 """
 
 import contextlib
@@ -25,24 +27,19 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.peer import Peer
-from benchmarks.runner.kept_rounds import KeptRounds
-from benchmarks.runner.outcome import Figure, Grid, of_rounds
+from benchmarks.peer.peer import Lineup, Peer
 from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width
-from benchmarks.runner.report import milliseconds as in_ms
-from benchmarks.runner.report import tabular
-from benchmarks.runner.rounds import Contestant, Progress, median, ratio, silent
+from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent
+from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.errors import ConfigError
 from gapless.units import show_count
-from gapless.view import text
 
 _PEERS = ("1f1b", "interleaved", "zb-v")
 _FIRST_NCCL = 23100  # that lets ranks share a GPU
@@ -63,7 +60,7 @@ def run(
     keep: Annotated[Path | None, "file that keeps the rounds; the same command goes on from it"] = None,
     minutes: Annotated[float, "with --keep: start no round after so many minutes", Between(0.1, 1000)] = 6.0,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """All take turns; a row for each says its bound and its median step."""
     if not torch.cuda.is_available():
         raise ConfigError("the benchmark gpu needs an NVIDIA GPU, and there is none; emulated needs none")
@@ -78,52 +75,36 @@ def run(
     if reason := _without_nccl(ranks):
         transports = tuple(each for each in transports if each != "nccl")
         peer, skipped = False, {"nccl": reason, "torch": reason}
-    names = [f"{schedule} over {transport}" for transport in transports for schedule in schedules]
     modes = ("", " graphed") if graphs else ("",)
-    static = [each for each in transports if each != "gloo"]
-    names += [f"{schedule} over {transport} static" for transport in static for schedule in schedules]
+    ways = [*transports, *(f"{each} static" for each in transports if each != "gloo")]
+    names = [f"{schedule} over {way}" for way in ways for schedule in schedules]
     names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
-    timed = [f"{schedule} over {transports[0]}{mode} timed" for mode in modes for schedule in schedules]
+    timed = {(each, mode): f"{each} over {transports[0]}{mode} timed" for mode in modes for each in schedules}
     gpu = torch.cuda.get_device_properties(0).name
     kept = KeptRounds(keep, {**dataclasses.asdict(contest), "names": names, "peer": peer, "gpu": gpu}, minutes)
-    with contextlib.ExitStack() as stack:
-        environment = stack.enter_context(_cut_into(ranks, skipped))
-        sides: dict[str, Peer] = {}
-        asked: dict[str, Sequence[str]] = {
-            "parts": ("whole", *(f"parts{mode}" for mode in modes)),
-            "gapless": names,
-        }
-        asked |= {"torch": _PEERS} if peer else {}
+    with _cut_into(ranks, skipped) as environment, Lineup(contest, progress, environment=environment) as lineup:
         if "bubbles" not in kept.facts:
             progress("timing the actions")
-            with Peer(contest, timed, "gapless", environment) as clocked:  # before the others, which need its memory
-                for name in clocked.schedules:
+            with Peer(contest, list(timed.values()), "gapless", environment) as clocked:
+                for name in clocked.schedules:  # before the others, which need its memory
                     clocked.step(name, 2)
             kept.facts["bubbles"] = clocked.bubbles
-        for side, its in asked.items():
-            progress(f"starting {side}")
-            sides[side] = stack.enter_context(Peer(contest, its, side, environment))  # type: ignore[arg-type]
-        contestants: dict[str, Contestant] = {name: partial(sides["parts"].step, name) for name in asked["parts"]}
-        schedulers = [each for each in ("gapless", "torch") if each in sides]
-        for side in schedulers:
-            contestants |= {f"{side} {name}": partial(sides[side].step, name) for name in sides[side].schedules}
-        seconds = kept.take_turns(contestants, rounds, progress)
-    refused = {f"{side} {name}": why for side in schedulers for name, why in sides[side].refused.items()}
+        lineup.add_ranks("parts", ("whole", *(f"parts{mode}" for mode in modes)), "")
+        lineup.add_ranks("gapless", names)
+        if peer:
+            lineup.add_ranks("torch", _PEERS)
+        seconds = kept.take_turns(lineup.contestants, rounds, progress)
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
-    bounds = {
-        (schedule, mode): limits[mode] / (1 - kept.facts["bubbles"][name])
-        for schedule in schedules
-        for mode in modes
-        if (name := f"{schedule} over {transports[0]}{mode} timed") in kept.facts["bubbles"]
-    }
+    bubbles = kept.facts["bubbles"]
+    bounds = {key: limits[key[1]] / (1 - bubbles[name]) for key, name in timed.items() if name in bubbles}
     return {
         "rows": [_row(name, values, bounds) for name, values in seconds.items()],
         "limit": limits[""],
         "skipped": skipped,
-        "refused": refused,
+        "refused": lineup.refused,
         "done": len(seconds["parts"]),
         "parts_of": _parts_of(ranks if environment else 1),
-        **_best(seconds),
+        **best(seconds),
     }
 
 
@@ -133,25 +114,10 @@ def _row(name: str, seconds: list[float], bounds: Mapping[tuple[str, str], float
     transport, _, how = transport.partition(" ")
     if by == "parts":
         schedule, how = "", what
-    mode = " graphed" if how == "graphed" else ""
-    found: dict[str, Any] = {
-        "by": f"{by} {how}".strip(),
-        "schedule": schedule,
-        "transport": transport,
-        "seconds": median(seconds),
-    }
-    if (schedule, mode) in bounds:
-        found["bound"] = bounds[schedule, mode]
-        found["efficiency"] = found["bound"] / found["seconds"]
-    return found | {"rounds": seconds}
-
-
-def _best(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    sides = [{name: each for name, each in seconds.items() if name.startswith(by)} for by in ("gapless", "torch")]
-    if not all(sides):
-        return {"faster": None}
-    mine, theirs = (min(side, key=lambda name: median(side[name])) for side in sides)
-    return {"best": mine, "best_of_torch": theirs, "faster": ratio(seconds[theirs], seconds[mine])}
+    found = {"by": f"{by} {how}".strip(), "schedule": schedule, "transport": transport, "seconds": median(seconds)}
+    bound = bounds.get((schedule, " graphed" if how == "graphed" else ""))
+    more = {} if bound is None else {"bound": bound, "efficiency": bound / median(seconds)}
+    return {**found, **more, "rounds": seconds}
 
 
 def _without_nccl(ranks: int) -> str:
@@ -200,51 +166,25 @@ def _parts_of(ranks: int) -> str:
     return f"{found.name}, {share} of {found.multi_processor_count} multiprocessors for each rank, clocks {clocks}"
 
 
-_HEADINGS = ("schedule", "by", "over", "step", "bound", "efficiency")
-
-
-def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            row["schedule"] or row["by"],
-            row["by"] if row["schedule"] else "",
-            row["transport"],
-            in_ms(row["seconds"]),
-            in_ms(row["bound"]) if "bound" in row else "",
-            text.percent(row["efficiency"]) if "bound" in row else "",
-        )
-        for row in found["rows"]
-    ]
-
-
-def _title(found: Mapping[str, Any]) -> str:
-    return (
-        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
-        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks"
-    )
-
-
-def tables(found: Mapping[str, Any]) -> list[Grid]:
-    """A row for each contestant."""
-    return [Grid(_title(found), _HEADINGS, _cells(found), f"{found['parts_of']}; medians of {found['done']}.")]
-
-
-def report(found: dict[str, Any]) -> str:
-    """A row for each contestant, and which side has the fastest."""
+def told(found: Found) -> Told:
+    """The step of every contestant, and which side has the fastest."""
     verdict = [f"left out: {name}: {why}" for name, why in found["skipped"].items()]
     verdict += [f"refused: {name}: {why}" for name, why in found["refused"].items()]
     if found["done"] < found["rounds"]:
         verdict += [f"{found['done']} of {found['rounds']} rounds are done: the same command goes on"]
     if found["faster"] is not None:
-        best, theirs = found["best"], found["best_of_torch"]
-        verdict += ["", f"{best} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
-    return tabular(f"{_title(found)}\n{found['parts_of']}", _HEADINGS, _cells(found), *verdict, left=3)
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """The step of every contestant."""
-    words = ("by", "schedule", "transport")
-    return [
-        of_rounds(" ".join(filter(None, (row[word] for word in words))), row["rounds"], by=row["by"].split()[0])
-        for row in found["rows"]
-    ]
+        ours, theirs = found["best"], found["best_of_torch"]
+        verdict += [f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
+    title = (
+        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
+        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks"
+    )
+    figures, rows = [], []
+    for row in found["rows"]:
+        by, what = (row["by"], row["schedule"]) if row["schedule"] else ("", row["by"])
+        rows.append({**row, "who": by, "what": what})
+        name = " ".join(filter(None, (row["by"], row["schedule"], row["transport"])))
+        figures.append(of_rounds(name, row["rounds"], by=row["by"].split()[0]))
+    note = f"{found['parts_of']}; medians of {found['done']}."
+    columns = "schedule=what | by=who | over=transport | step=seconds:ms | bound:ms | efficiency:%"
+    return Told(figures, [tabulated(title, rows, columns, *verdict, note=note, left=3, in_docs=True)])

@@ -1,14 +1,15 @@
-"""What the machinery costs where there is nothing to gain: one device, against the plain loop over microbatches."""
+"""What the machinery costs where there is nothing to gain: one device, against the plain loop over microbatches.
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+example: python -m benchmarks overhead --depth 4
+"""
+
+from typing import Annotated
 
 import torch
 
-from benchmarks.runner.outcome import Figure, of_rounds, quotients
 from benchmarks.runner.parameters import Microbatches, Rounds, check_width
-from benchmarks.runner.report import fight, told
-from benchmarks.runner.rounds import Progress, ratio, silent, timed
+from benchmarks.runner.rounds import Progress, fight, quotients, ratio, silent, timed
+from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.pipeline.pipeline import Pipeline
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.plain import plain_step
@@ -28,7 +29,7 @@ def run(
     threads: Annotated[int, "intra-op threads of both"] = 1,
     rounds: Rounds = 11,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """The plain loop and a pipeline of one device on the same GPT; their losses are compared first."""
     check_width(width)
     with intra_op_threads(threads):
@@ -51,20 +52,15 @@ def run(
     return found | {"same_bits": same, "target": TARGET}
 
 
-def report(found: dict[str, Any]) -> str:
+def told(found: Found) -> Told:
     """Both times and their ratio, under whether the losses were bit-identical."""
+    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])
     bits = "the same bits" if found["same_bits"] else "DIFFERENT losses"
     counts = {"depth": "layer", "microbatches": "microbatch", "threads": "thread"}
     layers, parts, threads = (show_count(found[key], word) for key, word in counts.items())
-    return told(
+    return told_duel(
         f"gpt of {layers}, width {found['width']}, {found['batch']} x {found['length']} tokens, {parts}, {threads}, "
         f"{bits}",
-        {"pipeline of one device": found["seconds"], "plain loop": found["plain_seconds"]},
-        ("ratio", f"{found['ratio']:.3f}", f"at most {found['target']}"),
+        found,
+        of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}"),
     )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """The ratio to the plain loop."""
-    costs = quotients(found["rounds"]["gapless"], found["rounds"]["plain"])
-    return [of_rounds("ratio to the plain loop", costs, "x", "less", f"at most {found['target']}")]

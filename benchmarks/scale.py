@@ -1,23 +1,24 @@
 """How the cost of a schedule grows with its size: generate, verify and simulate, in time and memory.
 
 Every size runs in a process of its own, so that its peak memory is its own too.
+
+example: python -m benchmarks scale --largest 256
 """
 
 import itertools
-import json
+import re
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks import process_environment
-from benchmarks.runner.outcome import Figure
 from benchmarks.runner.parameters import Schedule
-from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, silent
+from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless.errors import ConfigError, GaplessError
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
@@ -38,22 +39,20 @@ def run(
     smallest: Annotated[int, "devices to begin with; they double"] = 16,
     largest: Annotated[int, "devices to end with; microbatches are 4 times as many, at most 1024"] = 1024,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """A row for each size, measured in a process of its own."""
     if smallest > largest:
         raise ConfigError(f"--smallest {smallest} is above --largest {largest}")
     rows = []
     for devices, microbatches in sizes(smallest, largest):
         progress(f"{devices} devices, {microbatches} microbatches")
-        words = [sys.executable, "-m", "benchmarks.scale", schedule, str(devices), str(microbatches)]
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, env=process_environment(), capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
+        try:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                rows.append(process.submit(measure, schedule, devices, microbatches).result())
+        except (GaplessError, BrokenProcessPool) as error:
             progress("")
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}; out of memory?"])[-1]
-            raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {last}")
-        rows.append(json.loads(done.stdout))
+            why = str(error) if isinstance(error, GaplessError) else "its process has ended; out of memory?"
+            raise GaplessError(f"{schedule} with {devices} devices and {microbatches} microbatches: {why}") from None
     progress("")
     return {"rows": rows}
 
@@ -65,72 +64,40 @@ def measure(schedule: str, devices: int, microbatches: int) -> dict[str, Any]:
     marks.append(time.perf_counter())
     verify(made).raise_if_wrong()
     marks.append(time.perf_counter())
-    makespan = simulate(made).makespan
+    makespan = float(simulate(made).makespan)
     marks.append(time.perf_counter())
-    generated, verified, simulated = (after - before for before, after in itertools.pairwise(marks))
-    total = marks[-1] - marks[0]
+    parts = [after - before for before, after in itertools.pairwise(marks)]
     return {
         "devices": devices,
         "microbatches": microbatches,
         "actions": made.num_actions,
-        "generate": generated,
-        "verify": verified,
-        "simulate": simulated,
-        "total": total,
-        "microseconds_per_action": 1e6 * total / made.num_actions,
+        **dict(zip(("generate", "verify", "simulate"), parts, strict=True)),
+        "total": sum(parts),
+        "microseconds_per_action": 1e6 * sum(parts) / made.num_actions,
         "peak_bytes": peak_bytes(),
-        "makespan": float(makespan),
+        "makespan": makespan,
     }
 
 
 def peak_bytes() -> int:
     """The most memory this process ever had. Linux counts a parent's into `getrusage`, but not here."""
     status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text("ascii", "replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return 1024 * int(line.split()[1])
+    if status.exists() and (found := re.search(r"^VmHWM:\s*(\d+)", status.read_text("ascii", "replace"), re.MULTILINE)):
+        return 1024 * int(found[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def report(found: dict[str, Any]) -> str:
-    """A row for each size, and how far the time per action is from staying the same."""
-    rows = [
-        (
-            str(row["devices"]),
-            str(row["microbatches"]),
-            f"{row['actions']:,}",
-            *(f"{row[part]:.2f} s" for part in ("generate", "verify", "simulate", "total")),
-            f"{row['microseconds_per_action']:.2f}",
-            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
-        )
-        for row in found["rows"]
-    ]
-    first, last = found["rows"][0], found["rows"][-1]
-    growth = last["microseconds_per_action"] / first["microseconds_per_action"]
-    more = last["actions"] / first["actions"]
-    grown = f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"
-    return tabular(
-        f"{found['schedule']}, K devices, M microbatches",
-        ("K", "M", "actions", "generate", "verify", "simulate", "total", "us per action", "peak memory"),
-        rows,
-        *(["", grown] if len(rows) > 1 else []),
-        left=0,
-    )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """Measured once each, so they have no rounds."""
-    return [
-        figure
-        for row in found["rows"]
-        for figure in (
-            Figure(f"all three, K = {row['devices']}, M = {row['microbatches']}", row["total"], "s"),
-            Figure(f"per action, K = {row['devices']}", row["microseconds_per_action"], "us", meant="flat"),
-        )
-    ]
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+def told(found: Found) -> Told:
+    """A row for each size, measured once, and how far the time per action is from staying the same."""
+    rows, figures = found["rows"], []
+    for row in rows:
+        size, each = f"K = {row['devices']}", row["microseconds_per_action"]
+        figures.append(Figure(f"all three, {size}, M = {row['microbatches']}", row["total"], "s"))
+        figures.append(Figure(f"per action, {size}", each, "us", meant="flat"))
+    more, growth = (rows[-1][key] / rows[0][key] for key in ("actions", "microseconds_per_action"))
+    verdict = [f"{more:,.0f} times the actions, {growth:.2f} times the time per action (1 is linear)"]
+    columns = "K=devices | M=microbatches | actions:, | generate:s | verify:s | simulate:s | total:s"
+    columns += " | us per action=microseconds_per_action:,.2 | peak memory=peak_bytes:MiB.0"
+    title = f"{found['schedule']}, K devices, M microbatches"
+    return Told(figures, [tabulated(title, rows, columns, *(verdict if len(rows) > 1 else []), left=0)])

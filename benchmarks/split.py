@@ -3,21 +3,22 @@
 plain     F, then autograd's backward
 gapless   F, I and W of a stage that defers its weight gradients
 torch     F, then stage_backward_input and stage_backward_weight of torch.distributed.pipelining
+
+example: python -m benchmarks split --width 64
 """
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from benchmarks.runner.outcome import Figure, of_rounds, quotients
 from benchmarks.runner.parameters import Rounds, check_width
-from benchmarks.runner.report import tabular
-from benchmarks.runner.rounds import Progress, median, ratio, silent, take_turns
+from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, within
+from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.stage import Stage
 from gapless.zoo.gpt import Block
@@ -35,39 +36,30 @@ def run(
     times: Annotated[int, "repetitions in a round"] = 200,
     rounds: Rounds = 9,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """An MLP and a GPT block, each three ways, with one intra-op thread."""
     check_width(width)
     with intra_op_threads(1):
-        blocks = {
-            "mlp": (
-                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
-                (samples, width),
-            ),
-            "gpt": (Block(width, heads=4), (samples, length, width)),
-        }
-        rows = [
-            _row(name, block, torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape), times, rounds, progress)
-            for name, (block, shape) in blocks.items()
-        ]
-    return {"rows": rows, "target": TARGET}
+        mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        blocks = {"mlp": (mlp, (samples, width)), "gpt": (Block(width, heads=4), (samples, length, width))}
+        rows = []
+        for name, (block, shape) in blocks.items():
+            x = torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape)
+            rows.append(_row(name, block, x, times, rounds, progress))
+    progress("")
+    return {"rows": rows}
 
 
 def _row(name: str, block: nn.Module, x: Tensor, times: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    parts: dict[str, list[Parts]] = {"plain": [], "gapless": [], "torch": []}
     ways = {"plain": _plain(block), "gapless": _gapless(block), "torch": _torch(block)}
-    contestants = {name: _repeated(way, x, times, parts[name]) for name, way in ways.items()}
-    seconds = take_turns(contestants, rounds, lambda line: progress(f"{name}, {line}" if line else ""))
-    counted = {way: values[-rounds:] for way, values in parts.items()}
-    return {
-        "block": name,
-        "seconds": {way: median(values) for way, values in seconds.items()},
-        "forward": {way: median([forward for forward, _ in values]) for way, values in counted.items()},
-        "backward": {way: median([backward for _, backward in values]) for way, values in counted.items()},
-        "ratio": ratio(seconds["gapless"], seconds["plain"]),
-        "torch_ratio": ratio(seconds["torch"], seconds["plain"]),
-        "rounds": seconds,
-    }
+    parts: dict[str, list[Parts]] = {way: [] for way in ways}
+    contestants = {way: _repeated(ways[way], x, times, parts[way]) for way in ways}
+    seconds = take_turns(contestants, rounds, within(progress, name))
+    found: dict[str, Any] = {"block": name, "rounds": seconds}
+    found["seconds"] = {way: median(values) for way, values in seconds.items()}
+    for number, part in enumerate(("forward", "backward")):
+        found[part] = {way: median([each[number] for each in values[-rounds:]]) for way, values in parts.items()}
+    return found
 
 
 def _repeated(way: Way, x: Tensor, times: int, parts: list[Parts]) -> Callable[[], float]:
@@ -114,34 +106,22 @@ def _torch(block: nn.Module) -> Way:
     return block, backward
 
 
-def report(found: dict[str, Any]) -> str:
-    """A line for each block and way, with what the plain one takes as 1."""
-    rows, rounds = [], len(found["rows"][0]["rounds"]["plain"])
+def told(found: Found) -> Told:
+    """A line for each block and way, with what the plain one takes as 1; what splitting costs, ours and torch's."""
+    rows, figures, rounds = [], [], len(found["rows"][0]["rounds"]["plain"])
     for row in found["rows"]:
-        ratios = {"plain": 1.0, "gapless": row["ratio"], "torch": row["torch_ratio"]}
-        for way, halves in (("plain", "F + B"), ("gapless", "F + I + W"), ("torch", "F + I + W")):
-            parts = (row["forward"][way], row["backward"][way], row["seconds"][way])
-            rows.append((row["block"], way, halves, *(f"{1e6 * part:.0f} us" for part in parts), f"{ratios[way]:.2f}"))
-    return tabular(
+        for way, taken in row["rounds"].items():
+            to_plain = quotients(taken, row["rounds"]["plain"])
+            parts = {part: row[part][way] for part in ("forward", "backward", "seconds")}
+            halves = "F + B" if way == "plain" else "F + I + W"
+            rows.append({**parts, "block": row["block"], "by": way, "as": halves, "ratio": f"{median(to_plain):.2f}"})
+            if way != "plain":
+                name = f"F + I + W to a plain F + B, {row['block']}, {way}"
+                meant = f"at most {TARGET}" if way == "gapless" else ""
+                figures.append(of_rounds(name, to_plain, "x", "less", meant, way))
+    title = (
         f"blocks of width {found['width']}, one thread, medians of {rounds} rounds of {found['times']}; "
-        f"meant: at most {found['target']}",
-        ("block", "by", "as", "forward", "backward", "all", "to plain"),
-        rows,
-        left=3,
+        f"meant: at most {TARGET}"
     )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """What splitting costs, ours and torch's."""
-    return [
-        of_rounds(
-            f"F + I + W to a plain F + B, {row['block']}, {by}",
-            quotients(row["rounds"][by], row["rounds"]["plain"]),
-            "x",
-            "less",
-            f"at most {found['target']}" if by == "gapless" else "",
-            by,
-        )
-        for row in found["rows"]
-        for by in ("gapless", "torch")
-    ]
+    columns = "block | by | as | forward:us | backward:us | all=seconds:us | to plain=ratio"
+    return Told(figures, [tabulated(title, rows, columns, left=3)])

@@ -11,11 +11,14 @@ the same weights and get the same minibatches in the same order, with the same o
     asp                    as many replicas as devices apply gradients without waiting: the clock decides how old
 
 With one optimizer for all, the corrections are compared as they are; whoever tunes each way will find other figures.
+
+example: python -m benchmarks staleness --optimizer sgd --html curves.html
 """
 
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.runner.outcome import Figure, of_rounds
 from benchmarks.runner.parameters import Between, Devices, check_width
-from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, silent
+from benchmarks.runner.told import Found, Table, Told, of_rounds, tabulated
 from gapless.errors import ConfigError, GaplessError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.run.streams.nesterov import DelayedNesterov
@@ -61,7 +63,7 @@ def run(
     width: Annotated[int, "width of the GPT, a multiple of 4"] = 32,
     html: Annotated[Path | None, "write a page with the curves"] = None,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """Losses while training, and those of held-out text afterwards."""
     if batch < devices:
         raise ConfigError(f"batch is {batch}, but 2bw cuts it into a microbatch for each of {devices} devices")
@@ -73,8 +75,7 @@ def run(
     staleness: list[float] = []
     ways = _ways(devices, optimizer, lr, steps, staleness)
     rows: dict[str, dict[str, Any]] = {
-        name: {"way": name, "delay": delay, "runs": [], "held_out": [], "stopped_at": []}
-        for name, (delay, _) in ways.items()
+        name: {"way": name, "delay": delay, "runs": [], "held_out": []} for name, (delay, _) in ways.items()
     }
     with intra_op_threads(1):
         for seed in range(seeds):
@@ -87,7 +88,6 @@ def run(
                 model, row = copy.deepcopy(start), rows[name]
                 losses = list(_finite(way(model, batches)))
                 row["runs"].append(_binned(losses, steps))
-                row["stopped_at"].append(len(losses) if len(losses) < steps else None)
                 row["held_out"].append(_loss(model, held_out) if len(losses) == steps else None)
     progress("")
     if staleness:
@@ -102,24 +102,14 @@ def run(
 def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[float]) -> dict[str, tuple[str, Way]]:
     """By name: the delay of their gradients in words, and how to train. `staleness` gets what replicas have had."""
 
-    def make(params: Any) -> Optimizer:
-        if optimizer == "sgd":
-            return SGD(params, lr=lr, momentum=0.9)
-        return AdamW(params, lr=lr, weight_decay=0.01)
-
-    def ahead(params: Any) -> Optimizer:
-        return DelayedNesterov(params, lr=lr)
+    make: Any = partial(SGD, lr=lr, momentum=0.9) if optimizer == "sgd" else partial(AdamW, lr=lr, weight_decay=0.01)
 
     def streamed(schedule: str = "pipedream", microbatches: int = 1, **options: Any) -> Way:
         options = {"optimizer": make, **options}
 
         def train(model: nn.Sequential, batches: Sequence[Batch]) -> Losses:
-            with (
-                Pipeline(
-                    model, devices=devices, schedule=schedule, microbatches=microbatches, loss=next_token_loss
-                ) as pipe,
-                pipe.stream(**options) as stream,
-            ):
+            sizes: Any = {"devices": devices, "schedule": schedule, "microbatches": microbatches}
+            with Pipeline(model, loss=next_token_loss, **sizes) as pipe, pipe.stream(**options) as stream:
                 yield from (result.loss.item() for result in stream.run(batches))
 
         return train
@@ -149,7 +139,7 @@ def _ways(devices: int, optimizer: str, lr: float, steps: int, staleness: list[f
     }
     if optimizer == "adam":
         ways["nesterov"] = (stage, streamed(optimizer=None, correction="nesterov", lr=lr))
-        ways["sync, nesterov's optimizer"] = ("0", _plain(ahead))
+        ways["sync, nesterov's optimizer"] = ("0", _plain(partial(DelayedNesterov, lr=lr)))
     return ways
 
 
@@ -203,41 +193,6 @@ def _binned(losses: Sequence[float], steps: int) -> list[float | None]:
     return [statistics.fmean(losses[start:end]) if end <= len(losses) else None for start, end in _bounds(steps)]
 
 
-def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """For each way its name, delay, losses and what it is behind of sync."""
-    plain = _mean(found["rows"][0]["held_out"])
-    rows: list[tuple[str, ...]] = []
-    for row in found["rows"]:
-        held_out = [loss for loss in row["held_out"] if loss is not None]
-        ends = [run[-1] for run in row["runs"] if run[-1] is not None]
-        lost = len(row["held_out"]) - len(held_out)
-        if not held_out:
-            shown = ("diverged", "diverged", "", "")
-        else:
-            mean = statistics.fmean(held_out)
-            spread = f"{min(held_out):.3f} to {max(held_out):.3f}" + (f", {lost} diverged" if lost else "")
-            behind = f"{mean - plain:+.3f}" if plain is not None else ""
-            shown = (f"{statistics.fmean(ends):.3f}", f"{mean:.3f}", spread, behind)
-        rows.append((row["way"], row["delay"], *shown))
-    return rows
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-_HEADINGS = ("way", "delay", "training", "held out", "of all seeds", "to sync")
-
-
-def _title(found: Mapping[str, Any]) -> str:
-    return (
-        f"GPT of {found['devices'] + 3} layers on {found['devices']} devices, Python's source as bytes, "
-        f"{found['steps']} minibatches of {found['batch']} x {_CONTEXT}, {found['optimizer']} at {found['lr']:g}, "
-        f"{found['seeds']} seed{'s' if found['seeds'] != 1 else ''}"
-    )
-
-
 _NOTES = (
     "Loss in nats per byte, the lower the better: the last stretch of training, and 256 held-out windows afterwards.",
     "Equal samples, and one learning rate for all ways: none is tuned. A difference within the spread says nothing.",
@@ -245,28 +200,44 @@ _NOTES = (
 )
 
 
-def report(found: dict[str, Any]) -> str:
-    """A line for each way."""
-    page = [f"The curves are in {found['html']}."] if found["html"] else []
-    return tabular(_title(found), _HEADINGS, _cells(found), "", *_NOTES, *page, left=2)
+def _table(found: Mapping[str, Any]) -> Table:
+    """For each way its name, delay, losses and what it is behind of sync."""
+    plain = _mean(found["rows"][0]["held_out"])
+    rows = []
+    for row in found["rows"]:
+        held_out = [loss for loss in row["held_out"] if loss is not None]
+        mean, lost = _mean(held_out), len(row["held_out"]) - len(held_out)
+        cells = {"way": row["way"], "delay": row["delay"], "training": "diverged", "held out": "diverged"}
+        if mean is not None:
+            cells |= {"training": f"{_mean([run[-1] for run in row['runs']]):.3f}", "held out": f"{mean:.3f}"}
+            cells["of all seeds"] = f"{min(held_out):.3f} to {max(held_out):.3f}" + (
+                f", {lost} diverged" if lost else ""
+            )
+            cells["to sync"] = f"{mean - plain:+.3f}" if plain is not None else ""
+        rows.append(cells)
+    title = (
+        f"GPT of {found['devices'] + 3} layers on {found['devices']} devices, Python's source as bytes, "
+        f"{found['steps']} minibatches of {found['batch']} x {_CONTEXT}, {found['optimizer']} at {found['lr']:g}, "
+        f"{found['seeds']} seed{'s' if found['seeds'] != 1 else ''}"
+    )
+    page = [f"The curves are in {found['html']}."] if found.get("html") else []
+    columns = "way | delay | training | held out | of all seeds | to sync"
+    return tabulated(title, rows, columns, *_NOTES, *page, left=2)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def told(found: Found) -> Told:
+    """The loss on held-out text of each way; a figure where there is one for every seed."""
+    known = [row for row in found["rows"] if None not in row["held_out"]]
+    return Told([of_rounds(f"loss, {row['way']}", row["held_out"], "loss") for row in known], [_table(found)])
 
 
 def _page(found: Mapping[str, Any]) -> str:
-    shown = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in found["rows"]]
-    return curves.render(
-        "What delayed gradients cost",
-        (_title(found) + ".", *_NOTES),
-        found["minibatches"],
-        shown,
-        ("minibatch", "training loss"),
-        (_HEADINGS, _cells(found)),
-    )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """The loss on held-out text of each way that has one for every seed."""
-    return [
-        of_rounds(f"loss, {row['way']}", row["held_out"], "loss")
-        for row in found["rows"]
-        if None not in row["held_out"]
-    ]
+    panels = [curves.Panel(row["way"], f"delay {row['delay']}", row["runs"]) for row in found["rows"]]
+    table, axes = _table(found), ("minibatch", "training loss")
+    words, cells = (f"{table.title}.", *_NOTES), (table.headings, table.rows)
+    return curves.render("What delayed gradients cost", words, found["minibatches"], panels, axes, cells)

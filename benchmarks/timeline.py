@@ -1,21 +1,21 @@
 """What it costs to record a timeline, and whether it can be predicted: the schedule is simulated with the median times
 of the recorded actions, and the makespan compared with the recorded one.
+
+example: python -m benchmarks timeline --schedule zb-v --html timeline.html
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from benchmarks.emulated import batch, pipeline, step
 from benchmarks.peer.contest import Contest
-from benchmarks.runner.outcome import Figure, of_rounds, quotients
+from benchmarks.peer.gapless_sides import batch, pipeline, step
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedule, Steps
-from benchmarks.runner.report import fight, signed, told
-from benchmarks.runner.rounds import Progress, silent
+from benchmarks.runner.rounds import Progress, fight, quotients, silent
+from benchmarks.runner.told import Figure, Found, Told, of_rounds, told_duel
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
-from gapless.view import page, text
+from gapless.view import page
 from gapless.view.figures import Units
 
 COST, DIFFERENCE = 0.01, 0.05
@@ -31,7 +31,7 @@ def run(
     rounds: Rounds = 15,
     html: Annotated[Path | None, "write a page with the predicted and the measured timeline"] = None,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """The same steps with and without recording, then some more whose timelines are looked at."""
     contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
     with pipeline(contest, schedule) as bare, pipeline(contest, schedule, timeline=True) as recorded:
@@ -59,27 +59,16 @@ def _pair(timelines: list[Timeline]) -> tuple[Timeline, Timeline]:
     return simulate(middle.schedule, costs, "predicted"), replace(middle, costs=costs, name="measured")
 
 
-def report(found: dict[str, Any]) -> str:
+def told(found: Found) -> Told:
     """Both times, what the recording costs, and how far the simulation is off."""
-    told_ = told(
-        f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
-        f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each",
-        {"recorded": found["recorded_seconds"], "not recorded": found["seconds"]},
-        ("cost", text.percent(found["cost"]), f"below {text.percent(found['cost_target'])}"),
-        ("prediction", signed(found["difference"]), f"within {text.percent(found['difference_target'])}"),
-    )
-    return f"{told_}\n\nboth timelines: {found['html']}" if found["html"] else told_
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """What recording costs, and how far the simulation is off."""
     costs = [cost - 1 for cost in quotients(found["rounds"]["recorded"], found["rounds"]["gapless"])]
-    return [
-        of_rounds("cost of recording", costs, "difference", "less", f"below {text.percent(found['cost_target'])}"),
-        Figure(
-            "predicted to measured makespan",
-            found["difference"],
-            "difference",
-            meant=f"within {text.percent(found['difference_target'])}",
-        ),
-    ]
+    below, near = (f"{100 * found[key]:.1f}%" for key in ("cost_target", "difference_target"))
+    return told_duel(
+        f"{found['schedule']}, {found['devices']} emulated devices, {found['microbatches']} microbatches, "
+        f"{found['milliseconds']:g} ms for each F, I and W, up to {found['actions_per_device']} actions each"
+        + (f"\nboth timelines: {found['html']}" if found["html"] else ""),
+        found,
+        of_rounds("cost of recording", costs, "difference", "less", f"below {below}"),
+        Figure("predicted to measured makespan", found["difference"], "difference", meant=f"within {near}"),
+        ours="not recorded",
+    )

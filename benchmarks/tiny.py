@@ -1,16 +1,17 @@
-"""Layers so small that a step is all overhead: our 1f1b against torch's, on the same layers."""
+"""Layers so small that a step is all overhead: our 1f1b against torch's, on the same layers.
 
-from collections.abc import Mapping
+example: python -m benchmarks tiny --microbatches 16
+"""
+
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-from benchmarks.emulated import pipeline, step
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.gapless_sides import pipeline, step
 from benchmarks.peer.peer import Peer
-from benchmarks.runner.outcome import Figure, of_rounds, quotients
 from benchmarks.runner.parameters import Devices, Microbatches, Rounds, Steps
-from benchmarks.runner.report import fight, told
-from benchmarks.runner.rounds import GaveUpError, Progress, silent
+from benchmarks.runner.rounds import GaveUpError, Progress, fight, quotients, silent
+from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.errors import TransportError
 from gapless.stage.intra_op import intra_op_threads
 
@@ -27,7 +28,7 @@ def run(
     steps: Steps = 20,
     rounds: Rounds = 9,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """Our devices are threads of this process, torch's are processes; each has one intra-op thread."""
     contest = Contest(devices, microbatches, "linear", size=width, samples=samples, layers=layers)
     with intra_op_threads(1):
@@ -46,17 +47,12 @@ def _needed(peer: Peer, steps: int) -> float:
         raise TransportError(f"there is nothing to compare with: {why}") from None
 
 
-def report(found: dict[str, Any]) -> str:
+def told(found: Found) -> Told:
     """Both times, and by how much ours is the shorter one."""
-    return told(
+    gains = quotients(found["rounds"]["torch"], found["rounds"]["gapless"])
+    return told_duel(
         f"1f1b, {found['devices']} devices, {found['microbatches']} microbatches of {found['samples']}, "
         f"{found['layers']} linear layers of width {found['width']} per stage",
-        {"gapless": found["seconds"], "torch": found["torch_seconds"]},
-        ("faster by", f"{found['ratio']:.2f}x", f"at least {found['target']}"),
+        found,
+        of_rounds("faster than torch's 1F1B by", gains, "x", "more", f"at least {found['target']}"),
     )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """By how much ours is the shorter one."""
-    gains = quotients(found["rounds"]["torch"], found["rounds"]["gapless"])
-    return [of_rounds("faster than torch's 1F1B by", gains, "x", "more", f"at least {found['target']}")]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.peer.launcher import Launcher
 from gapless.model import capture
+from tests.launcher import Launcher
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.programs import Programs
 from tests.run.crew import Server

@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.peer.launcher import Launcher
+from tests.launcher import Launcher
 
 _POLL = 0.02
 

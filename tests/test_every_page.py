@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.runner import sheet
-from benchmarks.runner.outcome import Grid, Outcome, of_rounds
+from benchmarks.runner import summary_page
+from benchmarks.runner.outcome import Outcome
 from benchmarks.runner.slower import slower
+from benchmarks.runner.told import Table, of_rounds
 from gapless.cli import main
 from gapless.explore.server import ExploreServer
 from gapless.view import curves, page, run_page
@@ -53,14 +54,14 @@ def _rendered() -> dict[str, str]:
     """What runs, benchmarks and studies write."""
     pair = [timeline_of("zb-h1", label=label) for label in ("predicted", "measured")]
     figures = [of_rounds(LONG, [1.0, 2.0]), of_rounds("gain", [1.1, 1.3], "x", "more")]
-    grid = Grid("GPipe's table", ("model", *(f"K = {K}" for K in range(12))), [(LONG, *(["1234.5"] * 12))], LONG)
+    grid = Table("GPipe's table", ("model", *(f"K = {K}" for K in range(12))), [(LONG, *(["1234.5"] * 12))], LONG)
     found = Outcome("split", f"python -m benchmarks {LONG}", "2026-01-01", {"cpu": LONG}, figures, [grid], LONG)
     panels = [Panel(LONG, LONG, [[4.0, 2.0, 1.0]]), Panel("late", "delay 7", [[4.0, 3.0, 2.0]])]
     table = (("way", *(["loss"] * 12)), [(LONG, *(["1.0"] * 12))])
     return {
         "run": run_page.render(REPORT),
         "timeline": page.render(pair, units=Units("s", "activations"), ranked=False),
-        "benchmarks": sheet.render(
+        "benchmarks": summary_page.render(
             {"split": found, "gpu": Outcome("gpu", "x", "", {}, [], skipped=LONG)},
             slower({"split": replace(found, figures=figures[:1])}, {"split": found}),
             quick=True,

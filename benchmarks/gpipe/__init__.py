@@ -1,8 +1,7 @@
 """The tables of GPipe and of zero bubble: largest, throughput, breakdown and bubbles are benchmarks. In reading order:
 
 published   the numbers of both papers, which stand beside ours
-giants      the models of GPipe's tables, of any size, and without data
-operation_counts   what the layers of a model without data hold, and how many operations they take
+giants      the models of GPipe's tables, of any size and without data: what they hold and how many operations they take
 largest     GPipe's table of the largest model per device
 throughput  GPipe's tables of normalised throughput
 breakdown   where the time of a step goes, as measured

@@ -12,23 +12,23 @@
 
 A small GPT runs on 2 devices, threads of this process with a core each, and emulated devices stand for more. A step is
 the median of the rounds.
+
+example: python -m benchmarks breakdown --devices 4
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.emulated import batch, pipeline
 from benchmarks.peer.contest import Contest
-from benchmarks.runner.outcome import Figure, Grid, of_rounds
+from benchmarks.peer.gapless_sides import batch, pipeline
 from benchmarks.runner.parameters import Milliseconds, Rounds, check_width
-from benchmarks.runner.report import milliseconds as in_ms
-from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, median, silent
+from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.action import Kind
 from gapless.schedule.simulate import simulate
@@ -50,7 +50,7 @@ def run(
     milliseconds: Milliseconds = 5.0,
     rounds: Rounds = 7,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """A row for each setting: its parts in every round."""
     check_width(width)
     rows = []
@@ -115,37 +115,17 @@ def parts_of(timeline: Timeline, seconds: float, update: float, costs: Any) -> d
     }
 
 
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """The share of the bubble and the step of each setting."""
-    shown = []
+def told(found: Found) -> Told:
+    """The step of each setting, and the median of each part as a share of it."""
+    rows, figures = [], []
     for row in found["rows"]:
+        parts = {
+            part: [each[part] / step for each, step in zip(row["parts"], row["steps"], strict=True)] for part in PARTS
+        }
+        rows.append({**row, "step": median(row["steps"]), **{part: median(shares) for part, shares in parts.items()}})
         name = f"{row['model']}, {row['schedule']}"
-        bubbles = [parts["bubble"] / step for parts, step in zip(row["parts"], row["steps"], strict=True)]
-        shown.append(of_rounds(f"{name}: step", row["steps"]))
-        shown.append(of_rounds(f"{name}: bubble", bubbles, "share"))
-    return shown
-
-
-def tables(found: Mapping[str, Any]) -> list[Grid]:
-    """The median of each part, as a share of the step."""
+        figures += [of_rounds(f"{name}: step", row["steps"]), of_rounds(f"{name}: bubble", parts["bubble"], "share")]
+    title = "Where the time of a step goes, measured"
     note = "Medians of the rounds, each part by itself, so they need not add up to 100%."
-    return [Grid("Where the time of a step goes, measured", _HEADINGS, _cells(found), note)]
-
-
-_HEADINGS = ("model", "schedule", "remat", "step", *PARTS)
-
-
-def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for row in found["rows"]:
-        shares = [
-            f"{100 * median([parts[part] / step for parts, step in zip(row['parts'], row['steps'], strict=True)]):.1f}%"
-            for part in PARTS
-        ]
-        rows.append((row["model"], row["schedule"], row["remat"], in_ms(median(row["steps"])), *shares))
-    return rows
-
-
-def report(found: dict[str, Any]) -> str:
-    """A line for each setting."""
-    return tabular("where the time of a step goes, measured", _HEADINGS, _cells(found), left=3)
+    columns = " | ".join(("model | schedule | remat | step:ms", *(f"{part}:%" for part in PARTS)))
+    return Told(figures, [tabulated(title, rows, columns, note=note, left=3, in_docs=True)])

@@ -9,11 +9,13 @@ First for the models and devices of the paper, by prediction: layers are counted
 fits. A minibatch is the largest power of two with which the paper's plain model fits here, where numbers have 32 bits.
 Then with small models on this machine, where the bytes of a step are measured in each way: those of all tensors that
 the actions of a device have made and that are there at the same time (on a GPU: what its allocator has given out).
+
+example: python -m benchmarks largest --no-measured
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -21,12 +23,11 @@ from torch import nn
 
 from benchmarks.gpipe import published
 from benchmarks.gpipe.giants import amoebanet_profile, transformer_profile
-from benchmarks.gpipe.published import GIB, PublishedSize
 from benchmarks.planner.prediction import peaks_of
 from benchmarks.planner.subjects import Subject, small_amoebanet, small_gpt
-from benchmarks.runner.outcome import Figure, Grid
-from benchmarks.runner.report import mebibytes, signed, tabular
+from benchmarks.runner.parameters import check_names
 from benchmarks.runner.rounds import Progress, silent
+from benchmarks.runner.told import Figure, Found, Told, tabulated
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
@@ -41,15 +42,10 @@ _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("
 _MOST = 4096  # layers
 
 
-@dataclass(frozen=True)
-class _Giant:
-    """A model whose depth is free: `profile` has its layers for one sample, `step` is by how much depths differ."""
-
-    name: str
-    profile: Callable[[int], Profile]
-    step: int
-    memory: int
-    minibatch: int
+_MODELS = {
+    "AmoebaNet-D": (published.AMOEBANET, published.AMOEBANET_DEVICE, published.AMOEBANET_BATCH),
+    "Transformer": (published.TRANSFORMER, published.TRANSFORMER_DEVICE, published.TRANSFORMER_BATCH),
+}
 
 
 def run(
@@ -62,10 +58,9 @@ def run(
     devices: Annotated[int, "measure up to so many devices"] = 8,
     gpu: Annotated[bool, "measure on an NVIDIA GPU, one device"] = False,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """Rows by model and way."""
-    if wrong := [name for name in models if name not in ("AmoebaNet-D", "Transformer")]:
-        raise ConfigError(f"there is no model {wrong[0][:40]!r} here: it is AmoebaNet-D or Transformer")
+    check_names("model", models, list(_MODELS))
     if measured and (layers % 3 or width % 16):
         raise ConfigError(
             f"models of {layers} layers and width {width} can't be measured: give a multiple of 3 layers, and a width "
@@ -86,80 +81,55 @@ def run(
 # -- the sizes of the paper --------------------------------------------------------------------------------------------
 
 
-def _published(models: Sequence[str], progress: Progress) -> list[dict[str, Any]]:
+def _published(models: Sequence[str], progress: Progress) -> list[Found]:
     rows = []
-    for name, columns, memory, most in (
-        ("AmoebaNet-D", published.AMOEBANET, published.AMOEBANET_DEVICE, published.AMOEBANET_BATCH),
-        ("Transformer", published.TRANSFORMER, published.TRANSFORMER_DEVICE, published.TRANSFORMER_BATCH),
-    ):
+    for name, (columns, memory, minibatch) in _MODELS.items():
         if name not in models:
             continue
-        minibatch = _minibatch(name, columns[0], memory, most)
-        theirs: dict[str, PublishedSize] = {}
-        for each in columns:
-            theirs[_WAYS[0][0] if each.devices is None else _way(each.devices)] = each
+        plain = _giant(name, columns[0].size[0], columns[0].size[-1])
+        while minibatch > 1 and _fullest(plain, "plain", 1, minibatch) > memory:
+            minibatch //= 2  # the largest with which the published plain model fits
+        known = {None: "plain", 1: "remat, M parts"}
+        theirs = {known.get(each.devices, f"{each.devices} devices"): each for each in columns}
         last = columns[0]
         for way, devices in _WAYS:
+            progress(f"{name}, {way}")
             column = theirs.get(way)
             last = column or last
             filters = last.size[1] if name == "AmoebaNet-D" else 0
-            progress(f"{name}, {way}")
-            giant = _giant(name, filters, memory, minibatch)
-            depth = _largest(giant, way, devices)
-            row = {
-                "model": name, "way": way, "filters": filters, "minibatch": minibatch, "memory": memory,
-                "layers": depth, "parameters": _parameters(giant.profile(depth)) if depth else 0,
-                "published_size": list(column.size) if column else None,
-                "published_parameters": column.parameters if column else None,
-            }  # fmt: skip
+            depth = _largest(name, filters, way, devices, minibatch, memory)
+            parameters = sum(layer.gradients for layer in _giant(name, depth, filters).layers) // 4 if depth else 0
+            row = {"model": name, "way": way, "filters": filters, "minibatch": minibatch, "memory": memory}
+            row |= {"layers": depth, "parameters": parameters, "published_size": None, "published_parameters": None}
             if column is not None:
-                row["their_fullest"] = _fullest(giant.profile(column.size[0]), way, devices, minibatch)
+                row |= {"published_size": list(column.size), "published_parameters": column.parameters}
+                row["their_fullest"] = _fullest(_giant(name, column.size[0], filters), way, devices, minibatch)
             rows.append(row)
     return rows
 
 
-def _way(devices: int) -> str:
-    return "remat, M parts" if devices == 1 else f"{devices} devices"
+def _giant(name: str, depth: int, filters: int) -> Profile:
+    """Its layers for one sample."""
+    return amoebanet_profile(depth, filters, 1) if name == "AmoebaNet-D" else transformer_profile(depth, 1)
 
 
-def _giant(name: str, filters: int, memory: int, minibatch: int) -> _Giant:
-    if name == "AmoebaNet-D":
-        return _Giant(name, lambda cells: amoebanet_profile(cells, filters, 1), 3, memory, minibatch)
-    return _Giant(name, lambda layers: transformer_profile(layers, 1), 1, memory, minibatch)
-
-
-def _minibatch(name: str, plain: PublishedSize, memory: int, most: int) -> int:
-    """The largest with which the published plain model fits."""
-    profile = _giant(name, plain.size[-1], memory, most).profile(plain.size[0])
-    while most > 1 and _fullest(profile, "plain", 1, most) > memory:
-        most //= 2
-    return most
-
-
-def _parameters(profile: Profile) -> int:
-    return sum(layer.gradients for layer in profile.layers) // 4
-
-
-def _largest(giant: _Giant, way: str, devices: int) -> int:
+def _largest(name: str, filters: int, way: str, devices: int, minibatch: int, memory: int) -> int:
     """The greatest depth that fits, or 0."""
+
+    def depth(number: int) -> int:
+        return 3 * (number + 2) if name == "AmoebaNet-D" else number  # an AmoebaNet begins with 9 cells
+
+    def fits(number: int) -> bool:
+        profile = _giant(name, depth(number), filters)  # a deeper one has a layer for each device
+        return len(profile.layers) < devices or _fullest(profile, way, devices, minibatch) <= memory
+
     low, high = 0, 1
-    while high * giant.step <= _MOST and _fits(giant, _depth(giant, high), way, devices):
+    while depth(high) <= _MOST and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fits(giant, _depth(giant, middle), way, devices) else (low, middle)
-    return _depth(giant, low) if low else 0
-
-
-def _depth(giant: _Giant, number: int) -> int:
-    return (number + 2) * giant.step if giant.step == 3 else number  # an AmoebaNet begins with 9 cells
-
-
-def _fits(giant: _Giant, depth: int, way: str, devices: int) -> bool:
-    profile = giant.profile(depth)
-    if len(profile.layers) < devices:
-        return True  # a deeper one has a layer for each device
-    return _fullest(profile, way, devices, giant.minibatch) <= giant.memory
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return depth(low) if low else 0
 
 
 def _fullest(profile: Profile, way: str, devices: int, minibatch: int) -> int:
@@ -170,17 +140,13 @@ def _plan(profile: Profile, way: str, devices: int, minibatch: int) -> Plan:
     """Of this way, whatever it holds, cut so that memory is shared out evenly. A pipeline recomputes stages, as the
     paper's does; on one device with one microbatch nothing is gained by that, so layers are recomputed one by one.
     """
-    parts = 1 if way in ("plain", "remat") else _parts(minibatch)
+    parts = 1 if way in ("plain", "remat") else min(32, minibatch)
     part = profile.scaled(minibatch // parts)
     drafts = Drafts(part, [Device()] * devices)
     choice = Choice("gpipe", 1, Mesh(1, devices), parts, minibatch // parts)
     mode: Remat = "none" if way == "plain" else "layer" if way == "remat" else "stage"
     kept = [layer.parameters + layer.gradients + layer.optimizer_state + layer.activation for layer in part.layers]
     return finished(drafts, drafts.make(choice, balanced(kept, devices), (mode,) * devices))
-
-
-def _parts(minibatch: int) -> int:
-    return min(32, minibatch)
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------
@@ -230,83 +196,52 @@ def _on_gpu(subject: Subject, plan: Plan, place: torch.device) -> int:
 # -- told --------------------------------------------------------------------------------------------------------------
 
 
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """How much larger a model each way takes than the plain one, and how far predicted bytes are off."""
+def told(found: Found) -> Told:
+    """The paper's sizes, and how much larger a model each way takes than the plain one; then what was measured, and how
+    far predicted bytes are off.
+    """
     plain = {row["model"]: row["parameters"] for row in found["published"] if row["way"] == "plain"}
-    shown = [
-        Figure(f"{row['model']}, {row['way']}: larger than plain by", row["parameters"] / plain[row["model"]], "x")
-        for row in found["published"]
-        if row["way"] != "plain"
-    ]
+    figures, tables = [], []
+    for row in found["published"]:
+        if row["way"] != "plain":
+            larger = row["parameters"] / plain[row["model"]]
+            figures.append(Figure(f"{row['model']}, {row['way']}: larger than plain by", larger, "x"))
     for row in found["rows"]:
-        off = row["predicted"] / row["held"] - 1
-        shown.append(Figure(f"{row['model']}, {row['way']}: predicted to measured bytes", off, "difference"))
-    return shown
-
-
-def tables(found: Mapping[str, Any]) -> list[Grid]:
-    """The paper's sizes, then what was measured."""
-    grids = []
+        name, off = f"{row['model']}, {row['way']}: predicted to measured bytes", row["predicted"] / row["held"] - 1
+        figures.append(Figure(name, off, "difference"))
     if found["published"]:
         note = (
             "Predicted, float32 with Adam: 16 bytes for each parameter (the paper has 12). fullest: what the fullest "
             "device holds of the published model in this way. Nothing is offloaded to the host."
         )
-        grids.append(Grid("The largest model, by prediction", _PUBLISHED, _published_cells(found), note))
+        columns = "model | way | minibatch | largest | parameters=count | published=size | parameters=their_count"
+        columns += " | fullest=their_fullest:GiB | of=their_memory:GiB | =fits"
+        rows = list(map(_published_row, found["published"]))
+        tables.append(tabulated("The largest model, by prediction", rows, columns, note=note, left=2, in_docs=True))
     if found["rows"]:
         note = f"The fullest device, a minibatch of {_MINIBATCH}: bytes that come and go in a step, weights aside."
-        grids.append(Grid("What a step holds, measured", _HEADINGS, _cells(found), note))
-    return grids
+        rows = [{**row, "off": row["predicted"] / row["held"] - 1} for row in found["rows"]]
+        columns = "model | way | measured=held:MiB | predicted:MiB | =off:+%"
+        tables.append(tabulated("What a step holds, measured", rows, columns, note=note, left=2, in_docs=True))
+    return Told(figures, tables)
 
 
-_PUBLISHED = (
-    "model", "way", "minibatch", "largest", "parameters", "published", "parameters", "fullest", "of", "",
-)  # fmt: skip
-_HEADINGS = ("model", "way", "measured", "predicted", "")
+def _published_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    size = [row["layers"], row["filters"]] if row["filters"] else [row["layers"]]
+    cells = {**row, "largest": _size(size), "count": _count(row["parameters"])}
+    if not row["layers"]:
+        cells |= {"largest": "none", "count": "-"}
+    if row["published_size"]:
+        cells |= {"size": _size(row["published_size"]), "their_count": _count(row["published_parameters"])}
+        fits = row["their_fullest"] <= row["memory"]
+        cells |= {"their_memory": row["memory"], "fits": "fits" if fits else "too large"}
+    return cells
 
 
-def _published_cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for row in found["published"]:
-        size = f"({row['layers']}, {row['filters']})" if row["filters"] else f"{row['layers']} layers"
-        theirs = ("", "", "", "", "")
-        if row["published_size"]:
-            shown = row["published_size"]
-            theirs = (
-                f"({shown[0]}, {shown[1]})" if len(shown) == 2 else f"{shown[0]} layers",
-                _count(row["published_parameters"]),
-                _gib(row["their_fullest"]),
-                _gib(row["memory"]),
-                "fits" if row["their_fullest"] <= row["memory"] else "too large",
-            )
-        ours = (size, _count(row["parameters"])) if row["layers"] else ("none", "-")
-        rows.append((row["model"], row["way"], str(row["minibatch"]), *ours, *theirs))
-    return rows
-
-
-def _cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (
-            row["model"],
-            row["way"],
-            *(mebibytes(row[key]) for key in ("held", "predicted")),
-            signed(row["predicted"] / row["held"] - 1),
-        )
-        for row in found["rows"]
-    ]
+def _size(size: Sequence[int]) -> str:
+    return f"({size[0]}, {size[1]})" if len(size) == 2 else f"{size[0]} layers"
 
 
 def _count(number: float) -> str:
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g}{unit}"
-    return f"{number:g}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
-
-
-def report(found: dict[str, Any]) -> str:
-    """Both tables."""
-    return "\n\n".join(tabular(grid.title, grid.headings, grid.rows, "", grid.note, left=2) for grid in tables(found))
+    factor, unit = (1e9, "B") if number >= 1e9 else (1e6, "M") if number >= 1e6 else (1e3, "k")
+    return f"{number / factor:.3g}{unit}"

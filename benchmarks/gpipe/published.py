@@ -26,28 +26,16 @@ AMOEBANET = (
     PublishedSize((36, 544), 4, 1.05e9),
     PublishedSize((72, 512), 8, 1.8e9),
 )
-TRANSFORMER = (
-    PublishedSize((3,), None, 282.2e6),
-    PublishedSize((13,), 1, 785.8e6),
-    PublishedSize((103,), 8, 5.3e9),
-)
-GIB = 2**30
-AMOEBANET_DEVICE, TRANSFORMER_DEVICE = 8 * GIB, 16 * GIB
+TRANSFORMER = (PublishedSize((3,), None, 282.2e6), PublishedSize((13,), 1, 785.8e6), PublishedSize((103,), 8, 5.3e9))
+AMOEBANET_DEVICE, TRANSFORMER_DEVICE = 8 * 2**30, 16 * 2**30
 AMOEBANET_BATCH, TRANSFORMER_BATCH = 128, 32  # samples in a minibatch
 
-# Table 2: throughput for (K, M), that of K = 2 and M = 1 being 1.
+# Table 2: throughput for K of 2, 4, 8 and M of 1, 4, 32, that of K = 2 and M = 1 being 1.
+_GRID = [(K, M) for K in (2, 4, 8) for M in (1, 4, 32)]
 THROUGHPUT = {
-    "AmoebaNet-D": {
-        (2, 1): 1.0, (2, 4): 1.07, (2, 32): 1.21,
-        (4, 1): 1.13, (4, 4): 1.26, (4, 32): 1.84,
-        (8, 1): 1.38, (8, 4): 1.72, (8, 32): 3.48,
-    },
-    "Transformer": {
-        (2, 1): 1.0, (2, 4): 1.7, (2, 32): 1.8,
-        (4, 1): 1.07, (4, 4): 3.2, (4, 32): 3.4,
-        (8, 1): 1.3, (8, 4): 4.8, (8, 32): 6.3,
-    },
-}  # fmt: skip
+    "AmoebaNet-D": dict(zip(_GRID, (1.0, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48), strict=True)),
+    "Transformer": dict(zip(_GRID, (1.0, 1.7, 1.8, 1.07, 3.2, 3.4, 1.3, 4.8, 6.3), strict=True)),
+}
 # Table 3: the same without fast links, M = 32, that of K = 2 being 1.
 SLOW_LINKS = {"AmoebaNet-D": {2: 1.0, 4: 1.7, 8: 2.7}, "Transformer": {2: 1.0, 4: 1.8, 8: 3.3}}
 

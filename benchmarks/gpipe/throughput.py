@@ -10,26 +10,25 @@ devices, and not how well a device computes small microbatches, which the publis
 
 Throughput is normalised: that of gpipe with K = 2 and M = 1 is 1 (slow links: K = 2 and M = 32). A slow link carries
 one message after another, at --bandwidth; devices compute at --teraflops.
+
+example: python -m benchmarks throughput --devices 2,4 --no-slow
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
+import itertools
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from benchmarks.gpipe import published
-from benchmarks.gpipe.giants import amoebanet_profile, transformer_profile
-from benchmarks.gpipe.operation_counts import OPERATIONS_PER_SECOND
-from benchmarks.peer.one_core import on_one_core
+from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, amoebanet_profile, transformer_profile
+from benchmarks.peer.gapless_sides import on_one_core
 from benchmarks.planner.late_link import late
-from benchmarks.runner.outcome import Figure, Grid, of_rounds
 from benchmarks.runner.parameters import Between, Rounds, numbers
-from benchmarks.runner.report import tabular
-from benchmarks.runner.rounds import Contestant, Progress, median, silent, take_turns, timed
+from benchmarks.runner.rounds import Contestant, Progress, median, silent, take_turns, timed, within
+from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.cut.partition import balanced
@@ -53,7 +52,7 @@ def run(
     slow: Annotated[bool, "leave out slow links"] = True,
     rounds: Rounds = 3,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """A row for each model, table, schedule, K and M, with its rounds."""
     rows = []
     parts = [int(each) for each in numbers("microbatches", microbatches)]
@@ -63,35 +62,27 @@ def run(
     for name, make in _MODELS.items():
         progress(f"counting {name}")
         profile = make()
-        for table in ("fast", "slow") if slow else ("fast",):
-            used = parts if table == "fast" else [max(parts)]
+        for links, used in (("fast", parts), ("slow", [max(parts)]))[: 2 if slow else 1]:
             with contextlib.ExitStack() as stack:
                 contestants: dict[str, Contestant] = {}
-                for by, recipe in _SCHEDULES.items():
-                    for count in counts:
-                        for part in used:
-                            hop = _hop(profile, count, bandwidth, teraflops) if table == "slow" else 0.0
-                            made = partial(_contestant, profile, recipe, count, part, milliseconds / 1000, hop)
-                            contestants[f"{by} {count} {part}"] = made(stack)
-                told = partial(_told, progress, f"{name}, {table} links")
-                seconds = take_turns(contestants, rounds, told)
+                for by, K, M in itertools.product(_SCHEDULES, counts, used):
+                    hop = _hop(profile, K, bandwidth, teraflops) if links == "slow" else 0.0
+                    pipe = stack.enter_context(_pipeline(profile, _SCHEDULES[by], K, M, milliseconds / 1000, hop))
+                    contestants[f"{by} {K} {M}"] = _stepping(pipe, M)
+                seconds = take_turns(contestants, rounds, within(progress, f"{name}, {links} links"))
             for key, values in seconds.items():
-                by, count_, part_ = key.split()
-                row = {"model": name, "links": table, "by": by, "devices": int(count_), "microbatches": int(part_)}
-                rows.append({**row, "rounds": values})
+                by, *sizes = key.split()
+                row = {"model": name, "links": links, "by": by, "rounds": values}
+                rows.append(row | dict(zip(("devices", "microbatches"), map(int, sizes), strict=True)))
     progress("")
     return {"rows": rows}
-
-
-def _told(progress: Progress, at: str, line: str) -> None:
-    progress(f"{at}: {line}" if line else at)
 
 
 def _cut(profile: Profile, devices: int) -> tuple[list[float], list[int]]:
     """The share of the work of each stage, and where stages end."""
     work = [layer.forward.median for layer in profile.layers]
     counts = balanced(work, devices)
-    ends = list(accumulate(counts))
+    ends = list(itertools.accumulate(counts))
     shares = [sum(work[end - count : end]) / sum(work) for end, count in zip(ends, counts, strict=True)]
     return shares, ends
 
@@ -104,31 +95,16 @@ def _hop(profile: Profile, devices: int, bandwidth: float, teraflops: float) -> 
     return (largest / (bandwidth * 1e9)) / (operations / (teraflops * 1e12))
 
 
-def _contestant(
-    profile: Profile,
-    recipe: str,
-    devices: int,
-    microbatches: int,
-    seconds: float,
-    hop: float,
-    stack: contextlib.ExitStack,
-) -> Contestant:
-    """Steps of emulated stages, each recomputed; `seconds` is what all forwards of a minibatch take together."""
-    shares, _ = _cut(profile, devices)
-    each = [share * seconds / microbatches for share in shares]
+def _pipeline(profile: Profile, recipe: str, devices: int, microbatches: int, seconds: float, hop: float) -> Pipeline:
+    """Emulated stages, each recomputed; `seconds` is what all forwards of a minibatch take together."""
+    each = [share * seconds / microbatches for share in _cut(profile, devices)[0]]
     stages = [Emulated(forward=time, input_grad=time, weight_grad=time) for time in each]
     world = late(["cpu"] * devices, hop * seconds / microbatches, one_by_one=True)
-    pipe = stack.enter_context(
-        Pipeline(
-            nn.Sequential(*stages),
-            devices=world if hop else ["cpu"] * devices,
-            schedule=recipe,
-            microbatches=microbatches,
-            partition=[1] * devices,
-            remat="stage",
-            loss=_first,
-        )
-    )
+    sizes: Any = {"microbatches": microbatches, "partition": [1] * devices, "remat": "stage", "loss": _first}
+    return Pipeline(nn.Sequential(*stages), devices=world if hop else ["cpu"] * devices, schedule=recipe, **sizes)
+
+
+def _stepping(pipe: Pipeline, microbatches: int) -> Contestant:
     inputs = torch.linspace(-1.0, 1.0, microbatches).view(microbatches, 1).requires_grad_()
     target = torch.zeros(microbatches, 1)
     with on_one_core():
@@ -140,60 +116,26 @@ def _first(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return outputs.sum()
 
 
-def _unit(rows: Sequence[Mapping[str, Any]], model: str, links: str) -> float:
-    """What counts as 1."""
-    own = [row for row in rows if (row["model"], row["links"], row["by"]) == (model, links, "gpipe")]
-    first = min(own, key=lambda row: (row["devices"], row["microbatches"]))
-    return median(first["rounds"])
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """Of every row its normalised throughput."""
-    shown = []
-    for row in found["rows"]:
-        unit = _unit(found["rows"], row["model"], row["links"])
-        name = f"{row['model']}, {row['links']} links, K = {row['devices']}, M = {row['microbatches']}, {row['by']}"
-        shown.append(of_rounds(name, [unit / each for each in row["rounds"]], "x", "more"))
-    return shown
-
-
-def tables(found: Mapping[str, Any]) -> list[Grid]:
-    """Table 2, and table 3 where it was measured."""
+def told(found: Found) -> Told:
+    """The throughput of every row, as table 2 has it, and table 3 where it was measured."""
+    grids: dict[tuple[str, str], dict[tuple[int, int], dict[str, Any]]] = {}
+    figures = []
+    for row in found["rows"]:  # those of gpipe come first, and the first of them is 1
+        model, links, by, K, M = (row[key] for key in ("model", "links", "by", "devices", "microbatches"))
+        grid = grids.setdefault((links, model), {})
+        line = grid.setdefault((K, M), {"model": model, "K": K, "M": M, "published": "-"})
+        line[by] = row["rounds"]
+        theirs = published.THROUGHPUT[model].get((K, M)) if links == "fast" else published.SLOW_LINKS[model].get(K)
+        line |= {} if theirs is None else {"published": f"{theirs:g}"}
+        unit = median(grid[min(grid)]["gpipe"])
+        name = f"{model}, {links} links, K = {K}, M = {M}, {by}"
+        figures.append(of_rounds(name, [unit / each for each in row["rounds"]], "x", "more"))
+        line[f"{by} throughput"] = f"{unit / median(row['rounds']):.2f}"
     note = "gpipe and ours: emulated devices. The first of each model is 1, ours is normalised by gpipe's."
+    columns = "model | K | M | gpipe=gpipe throughput | ours=ours throughput | published"
     titles = {"fast": "Normalised throughput", "slow": "Normalised throughput over slow links"}
-    return [
-        Grid(title, _HEADINGS, _cells(found, links), note)
-        for links, title in titles.items()
-        if any(row["links"] == links for row in found["rows"])
-    ]
-
-
-_HEADINGS = ("model", "K", "M", "gpipe", "ours", "published")
-
-
-def _cells(found: Mapping[str, Any], links: str) -> list[tuple[str, ...]]:
-    rows, shown = found["rows"], []
-    for row in rows:
-        if row["links"] != links or row["by"] != "gpipe":
-            continue
-        model, count, part = row["model"], row["devices"], row["microbatches"]
-        ours = next(
-            each
-            for each in rows
-            if (each["model"], each["links"], each["by"], each["devices"], each["microbatches"])
-            == (model, links, "ours", count, part)
-        )
-        unit = _unit(rows, model, links)
-        theirs = (
-            published.THROUGHPUT[model].get((count, part))
-            if links == "fast"
-            else published.SLOW_LINKS[model].get(count)
-        )
-        times = [f"{unit / median(each['rounds']):.2f}" for each in (row, ours)]
-        shown.append((model, str(count), str(part), *times, "-" if theirs is None else f"{theirs:g}"))
-    return shown
-
-
-def report(found: dict[str, Any]) -> str:
-    """A table for each kind of link."""
-    return "\n\n".join(tabular(grid.title, grid.headings, grid.rows, "", grid.note) for grid in tables(found))
+    rows = {
+        links: [line for key, grid in grids.items() if key[0] == links for line in grid.values()] for links in titles
+    }
+    tables = [tabulated(titles[each], rows[each], columns, note=note, in_docs=True) for each in titles if rows[each]]
+    return Told(figures, tables)

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -99,15 +98,6 @@ class Contest:
     @property
     def costs(self) -> Costs:
         return Costs(forward=self.seconds, input_grad=self.seconds, weight_grad=self.seconds)
-
-    def to_json(self, schedules: Sequence[str]) -> str:
-        return json.dumps({"contest": dataclasses.asdict(self), "schedules": list(schedules)})
-
-
-def from_json(text: str) -> tuple[Contest, list[str]]:
-    """What `to_json` wrote: how a contest gets to the ranks, which are other processes."""
-    found = json.loads(text)
-    return Contest(**found["contest"]), found["schedules"]
 
 
 def loss(outputs: Tensor, target: Tensor) -> Tensor:

@@ -1,41 +1,49 @@
 """The other end of `ranks`: start them, ask them for steps, and leave no process behind, whatever happens."""
 
 import contextlib
-import socket
+import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.launcher import Launcher
+from benchmarks.peer.gapless_sides import has_steps, pipeline, step
 from benchmarks.peer.ranks import Failed, Prepared, Stepped, compete
-from benchmarks.runner.rounds import GaveUpError
+from benchmarks.runner.rounds import Contestant, GaveUpError, Progress
 from gapless.errors import TransportError
 from gapless.schedule.action import Schedule
 from gapless.schedule.recipes import RECIPES, make_schedule
 
+# What each side is, and the module that has its `prepare_...`.
 _SIDES = {
-    "torch": "torch.distributed.pipelining",
-    "torchgpipe": "torchgpipe",
-    "fsdp": "FSDP2",
-    "gapless": "gapless on ranks",
-    "parts": "the parts of the model",
-    "replicas": "stages with replicas on ranks",
+    "torch": ("torch.distributed.pipelining", "benchmarks.peer.torch_side"),
+    "torchgpipe": ("torchgpipe", "benchmarks.peer.baseline_sides"),
+    "fsdp": ("FSDP2", "benchmarks.peer.baseline_sides"),
+    "gapless": ("gapless on ranks", "benchmarks.peer.gapless_sides"),
+    "parts": ("the parts of the model", "benchmarks.peer.baseline_sides"),
+    "replicas": ("stages with replicas on ranks", "benchmarks.planner.replicas"),
 }
+_SERVER = get_context("forkserver")
 _OTHERS = ("torch", "torchgpipe", "fsdp")  # what fails of them is left out; what fails of ours is an error
 
 
 SideName = Literal["torch", "torchgpipe", "fsdp", "gapless", "parts", "replicas"]
+Environment = Mapping[str, str] | None
 _ONE_PROCESS = ("torchgpipe",)  # whose devices are threads
 _PATIENCE = 3.0  # seconds, for the other ranks to say how they failed
 
 
-def modules(*sides: SideName) -> list[str]:
-    """What a launcher imports for them."""
-    return ["benchmarks.peer.ranks", *(f"benchmarks.peer.{side}_side" for side in sides)]
+def start_server() -> None:
+    """A process that has imported what ranks need, and forks them: to fork takes milliseconds, to import torch seconds.
+    It ends with this process, and ranks end with it.
+    """
+    # Whether there is a GPU is asked without its driver: what has asked the driver has no GPU after a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    _SERVER.set_forkserver_preload(["benchmarks.peer.ranks", *(module for _, module in _SIDES.values())])
+    forkserver.ensure_running()
 
 
 class _RankFailedError(Exception):
@@ -52,22 +60,15 @@ class Peer:
     schedules   those that it runs, by name, as it runs them
     refused     why it does not run the others: it does not take the sizes, or failed. After a failure its ranks start
                 again without that schedule. A schedule of ours is never left out: there it is an error
-    launcher    to start the ranks with, where there is one already
     bubbles     of those whose last step had a timeline, with the times of its actions
     """
 
     def __init__(
-        self,
-        contest: Contest,
-        names: Sequence[str],
-        side: SideName = "torch",
-        environment: Mapping[str, str] | None = None,
-        launcher: Launcher | None = None,
+        self, contest: Contest, names: Sequence[str], side: SideName = "torch", environment: Environment = None
     ) -> None:
-        self._contest = contest
-        self._environment, self._launcher = environment, launcher
+        self._contest, self._side = contest, side
+        self._environment = dict(environment or {})
         self._names = list(names)
-        self._side = side
         self._stack = contextlib.ExitStack()
         self._ranks: list[Connection] = []
         self.schedules: dict[str, Schedule] = {}
@@ -75,6 +76,7 @@ class Peer:
         self.bubbles: dict[str, float] = {}
 
     def __enter__(self) -> "Peer":
+        start_server()
         self._start()
         return self
 
@@ -87,7 +89,7 @@ class Peer:
         Raises `GaveUpError` for a schedule that is left out from now on.
         """
         if name in self.refused:
-            raise GaveUpError(f"{_SIDES[self._side]} can't run {name}: {self.refused[name]}")
+            raise GaveUpError(f"{_SIDES[self._side][0]} can't run {name}: {self.refused[name]}")
         with contextlib.suppress(ConnectionError):  # it has gone, and `_gather` says why
             for rank in self._ranks:
                 rank.send((name, times))
@@ -104,102 +106,125 @@ class Peer:
 
     def _start(self) -> None:
         """The ranks, again without what fails until nothing does."""
-        orders = None
-        while orders is None:
-            names = [name for name in self._names if name not in self.refused]
-            if not names:
-                orders = dict[str, str | None]()
-                break
+        while names := [name for name in self._names if name not in self.refused]:
             with contextlib.ExitStack() as stack:
                 try:
                     self._ranks = self._let_in(stack, names)
-                    orders = self._prepare(names)
+                    for name in names:
+                        self._prepare(name)
                     self._stack = stack.pop_all()
+                    break
                 except _RankFailedError as failure:
                     self._leave_out(failure)
-        for name, order in orders.items():
-            if order is not None:
-                self.schedules[name] = Schedule.parse(order, name=name)
-            elif name in RECIPES:
-                devices, microbatches = self._contest.devices, self._contest.microbatches
-                self.schedules[name] = make_schedule(name, devices=devices, microbatches=microbatches)
 
     def _leave_out(self, failure: _RankFailedError) -> None:
         """The schedule that failed, or all where it is none of them."""
         if self._side not in _OTHERS:
             at = f" with {failure.name}" if failure.name else ""
-            raise TransportError(f"{_SIDES[self._side]} failed{at}: {failure}") from None
+            raise TransportError(f"{_SIDES[self._side][0]} failed{at}: {failure}") from None
         for name in [failure.name] if failure.name else self._names:
             self.refused.setdefault(name, f"it failed: {failure}")
             self.schedules.pop(name, None)
 
     def _let_in(self, stack: contextlib.ExitStack, names: Sequence[str]) -> list[Connection]:
-        """Start the ranks, and wait for them."""
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        launcher = self._launcher
-        if launcher is None:
-            launcher = Launcher(*modules(self._side), environment=self._environment)
-            stack.callback(launcher.close)
+        """Start the ranks; they end with the stack."""
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         count = 1 if self._side in _ONE_PROCESS else self._contest.devices
-        door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        door.bind(str(folder / "door"))
-        door.listen(count)
-        door.settimeout(60.0)
-        words = (str(folder), self._side, self._contest.to_json(names))
-        pids = launcher.start(compete, count, *words, said=[folder / "said"] * count)
-        if self._launcher is not None:
-            stack.callback(launcher.end, pids)
-        try:
-            arrived = [stack.enter_context(Connection(door.accept()[0].detach())) for _ in range(count)]
-            return sorted(arrived, key=lambda rank: int(rank.recv()))  # each begins with its number
-        except TimeoutError:
-            raise _RankFailedError("", "its ranks did not start within 60 s") from None
-        except (EOFError, ConnectionError):
-            raise _RankFailedError("", "a rank ended as soon as it had started") from None
+        place = f"{_SIDES[self._side][1]}:prepare_{self._side}"
+        ranks = []
+        for rank in range(count):
+            here, there = _SERVER.Pipe()
+            words = (rank, count, folder, place, self._contest, names, there, self._environment)
+            process = _SERVER.Process(target=compete, args=words, daemon=True)
+            process.start()
+            there.close()
+            stack.callback(_end, process)
+            ranks.append(stack.enter_context(here))
+        return ranks
 
-    def _prepare(self, names: Sequence[str]) -> dict[str, str | None]:
-        """The order of the actions of each schedule that is not refused."""
-        orders: dict[str, str | None] = {}
-        for name in names:
-            answers: list[Prepared] = self._gather(name, within=180.0)
-            if why := next((answer.refused for answer in answers if answer.refused), ""):
-                self.refused[name] = why
-            else:
-                orders[name] = answers[0].order
-        return orders
+    def _prepare(self, name: str) -> None:
+        """Whether the ranks take that schedule, and in which order they run it."""
+        answers: list[Prepared] = self._gather(name, within=180.0)
+        if why := next((answer.refused for answer in answers if answer.refused), ""):
+            self.refused[name] = why
+        elif (order := answers[0].order) is not None:
+            self.schedules[name] = Schedule.parse(order, name=name)
+        elif name in RECIPES:
+            sizes: Any = {"devices": self._contest.devices, "microbatches": self._contest.microbatches}
+            self.schedules[name] = make_schedule(name, **sizes)
 
     def _gather(self, name: str, within: float) -> list[Any]:
         """One answer of every rank."""
         answers: dict[Connection, Any] = {}
-        deadline = time.monotonic() + within
         while len(answers) < len(self._ranks):
-            ready = wait([rank for rank in self._ranks if rank not in answers], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not (heard := self._heard(answers, within)):
                 raise _RankFailedError(name, f"it did not answer within {within:.0f} s")
-            answers |= {rank: _heard(rank) for rank in ready if isinstance(rank, Connection)}
-            if any(isinstance(answer, Failed | None) for answer in answers.values()):
-                raise self._first_cause(name, answers)
+            answers |= heard
+            if any(isinstance(answer, Failed | None) for answer in heard.values()):
+                raise self._first_cause(name, heard)
         return [answers[rank] for rank in self._ranks]
 
     def _first_cause(self, name: str, answers: Mapping[Connection, Any]) -> _RankFailedError:
         """The earliest failure of all ranks. One that ended without a word was killed: the others only noticed."""
         ends = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed | None)}
-        deadline = time.monotonic() + _PATIENCE
-        while len(ends) < len(self._ranks):
-            ready = wait([rank for rank in self._ranks if rank not in ends], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            heard = {rank: _heard(rank) for rank in ready if isinstance(rank, Connection)}
+        while len(ends) < len(self._ranks) and (heard := self._heard(ends, _PATIENCE)):
             ends |= {rank: answer for rank, answer in heard.items() if isinstance(answer, Failed | None)}
         if silent := [number for number, rank in enumerate(self._ranks) if rank in ends and ends[rank] is None]:
             return _RankFailedError(name, f"rank {silent[0]} ended without a word")
         first = min(answer for answer in ends.values() if answer is not None)
         return _RankFailedError(first.name, (first.reason.strip().splitlines() or [""])[0])
 
+    def _heard(self, known: Mapping[Connection, Any], within: float) -> dict[Connection, Any]:
+        """What the next ranks say, of which nothing is known yet; None if one has ended without a word."""
+        found: dict[Connection, Any] = {}
+        for rank in wait([rank for rank in self._ranks if rank not in known], within):
+            assert isinstance(rank, Connection)
+            found[rank] = None
+            with contextlib.suppress(EOFError, ConnectionError):
+                found[rank] = rank.recv()
+        return found
 
-def _heard(rank: Connection) -> Prepared | Stepped | Failed | None:
-    """None if it has ended without a word."""
-    try:
-        return rank.recv()  # type: ignore[no-any-return]
-    except (EOFError, ConnectionError):
-        return None
+
+class Lineup(contextlib.ExitStack):
+    """For as long as the context lasts.
+
+    contestants   by name: that of their side and what it runs
+    schedules     what they run, as they run it
+    """
+
+    def __init__(self, contest: Contest, progress: Progress, environment: Environment = None) -> None:
+        super().__init__()
+        self._contest, self._progress, self._environment = contest, progress, environment
+        self._peers: dict[str, Peer] = {}
+        self.contestants: dict[str, Contestant] = {}
+        self.schedules: dict[str, Schedule] = {}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why some do not take part, or no longer."""
+        return {f"{name} {what}": why for name, peer in self._peers.items() for what, why in peer.refused.items()}
+
+    def add_here(self, schedules: Sequence[str], name: str = "gapless", *, on_all_cores: bool = False) -> None:
+        """Our pipelines, whose devices are threads of this process."""
+        for schedule in schedules:
+            pipe = self.enter_context(pipeline(self._contest, schedule))
+            self.schedules[f"{name} {schedule}"] = pipe.schedule
+            self.contestants[f"{name} {schedule}"] = step(
+                self._contest, pipe, on_all_cores=on_all_cores, endless=not has_steps(schedule)
+            )
+
+    def add_ranks(self, side: SideName, whats: Sequence[str], name: str | None = None) -> None:
+        """A side in processes of its own, and what it is to run."""
+        name = side if name is None else name
+        self._progress(f"starting {side}")
+        peer = self._peers[name] = self.enter_context(Peer(self._contest, whats, side, self._environment))
+        for what in whats:
+            if what not in peer.refused:
+                self.contestants[f"{name} {what}".strip()] = partial(peer.step, what)
+        self.schedules |= {f"{name} {what}": schedule for what, schedule in peer.schedules.items()}
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()

@@ -6,23 +6,25 @@
               <--- Failed ---------- instead, and the rank ends
 
 A rank that has nothing to do blocks in its connection, so it takes no time from the other contestants. All times come
-from one monotonic clock. What the ranks run is a matter of `torch_side` and `gapless_side`.
+from one monotonic clock. What the ranks run is a matter of the sides.
 """
 
 import contextlib
 import os
+import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.connection import Client, Connection
-from typing import NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.peer.contest import Contest, from_json
+from benchmarks import die_with_parent
+from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Span
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
@@ -53,41 +55,43 @@ class Failed(NamedTuple):
     reason: str
 
 
-class Side(Protocol):
-    """What a contestant's module has."""
-
-    def prepare(self, contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
-        """The order of the actions of that schedule, if it is not as in the recipe, and a call that runs one step on
-        this rank. Raises ValueError or AssertionError for sizes that it does not take, on every rank.
-        """
+# What a contestant's module has. For a contest, what is to run and a rank: the order of the actions of that schedule,
+# if it is not as in the recipe, and a call that runs one step on this rank. Raises ValueError or AssertionError for
+# sizes that it does not take, on every rank.
+Prepare = Callable[[Contest, str, int], tuple[str | None, Callable[[], object]]]
 
 
 def join_group(rank: int, ranks: int, folder: str, seconds: float, backend: str = "gloo") -> None:
     """A group of the ranks that share the folder, each with one intra-op thread, as under torchrun."""
     set_intra_op_threads(1)
     dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=seconds),
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
     )
 
 
-def compete(rank: int, ranks: int, folder: str, name: str, text: str) -> None:
-    """Until `Peer` hangs up; `name` is the side's, `text` the contest."""
-    lead = Client(f"{folder}/door", "AF_UNIX")
-    lead.send(rank)
+def compete(
+    rank: int, ranks: int, folder: str, place: str, contest: Contest, names: Sequence[str], lead: Connection, more: Any
+) -> None:
+    """Until `Peer` hangs up; `place` is where its `Prepare` is, `more` belongs to the environment."""
+    os.setsid()  # Ctrl-C is for whoever started it
+    die_with_parent()
+    said = os.open(f"{folder}/said", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    os.environ.update(more)
     at = ""
     try:
-        contest, names = from_json(text)
         if contest.kind == "gpt":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.kind == "gpt" else "gloo")
-        side: Side = import_module(f"benchmarks.peer.{name}_side")
+        module, _, function = place.partition(":")
+        prepare: Prepare = getattr(import_module(module), function)
         steps: dict[str, Callable[[], object]] = {}
         for at in names:
-            _send(lead, _prepare(rank, side, contest, at, steps))
+            _send(lead, _prepare(rank, prepare, contest, at, steps))
         while (asked := _asked(lead)) is not None:
             at, times = asked
             _send(lead, _step(contest, steps[at], times))
@@ -113,9 +117,11 @@ def _asked(lead: Connection) -> tuple[str, int] | None:
     return name, times
 
 
-def _prepare(rank: int, side: Side, contest: Contest, name: str, steps: dict[str, Callable[[], object]]) -> Prepared:
+def _prepare(
+    rank: int, prepare: Prepare, contest: Contest, name: str, steps: dict[str, Callable[[], object]]
+) -> Prepared:
     try:
-        order, steps[name] = side.prepare(contest, name, rank)
+        order, steps[name] = prepare(contest, name, rank)
     except (ValueError, AssertionError) as error:
         return Prepared(name, refused=str(error) or type(error).__name__)
     contest.tidy()

@@ -53,7 +53,7 @@ def _stages_of(rank: int, devices: int, name: str) -> list[int]:
     return [rank, 2 * devices - 1 - rank] if name in _VEE else [rank, devices + rank]
 
 
-def prepare(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+def prepare_torch(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
     """torch's schedule of that name: its order, and a call that runs one step of it on this rank."""
     made, stages_per_device = _CLASSES[name]
     num_stages = stages_per_device * contest.devices

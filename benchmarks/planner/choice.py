@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.planner.late_link import late
 from benchmarks.planner.subjects import Subject, emulated
-from benchmarks.runner.report import milliseconds, signed, tabular
 from benchmarks.runner.rounds import Progress, finals, median, ratio
+from benchmarks.runner.told import Table, tabulated
 from gapless.errors import PlanError
 from gapless.plan.plan import Plan
 from gapless.plan.profile.machine import Device, Mesh
@@ -80,7 +80,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
             progress(f"measuring {place.costs}")
             profiles[place.costs, place.devices] = _sized(subject.profile("cpu", place.devices, seconds))
         rows.append(_row(place, subject, _plans(place, profiles[place.costs, place.devices]), rounds, progress))
-    return {"rows": rows, "near": NEAR}
+    return {"rows": rows}
 
 
 def _sized(profile: Profile) -> Profile:
@@ -120,26 +120,20 @@ def _row(place: Place, subject: Subject, plans: Sequence[Plan], rounds: int, pro
     }
 
 
-def report(found: dict[str, Any]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The pick and the quickest of each place, and how often they are as good as the same."""
-    rows = [
-        (
-            row["costs"],
-            f"{row['latency']:g} ms",
-            str(row["devices"]),
-            str(row["microbatches"]),
-            "-" if row["limit"] is None else f"{row['limit']} MiB",
-            str(len(row["seconds"])),
-            *(cell for who in ("picked", "quickest") for cell in (row[who], milliseconds(row["seconds"][row[who]]))),
-            signed(row["slower"]),
-        )
-        for row in found["rows"]
+    right = sum(row["slower"] <= NEAR for row in rows)
+    shown = [
+        {
+            **row,
+            "latency": f"{row['latency']:g} ms",
+            "limit": "-" if row["limit"] is None else f"{row['limit']} MiB",
+            "schedules": len(row["seconds"]),
+            **{f"{who} step": row["seconds"][row[who]] for who in ("picked", "quickest")},
+        }
+        for row in rows
     ]
-    right = sum(row["slower"] <= found["near"] for row in found["rows"])
-    return tabular(
-        f"meant: the pick within {found['near']:.0%} of the quickest of all schedules that fit",
-        ("costs", "latency", "K", "M", "limit", "schedules", "picked", "step", "quickest", "step", ""),
-        rows,
-        "",
-        f"within {found['near']:.0%}: {right} of {len(rows)}",
-    )
+    title = f"choice\nmeant: the pick within {NEAR:.0%} of the quickest of all schedules that fit"
+    columns = "costs | latency | K=devices | M=microbatches | limit | schedules | picked | step=picked step:ms"
+    columns += " | quickest | step=quickest step:ms | =slower:+%"
+    return tabulated(title, shown, columns, f"within {NEAR:.0%}: {right} of {len(rows)}")

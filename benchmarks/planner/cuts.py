@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.planner import subjects
 from benchmarks.planner.subjects import Subject
-from benchmarks.runner.report import milliseconds, signed, tabular
 from benchmarks.runner.rounds import Progress, finals, median, ratio
+from benchmarks.runner.told import Table, cell, tabulated
 from gapless.plan.cut.partition import equal_counts
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Profile
@@ -39,7 +39,7 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
         subject = make()
         progress(f"measuring {subject.name}")
         rows.append(_row(subject, subject.profile("cpu", _DEVICES, seconds), rounds, progress))
-    return {"rows": rows, "near": NEAR}
+    return {"rows": rows}
 
 
 def _row(subject: Subject, profile: Profile, rounds: int, progress: Progress) -> dict[str, Any]:
@@ -72,21 +72,15 @@ def _shown(cut: Sequence[int]) -> str:
     return "|".join(map(str, cut))
 
 
-def report(found: dict[str, Any]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The planned cut of each model beside equal counts and the best cut."""
-    rows = [
-        (
-            row["model"],
-            str(row["layers"]),
-            *(f"{row[key]} {milliseconds(row['seconds'][row[key]])}" for key in ("equal", "planned", "best")),
-            f"{row['faster_than_equal']:.2f}x faster",
-            signed(row["slower_than_best"]),
-        )
-        for row in found["rows"]
+    shown = [
+        row | {key: f"{row[key]} {cell(row['seconds'][row[key]], 'ms')}" for key in ("equal", "planned", "best")}
+        for row in rows
     ]
-    return tabular(
-        f"{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and within "
-        f"{found['near']:.0%} of the best cut",
-        ("model", "layers", "equal", "planned", "best of all", "to equal", "to the best"),
-        rows,
+    title = (
+        f"cuts\n{_DEVICES} devices, 1f1b, {_MICROBATCHES} microbatches; meant: faster than equal counts, and within "
+        f"{NEAR:.0%} of the best cut"
     )
+    columns = "model | layers | equal | planned | best of all=best | faster than equal=faster_than_equal:x"
+    return tabulated(title, shown, f"{columns} | to the best=slower_than_best:+%")

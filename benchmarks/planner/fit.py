@@ -12,7 +12,6 @@ refused in vain.
 Torch's allocator runs with expandable segments. Without them it loses up to a quarter of what comes and goes.
 """
 
-import dataclasses
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,10 @@ import torch
 
 from benchmarks.planner import subjects
 from benchmarks.planner.own_memory import Apart
+from benchmarks.planner.prediction import plans_for
 from benchmarks.planner.subjects import Subject
-from benchmarks.runner.report import signed, tabular
 from benchmarks.runner.rounds import Progress
+from benchmarks.runner.told import Table, tabulated
 from gapless.errors import ConfigError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
@@ -35,15 +35,7 @@ ROOM = 0.15
 OVER, UNDER = 0.10, 0.05
 _ABOVE = (1.0, 1.03)  # of what was predicted: planned
 _BELOW = (0.99, 0.95)  # refused
-_SETTINGS = (
-    ("1f1b", 2, 8, False),
-    ("1f1b", 4, 8, True),
-    ("gpipe", 2, 4, False),
-    ("zb-h1", 2, 8, False),
-    ("1f1b", 1, 4, False),
-)
-
-
+_SETTINGS = {2: "1f1b 8, gpipe 4, zb-h1 8", 4: "1f1b 8 remat", 1: "1f1b 4"}  # by the number of devices
 SUBJECTS: Sequence[Callable[[], Subject]] = (
     lambda: subjects.small_gpt(width=1024, depth=8, vocab=16000, length=512, samples=4),
     lambda: subjects.small_resnet(50, width=64, side=224, samples=16),
@@ -64,19 +56,11 @@ def run(*, seconds: float, progress: Progress) -> dict[str, Any]:
             subject = make()
             progress(f"{subject.name}: profile")
             profile = subject.profile(gpu, 1, seconds)
-            for schedule, devices, M, remat in _SETTINGS:
-                progress(f"{subject.name}: {schedule}, {devices} devices")
-                plan = subjects.planned(profile, devices, schedule, M, remat=remat)
-                rows.append(_row(subject, plan, gpu, lost=profile.reserved))
-    tries = [try_ for row in rows for try_ in row["tries"]]
-    return {
-        "rows": rows,
-        "tries": len(tries),
-        "failed": sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries),
-        "roomy": sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries),
-        "peaks_right": sum(-UNDER <= row["difference"] <= OVER for row in rows),
-        "device": torch.cuda.get_device_name(gpu),
-    }
+            for devices, wanted in _SETTINGS.items():
+                for plan in plans_for(profile, devices, wanted):
+                    progress(f"{subject.name}: {plan.recipe}, {devices} devices")
+                    rows.append(_row(subject, plan, gpu, lost=profile.reserved))
+    return {"rows": rows, "device": torch.cuda.get_device_name(gpu)}
 
 
 @contextmanager
@@ -106,10 +90,8 @@ def _row(subject: Subject, plan: Plan, gpu: str, lost: int) -> dict[str, Any]:
         tries.append({"kind": kind, "share": share, "ran": ran, "fits": ran and free["peaks"] <= limit})
     return {
         **subjects.told(subject, plan),
-        "partition": plan.partition,
         "predicted": predicted,
         "predicted_live": live,
-        "parts": [dataclasses.asdict(held) for held in plan.memory],
         **free,
         "difference": live / free["peaks"] - 1,
         "tries": tries,
@@ -177,30 +159,25 @@ def _empty() -> None:
     torch.cuda.empty_cache()
 
 
-def report(found: dict[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> Table:
     """A row for each model and setting, and how often a plan or a refusal was wrong."""
-    rows = [
-        (
-            *subjects.cells(row),
-            *(f"{row[key] / 2**30:.3f} GiB" for key in ("predicted", "predicted_live", "peaks")),
-            signed(row["difference"]),
-            *(f"{row[key] / 2**30:.3f} GiB" for key in ("allocated", "reserved")),
-            *(_ran(row["tries"], kind) for kind in ("planned", "refused")),
-        )
-        for row in found["rows"]
-    ]
-    figures = ("predicted", "live", "measured", "", "together", "reserved", "planned ran", "refused ran")
-    return tabular(
-        f"{found['device']}: {found['tries']} limits around what is predicted",
-        (*subjects.HEADINGS, *figures),
+    rows = []
+    for row in found["rows"]:
+        ran = {kind: [try_["ran"] for try_ in row["tries"] if try_["kind"] == kind] for kind in ("planned", "refused")}
+        rows.append(row | {kind: f"{sum(mine)} of {len(mine)}" for kind, mine in ran.items()})
+    tries = [try_ for row in found["rows"] for try_ in row["tries"]]
+    failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
+    roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
+    right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
+    columns = (
+        f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3 | =difference:+%"
+    )
+    columns += " | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
+    return tabulated(
+        f"fit\n{found['device']}: {len(tries)} limits around what is predicted",
         rows,
-        "",
-        f"planned and failed: {found['failed']}, refused though it fits in {1 - ROOM:.0%} of the limit: "
-        f"{found['roomy']}; peaks within -{UNDER:.0%} and +{OVER:.0%}: {found['peaks_right']} of {len(rows)}",
+        columns,
+        f"planned and failed: {failed}, refused though it fits in {1 - ROOM:.0%} of the limit: {roomy}; "
+        f"peaks within -{UNDER:.0%} and +{OVER:.0%}: {right} of {len(rows)}",
         left=2,
     )
-
-
-def _ran(tries: list[dict[str, Any]], kind: str) -> str:
-    mine = [try_["ran"] for try_ in tries if try_["kind"] == kind]
-    return f"{sum(mine)} of {len(mine)}"

@@ -22,8 +22,8 @@ class LateChannels:
     def __init__(self, inner: Transport, seconds: float, one_by_one: bool = False) -> None:
         self._inner, self._seconds, self._one_by_one = inner, seconds, one_by_one
 
-    def in_stream(self, channel: Channel) -> bool:
-        return self._inner.in_stream(channel)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def sender(self, channel: Channel, *, idle: bool = False) -> Callable[[Any], None]:
         send, seconds, free = self._inner.sender(channel, idle=idle), self._seconds, 0.0
@@ -46,23 +46,11 @@ class LateChannels:
 
         return take
 
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def end(self) -> None:
-        self._inner.end()
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-    def clear(self) -> None:
-        self._inner.clear()
-
 
 def late(devices: Devices, seconds: float, *, one_by_one: bool = False) -> OneProcess:
     """Devices between which every message arrives so much later, and after those sent before it if `one_by_one`."""
 
-    def channels(schedule: Schedule) -> LateChannels:
+    def channels(schedule: Schedule) -> Any:
         return LateChannels(ThreadChannels(schedule), seconds, one_by_one)
 
     return OneProcess(torch_devices(devices), channels=channels)

@@ -6,14 +6,15 @@ and what an action takes while it runs. Parameters, gradients and optimizer stat
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.planner import subjects
 from benchmarks.planner.own_memory import Apart
 from benchmarks.planner.subjects import Subject
-from benchmarks.runner.report import mebibytes, milliseconds, signed, tabular
 from benchmarks.runner.rounds import Progress, median, take_turns
+from benchmarks.runner.told import Table, tabulated
 from gapless.plan.cut.stage_costs import make_stages
 from gapless.plan.plan import Plan
 from gapless.plan.profile.meter import StorageMeter
@@ -48,7 +49,8 @@ def settings(quick: bool) -> list[tuple[Subject, int, str]]:
     ]
 
 
-def _plans(profile: Profile, devices: int, wanted: str) -> list[Plan]:
+def plans_for(profile: Profile, devices: int, wanted: str) -> list[Plan]:
+    """The schedule and M of each, and whether it recomputes: as in `settings`."""
     words = (each.split() for each in wanted.split(", "))
     return [subjects.planned(profile, devices, name, int(M), remat=bool(remat)) for name, M, *remat in words]
 
@@ -60,34 +62,26 @@ def run(*, rounds: int, seconds: float, quick: bool, progress: Progress) -> dict
         progress(f"measuring {subject.name}")
         sessions = 1 if subject.emulated else _SESSIONS
         profile = subject.profile("cpu", devices, seconds / sessions)
-        plans = _plans(profile, devices, wanted)
-        held = [None if subject.emulated else _live(subject, plan) for plan in plans]
-        pairs = _steps(subject, plans, profile, sessions, rounds, seconds / sessions, progress)
+        plans = plans_for(profile, devices, wanted)
+        held = [None if subject.emulated else sum(peaks_of(subject, plan)) for plan in plans]
+        more = (subject.profile("cpu", devices, seconds / sessions) for _ in range(sessions - 1))
+        pairs = _steps(subject, plans, itertools.chain([profile], more), max(1, rounds // sessions), progress)
         rows += [_row(subject, plan, mine, live) for plan, mine, live in zip(plans, pairs, held, strict=True)]
-    return {"rows": rows, "over": OVER, "under": UNDER, **_verdict(rows)}
+    return {"rows": rows}
 
 
 def _steps(
-    subject: Subject,
-    plans: Sequence[Plan],
-    profile: Profile,
-    sessions: int,
-    rounds: int,
-    seconds: float,
-    progress: Progress,
+    subject: Subject, plans: Sequence[Plan], profiles: Iterator[Profile], rounds: int, progress: Progress
 ) -> list[list[tuple[float, float]]]:
     """For each plan and session what was predicted and what was measured. The layers are measured anew in each: on real
     processors, what the same work takes changes from minute to minute.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in plans]
     with contextlib.ExitStack() as stack:
-        contestants = {}
-        for number, plan in enumerate(plans):
-            contestants[f"{subject.name}, {plan.title} ({number})"] = subject.contestant(stack, plan)
-        for session in range(sessions):
-            if session:
-                profile = subject.profile("cpu", plans[0].num_devices, seconds)
-            taken = take_turns(contestants, max(1, rounds // sessions), progress, warmup=1 if session else 2)
+        names = [f"{subject.name}, {plan.title} ({number})" for number, plan in enumerate(plans)]
+        contestants = {name: subject.contestant(stack, plan) for name, plan in zip(names, plans, strict=True)}
+        for session, profile in enumerate(profiles):
+            taken = take_turns(contestants, rounds, progress, warmup=1 if session else 2)
             for mine, plan, values in zip(found, plans, taken.values(), strict=True):
                 mine.append((_predicted(plan, profile), median(values)))
     return found
@@ -122,10 +116,6 @@ def _metered(call: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any
     return run
 
 
-def _live(subject: Subject, plan: Plan) -> int:
-    return sum(peaks_of(subject, plan))
-
-
 def peaks_of(subject: Subject, plan: Plan) -> list[int]:
     """Of each device the most bytes that its actions have made and that are there at a time."""
     meters = [StorageMeter() for _ in range(plan.num_devices)]
@@ -154,36 +144,13 @@ def _row(subject: Subject, plan: Plan, pairs: Sequence[tuple[float, float]], liv
     }
 
 
-def _verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, key in (("times", "difference"), ("sizes", "bytes_difference")):
-        values = [row[key] for row in rows if row[key] is not None]
-        found |= {name: len(values), f"{name}_right": sum(-UNDER <= value <= OVER for value in values)}
-    return found
-
-
-def report(found: dict[str, Any]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each plan, and how many predictions are as near as they are meant to be."""
-    rows = [
-        (
-            *subjects.cells(row),
-            *_compared(row, milliseconds, ("predicted", "measured", "difference")),
-            *_compared(row, mebibytes, ("predicted_bytes", "measured_bytes", "bytes_difference")),
-        )
-        for row in found["rows"]
-    ]
-    return tabular(
-        "",
-        (*subjects.HEADINGS, "predicted", "measured", "", "held", "measured", ""),
-        rows,
-        "",
-        f"within -{found['under']:.0%} and +{found['over']:.0%}: {found['times_right']} of {found['times']} "
-        f"steps, {found['sizes_right']} of {found['sizes']} peaks",
-        left=2,
-    )
-
-
-def _compared(row: dict[str, Any], shown: Callable[[float], str], keys: tuple[str, str, str]) -> tuple[str, ...]:
-    """What was predicted, what was measured and their difference, or blanks."""
-    one, other, difference = (row[key] for key in keys)
-    return ("", "", "") if difference is None else (shown(one), shown(other), signed(difference))
+    right = []
+    for key, what in (("difference", "steps"), ("bytes_difference", "peaks")):
+        known = [row[key] for row in rows if row[key] is not None]
+        right.append(f"{sum(-UNDER <= value <= OVER for value in known)} of {len(known)} {what}")
+    columns = f"{subjects.COLUMNS} | predicted:ms | measured:ms | =difference:+% | held=predicted_bytes:MiB"
+    columns += " | measured=measured_bytes:MiB | =bytes_difference:+%"
+    verdict = f"within -{UNDER:.0%} and +{OVER:.0%}: {', '.join(right)}"
+    return tabulated("prediction", rows, columns, verdict, left=2)

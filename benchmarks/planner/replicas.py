@@ -11,28 +11,29 @@ has to exchange:
 Layers are emulated: they take the time of the profile and no processor. Activations, weights and gradients are real, so
 they are sent, exchanged and updated. All times are those of a real machine, divided by the same number; sizes and
 bandwidth are divided too, so that the plan stays what it was.
+
+example: python -m benchmarks replicas --devices 8 --milliseconds 50
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.gapless_sides import sgd
 from benchmarks.peer.peer import Peer
-from benchmarks.runner.outcome import Figure, of_rounds
 from benchmarks.runner.parameters import Between, Rounds
-from benchmarks.runner.report import milliseconds as in_ms
-from benchmarks.runner.report import tabular
 from benchmarks.runner.rounds import Progress, Span, median, silent, take_turns
+from benchmarks.runner.told import Found, Told, cell, of_rounds, tabulated
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.asynchronous.replicate import Replication, replicate
 from gapless.plan.profile.profile import Layer, Link, Profile, Seconds
-from gapless.view import text
 from gapless.zoo.emulated import Emulated
 
 _SAMPLES, _FLOPS, _BANDWIDTH = 64, 3e12, 1.25e9  # of the machine whose times are divided
@@ -46,7 +47,7 @@ def run(
     milliseconds: Annotated[float, "predicted time of a minibatch", Between(1, 60_000)] = 50.0,
     rounds: Rounds = 5,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Found:
     """What was planned, and the predicted and the measured time of a minibatch in the steady state."""
     made = planned(devices, milliseconds / 1000)
     contest = Contest(devices, 1, "emulated", seconds=milliseconds / 1000, size=crossing(made))
@@ -115,7 +116,7 @@ def measured_minibatches(found: Replication) -> int:
 def stepping(made: PlannedVgg, pipe: Pipeline) -> Callable[[], Span]:
     """Goes on with a stream until devices are busy, and then for a while, which is the span."""
     inputs, target = torch.zeros(1, crossing(made), requires_grad=True), torch.zeros(1)
-    results = pipe.stream(optimizer=_sgd, split=True).run(itertools.repeat((inputs, target)))
+    results = pipe.stream(optimizer=sgd, split=True).run(itertools.repeat((inputs, target)))
 
     def run() -> Span:
         for _ in range(4 * max(made.found.replicas) + made.found.num_devices):
@@ -135,43 +136,36 @@ def crossing(made: PlannedVgg) -> int:
 
 def model(made: PlannedVgg) -> nn.Sequential:
     """All layers hand on what crosses between the first two stages."""
-    return nn.Sequential(
-        *(
-            Emulated(
-                forward=each.forward.median,
-                input_grad=each.input_grad.median,
-                weight_grad=each.weight_grad.median,
-                size=crossing(made),
-                weights=each.parameters // 4,
-            )
-            for each in made.profile.layers
-        )
-    )
+    layers = []
+    for each in made.profile.layers:
+        times = {name: getattr(each, name).median for name in ("forward", "input_grad", "weight_grad")}
+        layers.append(Emulated(**times, size=crossing(made), weights=each.parameters // 4))
+    return nn.Sequential(*layers)
 
 
-def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+def prepare_replicas(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+    """What a rank runs: a call that trains for a while."""
+    torch.manual_seed(0)  # every rank makes the same weights
+    made = planned(contest.devices, contest.seconds)
+    mesh = init_device_mesh("cpu", (contest.devices,), mesh_dim_names=("pp",))
+    pipe = Pipeline(model(made), mesh=mesh, schedule=made.found, loss=contest.loss)
+    return pipe.schedule.text(), stepping(made, pipe)
 
 
-def report(found: dict[str, Any]) -> str:
+def told(found: Found) -> Told:
     """The plan, and how long a minibatch was to take, and took."""
-    stages = zip(found["partition"], found["replicas"], strict=True)
+    stages = enumerate(zip(found["partition"], found["replicas"], strict=True))
     rows = [
-        (str(number), str(layers), str(replicas), f"every {replicas}." if replicas > 1 else "every one")
-        for number, (layers, replicas) in enumerate(stages)
+        {"stage": number, "layers": layers, "replicas": count, "each": f"every {count}." if count > 1 else "every one"}
+        for number, (layers, count) in stages
     ]
-    return tabular(
-        f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of "
-        f"{len(found['rounds'])}",
-        ("stage", "layers", "replicas", "minibatches of each"),
-        rows,
-        "",
-        f"a minibatch takes {in_ms(found['seconds'])}, predicted {in_ms(found['predicted'])}: "
-        f"{text.percent(found['ratio'] - 1)} more",
-    )
-
-
-def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """How far the prediction is off."""
     off = [seconds / found["predicted"] - 1 for seconds in found["rounds"]]
-    return [of_rounds(f"measured to predicted minibatch, {found['plan']}", off, "difference", "less", "at most +10%")]
+    title = (
+        f"VGG-16 on {found['devices']} emulated devices, a process each, as {found['plan']}; medians of "
+        f"{len(found['rounds'])}"
+    )
+    seconds, predicted, more = cell(found["seconds"], "ms"), cell(found["predicted"], "ms"), cell(median(off), "%")
+    verdict = f"a minibatch takes {seconds}, predicted {predicted}: {more} more"
+    name = f"measured to predicted minibatch, {found['plan']}"
+    figure = of_rounds(name, off, "difference", "less", "at most +10%")
+    return Told([figure], [tabulated(title, rows, "stage | layers | replicas | minibatches of each=each", verdict)])

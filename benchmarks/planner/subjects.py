@@ -53,17 +53,9 @@ class Subject:
     def profile(self, device: str, devices: int, seconds: float) -> Profile:
         """As measured, for so many devices, with the hop from one thread to another where there are several."""
         inputs, target = self.batch(self.samples)
-        found = measure(
-            self.layers,
-            inputs,
-            target,
-            loss=self.loss,
-            device=device,
-            threads=max(1, torch.get_num_threads() // devices),
-            side_by_side=devices,
-            seconds=seconds,
-            name=self.name,
-        )
+        threads = max(1, torch.get_num_threads() // devices)
+        more: Any = {"device": device, "threads": threads, "side_by_side": devices, "seconds": seconds}
+        found = measure(self.layers, inputs, target, loss=self.loss, name=self.name, **more)
         return replace(found, links=(hop(),) if devices > 1 else ())
 
     def pipeline(self, plan: Plan, world: World | None = None) -> Pipeline:
@@ -89,22 +81,13 @@ def planned(
     return finished(drafts, drafts.make(choice, counts, again))
 
 
-HEADINGS = ("model", "schedule", "K", "M", "remat")
+COLUMNS = "model | schedule | K=devices | M=microbatches | remat"
 
 
 def told(subject: Subject, plan: Plan) -> dict[str, Any]:
-    """What was run, as JSON values."""
-    remat = "stage" in plan.remat
-    ran = {"schedule": plan.recipe, "devices": plan.num_devices, "microbatches": plan.microbatches, "remat": remat}
-    return {"model": subject.name, **ran}
-
-
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """The same under the HEADINGS of a table."""
-    return (
-        *(str(row[key]) for key in ("model", "schedule", "devices", "microbatches")),
-        "yes" if row["remat"] else "-",
-    )
+    """What was run, under these columns."""
+    ran = {"schedule": plan.recipe, "devices": plan.num_devices, "microbatches": plan.microbatches}
+    return {"model": subject.name, **ran, "remat": "yes" if "stage" in plan.remat else "-"}
 
 
 # -- emulated -------------------------------------------------------------------------------------------------------
@@ -137,21 +120,20 @@ def small_gpt(width: int = 96, depth: int = 4, vocab: int = 256, length: int = 4
 def small_resnet(depth: int = 101, width: int = 8, side: int = 64, samples: int = 4) -> Subject:
     """Early layers hold large images, late ones many channels."""
 
-    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
-        return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
-
     model = resnet(depth, classes=10, width=width)
-    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, data, samples)
+    return Subject(f"resnet-{depth}", list(model), F.cross_entropy, partial(_images, side), samples)
 
 
 def small_amoebanet(cells: int = 6, filters: int = 16, side: int = 32, samples: int = 2) -> Subject:
     """Pairs of tensors travel from cell to cell."""
 
-    def data(count: int, chance: torch.Generator) -> tuple[Any, Any]:
-        return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
-
     model = amoebanet(cells=cells, filters=filters, classes=10)
-    return Subject(f"AmoebaNet-D ({cells}, {filters})", list(model), F.cross_entropy, data, samples)
+    name = f"AmoebaNet-D ({cells}, {filters})"
+    return Subject(name, list(model), F.cross_entropy, partial(_images, side), samples)
+
+
+def _images(side: int, count: int, chance: torch.Generator) -> tuple[Any, Any]:
+    return torch.randn(count, 3, side, side, generator=chance), torch.randint(10, (count,), generator=chance)
 
 
 class _Layer(nn.Module):

@@ -1,24 +1,22 @@
 """`python -m benchmarks`: measure, always against a bound or a peer in the same run.
 
 The options of a benchmark are the parameters of its `run` (see `benchmarks.runner.parameters`): there is no list of
-them here. A benchmark is loaded once it is named, since that loads torch.
+them here. A benchmark is loaded once it is named, since that loads torch; so is what stores results.
 """
 
 import argparse
-import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from benchmarks import BENCHMARKS, benchmark_module
-from benchmarks.runner import all_parts
-from benchmarks.runner.parameters import Between
+from benchmarks.runner.parameters import PROGRAM, check_names, command_of, make_parser, parsed
 from gapless.cli import exit_code, options, terminal
-from gapless.cli.parser import Parser, parse
+from gapless.cli.parser import parse
+from gapless.errors import ConfigError
 
-PROGRAM = "python -m benchmarks"
-EXAMPLE = f"{PROGRAM} emulated --devices 8 --microbatches 16"
-_LETTERS = {"devices": "K", "microbatches": "M"}
+_ALL = "every benchmark that can run here, as one page; says what got slower"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,53 +25,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    parser = _parser(PROGRAM, "Measure schedules against their bound, and gapless against its peers.", EXAMPLE)
-    lines = [f"\n  {name:<10}  {each.about}" for name, each in BENCHMARKS.items()]
-    parser.description = f"{parser.description}\n\nbenchmarks; each has its own --help:{''.join(lines)}"
-    parser.description += f"\n  {'all':<10}  {all_parts.ABOUT}"
-    parser.add_argument("name", nargs="?", metavar="NAME", choices=[*BENCHMARKS, "all"], help="one of the benchmarks")
+    known = BENCHMARKS | {"all": _ALL}
+    listed = "".join(f"\n  {name:<10}  {about}" for name, about in known.items())
+    about = (
+        "Measure schedules against their bound, and gapless against its peers.\n\nbenchmarks; each has its own --help:"
+    )
+    example = f"\n\nexample: {PROGRAM} emulated --devices 8 --microbatches 16"
+    parser = make_parser("", about + listed + example)
+    parser.add_argument("name", nargs="?", metavar="NAME", choices=[*known], help="one of the benchmarks")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its options")
     arguments = parse(parser, words, parser)
     if arguments.name is None:
         parser.print_help()
         return 0
-    if arguments.name == "all":
-        return all_parts.run(arguments.words)
-    return _measure(arguments.name, arguments.words)
+    return _all(arguments.words) if arguments.name == "all" else _one(arguments.name, arguments.words)
 
 
-def _parser(program: str, description: str, example: str) -> Parser:
-    return Parser(
-        prog=program,
-        description=description,
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def _measure(name: str, words: list[str]) -> int:
-    benchmark = benchmark_module(name)
-    example = BENCHMARKS[name].example
-    parser = _parser(f"{PROGRAM} {name}", (benchmark.__doc__ or "").strip(), f"{PROGRAM} {name} {example}".strip())
-    hints = get_type_hints(benchmark.run, include_extras=True)
-    checks = {}
-    for parameter in inspect.signature(benchmark.run).parameters.values():
-        if parameter.name != "progress":
-            kind, *notes = get_args(hints[parameter.name])
-            add_option(parser, parameter.name, kind, parameter.default, *notes)
-            checks[parameter.name] = [note for note in notes if callable(note)]
-    parser.add_argument(
-        "--json", nargs="?", const=True, type=options.file_to_write, metavar="FILE",
-        help="print one JSON object; with a file: store the result there, for pages and comparisons",
-    )  # fmt: skip
-    given = vars(parse(parser, words, parser))
-    as_json = given.pop("json")
-    for option, value in given.items():
-        for check in checks[option]:
-            for each in value if isinstance(value, tuple) else [value]:
-                check(each)
+def _one(name: str, words: list[str]) -> int:
+    given, as_json = parsed(name, words)
     options.refuse_ranks(PROGRAM)
+    benchmark = benchmark_module(name)
     try:
         found = benchmark.run(**given, progress=terminal.show_progress)
     finally:
@@ -81,55 +52,79 @@ def _measure(name: str, words: list[str]) -> int:
     shown = {option: str(value) if isinstance(value, Path) else value for option, value in given.items()}
     found = {"benchmark": name, **shown, **found}
     if isinstance(as_json, str):
-        _store(name, given, found, Path(as_json))
+        from benchmarks.runner import outcome, suite
+
+        outcome.outcome(name, command_of(name, given), suite.plain(name, given, found)).write(Path(as_json))
     if as_json is True:
         terminal.print_json(found)
     else:
-        terminal.say(benchmark.report(found))
+        terminal.say(benchmark.told(found).text)
     return 0
 
 
-def _store(name: str, given: dict[str, Any], found: dict[str, Any], file: Path) -> None:
-    from benchmarks.runner import environment, outcome, suite  # which load torch
-
-    told = suite.command(name, given)
-    outcome.outcome(name, told, environment.environment(), suite.plain(name, given, found)).write(file)
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any, what: str, *notes: Any) -> None:
-    """A parameter of a benchmark as an option, read as its type says."""
-    flag = f"--{name.replace('_', '-')}"
-    if kind is bool:
-        switch = f"--no-{flag[2:]}" if default else flag
-        parser.add_argument(switch, dest=name, action="store_false" if default else "store_true", help=what)
-        return
-    range_ = next((note for note in notes if isinstance(note, Between)), Between(0, 0))
-    letter = _LETTERS.get(name)
-    kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
-        int: (_count, letter or "N"),
-        float: (_number(range_), "X"),
-        str: (str, "NAME"),
-        tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
-        Path | None: (lambda text: Path(options.file_to_write(text)), "FILE"),
-    }
-    read, metavar = kinds[kind]
-    options.add_values(parser, (f"{flag} -{letter}" if letter else flag, read, default, metavar, what))
+def _all(words: list[str]) -> int:
+    """0 if all is done, 130 if it was stopped; what was done is kept either way."""
+    arguments = _parsed(words)
+    from benchmarks.runner import suite
+
+    options.refuse_ranks(f"{PROGRAM} all")
+    if arguments.compare and not Path(arguments.compare).is_dir():
+        raise ConfigError(f"there is no folder {arguments.compare[:200]} to compare with: give the folder of a run")
+    check_names("part", arguments.only or (), list(suite.ENTRIES))
+    keys = [key for key in suite.ENTRIES if not arguments.only or key in arguments.only]
+    runs = suite.Runs(Path(arguments.results))
+    folder, goes_on = runs.open(keys, quick=arguments.quick)
+    earlier = Path(arguments.compare) if arguments.compare else runs.before(folder)
+    before = suite.stored(earlier) if earlier else None  # looked at before the work, not after
+    if goes_on:
+        terminal.say(f"going on with the run in {folder}: {len(suite.stored(folder))} of {len(keys)} parts are done")
+    stopped = False
+    try:
+        suite.run_all(folder, keys, quick=arguments.quick, progress=terminal.show_progress, done=_say_done)
+        runs.close(folder)
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        terminal.show_progress("")
+    outcomes = suite.stored(folder)
+    _tell(arguments, f"{earlier}", before, outcomes, len(keys) - len(outcomes))
+    terminal.say(f"the results are in {folder}")
+    if stopped:
+        told = f"stopped: {len(outcomes)} of {len(keys)} parts are in {folder}; the same command goes on"
+        terminal.say(told, sys.stderr)
+    return 130 if stopped else 0
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 1_000_000 or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1,000,000")
-    return int(text)
+def _parsed(words: list[str]) -> argparse.Namespace:
+    parser = make_parser("all", f"{_ALL[0].upper()}{_ALL[1:]}.\n\nexample: {PROGRAM} all --html report.html")
+    parser.add_argument("--html", type=options.file_to_write, metavar="FILE", help="write a page with all figures")
+    parser.add_argument(
+        "--results", metavar="FOLDER", default="gapless-results",
+        help="where results are kept, a folder for each run; a stopped run goes on (default: gapless-results)",
+    )  # fmt: skip
+    parser.add_argument("--compare", metavar="FOLDER", help="say what got slower than in this run (default: the last)")
+    parser.add_argument("--only", type=options.words, metavar="NAME,NAME", help="only these parts")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    return parse(parser, words, parser)
 
 
-def _number(range_: Between) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not range_.least <= value <= range_.most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {range_.least:g} to {range_.most:,g}")
-        return value
+def _say_done(key: str, outcome: Any) -> None:
+    terminal.show_progress("")
+    terminal.say(f"{key}: left out, {outcome.skipped}" if outcome.skipped else f"{key}: done")
+    terminal.flush()
 
-    return read
+
+def _tell(arguments: argparse.Namespace, earlier: str, before: Any, outcomes: Any, missing: int) -> None:
+    """What got slower, and the page."""
+    from benchmarks.runner import slower, summary_page
+
+    found = None if before is None else slower.slower(before, outcomes)
+    if found is not None:
+        terminal.say("\n  ".join([found.verdict(earlier), *map(str, found.worse)]))
+    if arguments.html:
+        page = summary_page.render(outcomes, found, quick=arguments.quick, missing=missing)
+        Path(arguments.html).write_text(page, "utf-8")
+        terminal.say(f"the page is {arguments.html}")

@@ -7,12 +7,14 @@ Results are stored by `python -m benchmarks NAME --json docs/results/bench/NAME.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.runner.outcome import Grid, Outcome, between, shown
+from benchmarks.runner.outcome import Outcome
 from benchmarks.runner.suite import stored
-from gapless.errors import ConfigError, GaplessError
+from benchmarks.runner.told import Table, as_markdown
+from gapless.cli import exit_code
+from gapless.errors import ConfigError
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -22,25 +24,19 @@ def rendered(folder: Path) -> str:
     outcomes = stored(folder)
     if not outcomes:
         raise ConfigError(f"there is no result in {folder}: store some with `python -m benchmarks NAME --json FILE`")
-    single = [each for each in outcomes.values() if not each.tables]
     rows = [
-        (
-            f"`{each.command}`" if not number else "",
-            figure.name,
-            figure.meant,
-            shown(figure.value, figure.unit),
-            between(figure),
-        )
-        for each in single
+        ("" if number else f"`{each.command}`", figure.name, figure.meant, str(figure), figure.between)
+        for each in outcomes.values()
+        if not each.tables
         for number, figure in enumerate(each.figures)
     ]
     parts = [_machines(list(outcomes.values()))]
     if rows:
-        parts.append(_markdown(Grid("", ("command", "what counts", "meant", "median", "rounds"), rows)))
+        parts.append(as_markdown(Table("", ("command", "what counts", "meant", "median", "rounds"), rows)))
     several = len({each.environment["cores"] for each in outcomes.values()}) > 1
     for each in outcomes.values():
         where = f", on {each.environment['cores']} cores" if several else ""
-        parts += [f"`{each.command}`{where}\n\n{_markdown(grid)}" for grid in each.tables]
+        parts += [f"`{each.command}`{where}\n\n{as_markdown(grid)}" for grid in each.tables]
     return "\n\n".join(parts)
 
 
@@ -55,24 +51,6 @@ def _machines(outcomes: Sequence[Outcome]) -> str:
     return f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {'; '.join(sorted(known))}."
 
 
-def _markdown(grid: Grid) -> str:
-    return "\n".join(_lines(grid))
-
-
-def _lines(grid: Grid) -> Iterator[str]:
-    if grid.title:
-        yield f"**{grid.title}**\n"
-    yield _line(grid.headings)
-    yield "|" + "---|" * len(grid.headings)
-    yield from map(_line, grid.rows)
-    if grid.note:
-        yield f"\n{grid.note}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
 def placed(text: str, made: str) -> str:
     """The text with `made` between its marks."""
     before, begin, rest = text.partition(BEGIN)
@@ -82,24 +60,22 @@ def placed(text: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """0 if the file is as it is to be, 1 if --check finds that it is not, 2 if something is wrong."""
-    check, names = "--check" in words, [word for word in words if word != "--check"]
+    return exit_code(_run, argv)
+
+
+def _run(words: list[str]) -> int:
+    names = [Path(word) for word in words if word != "--check"]
     if len(names) != 2:
-        print((__doc__ or "").strip())
-        return 2
-    file, folder = map(Path, names)
-    try:
-        text = file.read_text("utf-8")
-        wanted = placed(text, rendered(folder))
-    except (GaplessError, OSError) as error:
-        print(f"gapless: {error}", file=sys.stderr)
-        return 2
-    if check:
+        raise ConfigError("give a file and the folder of the results: FILE FOLDER")
+    text = names[0].read_text("utf-8")
+    wanted = placed(text, rendered(names[1]))
+    if "--check" in words:
         return int(text != wanted)
-    file.write_text(wanted, "utf-8")
+    names[0].write_text(wanted, "utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

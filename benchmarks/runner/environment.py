@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -11,27 +12,23 @@ from gapless._version import __version__
 
 def environment() -> dict[str, str | int]:
     """Processor, cores, GPU where there is one, and versions. No host name, no path."""
-    found: dict[str, str | int] = {
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gapless": __version__,
+        **gpu,
     }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
 
 
 def _processor() -> str:
     """As the system names it; ARM machines have a number for the maker and one for the part."""
-    try:
-        lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if ":" in line]
-    except OSError:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
         return platform.processor() or platform.machine()
-    known = {name.strip(): value.strip() for name, value in lines}
-    if "model name" in known:
-        return known["model name"]
-    part = known.get("CPU part")
-    return f"{platform.machine()}, part {part}" if part else platform.machine()
+    known = dict(re.findall(r"^(model name|CPU part)\s*:\s*(.*?)\s*$", info.read_text("utf-8"), re.MULTILINE))
+    part = f", part {known['CPU part']}" if "CPU part" in known else ""
+    return str(known.get("model name", f"{platform.machine()}{part}"))

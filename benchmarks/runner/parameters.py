@@ -1,5 +1,6 @@
-"""The options that several benchmarks have. A benchmark declares its options as the parameters of its `run`: the type
-says how an option is read, the default is the option's default, and the text beside the type is its help.
+"""The options of benchmarks. A benchmark declares its options as the parameters of its `run`: the type says how an
+option is read, the default is the option's default, and the text beside the type is its help. Those that several
+benchmarks have are here.
 
     int               a whole number from 1 on
     float             a number in the `Between` that stands beside the type
@@ -8,12 +9,21 @@ says how an option is read, the default is the option's default, and the text be
     Path | None       a file to write
 """
 
-from collections.abc import Sequence
+import argparse
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
+from benchmarks import benchmark_module
+from gapless.cli import options
+from gapless.cli.parser import Parser, parse
 from gapless.errors import ConfigError
 from gapless.schedule.recipes import find_recipe
+
+PROGRAM = "python -m benchmarks"
+_LETTERS = {"devices": "K", "microbatches": "M"}
 
 
 @dataclass(frozen=True)
@@ -33,10 +43,117 @@ Schedule = Annotated[str, "schedule to measure", find_recipe]
 Schedules = Annotated[tuple[str, ...], "schedules to measure", find_recipe]
 
 
+class Parameter(NamedTuple):
+    """Of the `run` of a benchmark. `notes` are what stands beside the type: its help, a `Between`, checks."""
+
+    kind: Any
+    default: Any
+    notes: Sequence[Any]
+
+
+def parameters_of(benchmark: str) -> dict[str, Parameter]:
+    """Its options by name."""
+    run = benchmark_module(benchmark).run
+    hints = get_type_hints(run, include_extras=True)
+    found = {}
+    for name, each in inspect.signature(run).parameters.items():
+        if name != "progress":
+            kind, *notes = get_args(hints[name])
+            found[name] = Parameter(kind, each.default, notes)
+    return found
+
+
+def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | bool]:
+    """The options that words on the command line give it, and where its result is to go: see --json."""
+    parser = make_parser(benchmark, benchmark_module(benchmark).__doc__.strip())
+    parameters = parameters_of(benchmark)
+    for option, parameter in parameters.items():
+        _add_option(parser, option, parameter)
+    parser.add_argument(
+        "--json", nargs="?", const=True, default=False, type=options.file_to_write, metavar="FILE",
+        help="print one JSON object; with a file: store the result there, for pages and comparisons",
+    )  # fmt: skip
+    given = vars(parse(parser, words, parser))
+    as_json = given.pop("json")
+    for option, value in given.items():
+        for check in filter(callable, parameters[option].notes):
+            for each in value if isinstance(value, tuple) else [value]:
+                check(each)
+    return given, as_json
+
+
+def make_parser(name: str, about: str) -> Parser:
+    """Of the program, or of one of its benchmarks."""
+    shape = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=f"{PROGRAM} {name}".strip(), description=about, formatter_class=shape, allow_abbrev=False)
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter) -> None:
+    """A parameter of a benchmark as an option, read as its type says."""
+    flag, (kind, default, (about, *notes)) = f"--{name.replace('_', '-')}", parameter
+    if kind is bool:
+        switch = f"--no-{flag[2:]}" if default else flag
+        parser.add_argument(switch, dest=name, action="store_false" if default else "store_true", help=about)
+        return
+    letter = _LETTERS.get(name)
+    kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
+        int: (_count, letter or "N"),
+        float: (_number(*(note for note in notes if isinstance(note, Between))), "X"),
+        str: (str, "NAME"),
+        tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
+        Path | None: (lambda text: Path(options.file_to_write(text)), "FILE"),
+    }
+    options.add_values(
+        parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about)
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 1_000_000 or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1,000,000")
+    return int(text)
+
+
+def _number(range_: Between | None = None) -> Callable[[str], float]:
+    range_ = range_ or Between(0, 0)
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not range_.least <= value <= range_.most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {range_.least:g} to {range_.most:,g}")
+        return value
+
+    return read
+
+
+def command_of(benchmark: str, options: Mapping[str, Any]) -> str:
+    """What measures it again: the options that are not the defaults, but for files."""
+    words = [PROGRAM, benchmark]
+    for name, parameter in parameters_of(benchmark).items():
+        value = options.get(name, parameter.default)
+        if value == parameter.default or isinstance(value, Path):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")]
+    return " ".join(words)
+
+
 def check_width(width: int, heads: int = 4) -> None:
     """Of a model whose heads share it."""
     if width % heads:
         raise ConfigError(f"width is {width}, but it must be a multiple of {heads}, the number of heads")
+
+
+def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """All that are given must be known."""
+    if wrong := [name for name in given if name not in known]:
+        raise ConfigError(f"there is no {what} {wrong[0][:40]!r}: it is one of {', '.join(known)}")
 
 
 def numbers(name: str, values: Sequence[str], *, whole: bool = True) -> list[float]:

@@ -1,14 +1,18 @@
 """Contestants take turns: every round runs each of them once, in the opposite order of the round before."""
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from gapless.errors import TransportError
+from gapless.errors import ConfigError, TransportError
 
 Contestant = Callable[[], float]  # runs once and says how many seconds that took
 Progress = Callable[[str], None]
+Taken = dict[str, list[float]]  # the seconds of each contestant, round by round
 
 
 class GaveUpError(TransportError):
@@ -30,13 +34,16 @@ def silent(_: str) -> None:
     """No progress at all."""
 
 
+def within(progress: Progress, at: str) -> Progress:
+    """The progress of a part of something: each line says which."""
+    return lambda line: progress(f"{at}: {line}" if line else at)
+
+
 def take_turns(
     contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent, warmup: int = 1
-) -> dict[str, list[float]]:
-    """The seconds of each contestant, round by round; warm-up rounds come first and do not count. Without those that
-    gave up.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+) -> Taken:
+    """The seconds of each contestant; warm-up rounds come first and do not count. Without those that gave up."""
+    seconds: Taken = {name: [] for name in contestants}
     for number in range(-warmup, rounds):
         names = list(seconds)
         for name in names if number % 2 == 0 else reversed(names):
@@ -65,12 +72,8 @@ def timed(work: Callable[[], object], times: int = 1) -> Contestant:
 
 
 def finals(
-    contestants: Mapping[str, Contestant],
-    seeded: Sequence[str],
-    finalists: int,
-    rounds: int,
-    progress: Progress = silent,
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    contestants: Mapping[str, Contestant], seeded: Sequence[str], finalists: int, rounds: int, progress: Progress
+) -> tuple[Taken, Taken]:
     """The seconds of all, which run twice; then those of the seeded ones and the quickest few, which run for longer."""
     first = take_turns(contestants, 2, progress)
     quickest = sorted(first, key=lambda name: min(first[name]))[:finalists]
@@ -78,11 +81,95 @@ def finals(
     return first, take_turns(last, rounds, progress, warmup=0)
 
 
+def fight(
+    ours: Contestant, other: str, theirs: Contestant, rounds: int, progress: Progress, *, warmup: int = 1
+) -> dict[str, Any]:
+    """Two contestants: the median seconds of both, and `ratio`: how many times as long the other one takes."""
+    seconds = take_turns({"gapless": ours, other: theirs}, rounds, progress, warmup)
+    medians = {"seconds": median(seconds["gapless"]), f"{other}_seconds": median(seconds[other])}
+    return {**medians, "ratio": ratio(seconds[other], seconds["gapless"]), "rounds": seconds}
+
+
+def best(seconds: Taken) -> dict[str, Any]:
+    """Our quickest contestant and torch's, and how much faster ours is, where both have one."""
+    sides = [{name: seconds[name] for name in seconds if name.startswith(by)} for by in ("gapless", "torch ")]
+    if not all(sides):
+        return {"faster": None}
+    mine, theirs = (min(side, key=lambda name: median(side[name])) for side in sides)
+    return {"best": mine, "best_of_torch": theirs, "faster": ratio(seconds[theirs], seconds[mine])}
+
+
 def median(values: Sequence[float]) -> float:
     """What counts of several rounds."""
     return statistics.median(values)
 
 
+def quotients(values: Sequence[float], to: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [mine / other for mine, other in zip(values, to, strict=True)]
+
+
 def ratio(values: Sequence[float], to: Sequence[float]) -> float:
     """The median of the rounds' quotients: both sides of each met the same moment of the machine."""
-    return statistics.median(mine / other for mine, other in zip(values, to, strict=True))
+    return median(quotients(values, to))
+
+
+def write_whole(file: Path, values: Mapping[str, Any]) -> None:
+    """As JSON, whole or not at all."""
+    aside = file.with_name(f"{file.name}.part")
+    aside.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+    os.replace(aside, file)
+
+
+class KeptRounds:
+    """The rounds of a long contest, and other facts, in a file: the same command goes on where it ended. `settings` say
+    which contest it is: a file that keeps those of another one is refused.
+    """
+
+    def __init__(self, file: Path | None, settings: Mapping[str, Any], minutes: float) -> None:
+        self._file, self._settings = file, json.loads(json.dumps(settings))
+        self._until = time.monotonic() + 60 * minutes
+        self.seconds: Taken = {}
+        self.facts: dict[str, Any] = {}  # that need not be found out again
+        if file is None or not file.exists() or not file.stat().st_size:
+            return
+        try:
+            found = json.loads(file.read_text())
+            settings, self.seconds, self.facts = found["settings"], found["seconds"], found["facts"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} does not keep rounds of a benchmark: give another file") from None
+        for name in sorted({*settings, *self._settings}):
+            there, here = settings.get(name), self._settings.get(name)
+            if there != here:
+                raise ConfigError(
+                    f"{file} keeps rounds with {name} = {there}, and this is {here}: give another file, or delete it"
+                )
+
+    @property
+    def is_time_over(self) -> bool:
+        """Whether to stop for now: only what is kept is not lost by that."""
+        return self._file is not None and time.monotonic() > self._until
+
+    def take_turns(self, contestants: Mapping[str, Contestant], rounds: int, progress: Progress = silent) -> Taken:
+        """The seconds of each contestant in all rounds so far; ends early where the time is over."""
+        contestants = {name: step for name, step in contestants.items() if name not in self.facts.get("gave up", ())}
+        if self.seconds and self.seconds.keys() != contestants.keys():
+            raise ConfigError(f"{self._file} keeps rounds of other contestants: give another file, or delete it")
+        self.seconds = self.seconds or {name: [] for name in contestants}
+        warmup = 1
+        while (done := min(map(len, self.seconds.values()))) < rounds:
+            taken = take_turns(contestants, 1, within(progress, f"{done + 1} of {rounds}"), warmup)
+            if gone := [name for name in contestants if name not in taken]:
+                self.facts["gave up"] = [*self.facts.get("gave up", ()), *gone]
+            contestants = {name: contestants[name] for name in taken}
+            self.seconds = {name: [*self.seconds[name], *taken[name]] for name in taken}
+            warmup = 0
+            self.write()
+            if self.is_time_over:
+                break
+        return self.seconds
+
+    def write(self) -> None:
+        """If there is a file."""
+        if self._file is not None:
+            write_whole(self._file, {"settings": self._settings, "seconds": self.seconds, "facts": self.facts})

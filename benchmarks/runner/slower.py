@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.runner.outcome import Figure, Outcome, between, shown
+from benchmarks.runner.outcome import Outcome
+from benchmarks.runner.told import Figure
 
 
 class Slower(NamedTuple):
@@ -15,7 +16,7 @@ class Slower(NamedTuple):
     now: Figure
 
     def __str__(self) -> str:
-        was, now = (f"{shown(each.value, each.unit)} ({between(each)})" for each in (self.before, self.now))
+        was, now = (f"{each} ({each.between})" for each in (self.before, self.now))
         return f"{self.part}, {self.now.name}: {now}, it was {was}"
 
 

@@ -7,94 +7,62 @@
 Every part is stored as soon as it has ended. A run that was stopped is unfinished: the same command goes on with it.
 """
 
-import inspect
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import benchmark_module
 from benchmarks.runner.environment import environment
-from benchmarks.runner.outcome import Outcome, now, outcome, read
-from benchmarks.runner.rounds import Progress
+from benchmarks.runner.outcome import Outcome, outcome, read
+from benchmarks.runner.parameters import command_of, parsed
+from benchmarks.runner.rounds import Progress, within, write_whole
 from gapless.errors import ConfigError, GaplessError
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A benchmark with options other than its defaults; `quick` ones take seconds, and their figures mean little."""
+class Entry(NamedTuple):
+    """A benchmark with words for its command line; `quick` ones take seconds, and their figures mean little."""
 
     benchmark: str
-    quick: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    quick: str
+    words: str = ""
 
 
-_EMULATED: dict[str, Any] = {"devices": 2, "microbatches": 4, "milliseconds": 1.0, "rounds": 2, "schedules": ("1f1b",)}
+_SMALL = "--devices 2 --microbatches 4 --milliseconds 1 --rounds 2 --schedules 1f1b"
 ENTRIES: Mapping[str, Entry] = {
-    "emulated": Entry("emulated", _EMULATED),
-    "emulated-20ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 20.0}),
-    "emulated-1ms": Entry("emulated", _EMULATED | {"peer": False}, {"milliseconds": 1.0}),
-    "emulated-ranks": Entry("emulated", _EMULATED | {"torchrun": True}, {"torchrun": True}),
-    "peers": Entry("peers", {"microbatches": 4, "layers": 2, "schedules": ("1f1b",), "sizes": ("light",), "rounds": 2}),
-    "matrix": Entry("matrix", {"devices": ("2",), "microbatches": ("8",), "times": ("1",), "rounds": 2}),
-    "largest": Entry(
-        "largest", {"models": ("Transformer",), "predicted": False, "width": 16, "layers": 3, "devices": 2}
-    ),
-    "throughput": Entry(
-        "throughput", {"milliseconds": 8.0, "devices": ("2",), "microbatches": ("1", "4"), "slow": False, "rounds": 2}
-    ),
-    "breakdown": Entry("breakdown", {"width": 16, "depth": 2, "devices": 2, "milliseconds": 1.0, "rounds": 2}),
-    "bubbles": Entry("bubbles", {"lines": 1}),
-    "overhead": Entry("overhead", {"depth": 1, "width": 16, "rounds": 2}),
-    "tiny": Entry("tiny", {"microbatches": 2, "steps": 1, "rounds": 2}),
-    "split": Entry("split", {"times": 2, "rounds": 2}),
-    "timeline": Entry("timeline", {"devices": 2, "microbatches": 2, "steps": 1, "rounds": 2}),
-    "saving": Entry("saving", {"width": 16, "depth": 1, "rounds": 2}),
-    "scale": Entry("scale", {"smallest": 4, "largest": 8}),
-    "replicas": Entry("replicas", {"devices": 4, "milliseconds": 2.0, "rounds": 2}),
-    "plan": Entry("plan", {"quick": True, "rounds": 1, "seconds": 0.01}),
-    "staleness": Entry("staleness", {"devices": 2, "steps": 5, "batch": 2, "width": 4, "seeds": 1}, {"seeds": 3}),
-    "compile": Entry(
-        "compile", {"devices": 1, "depth": 1, "width": 16, "steps": 1, "rounds": 2, "backend": "aot_eager"}
-    ),
-    "gpu": Entry("gpu", {"rounds": 2}),
-    "plan-fit": Entry("plan", {"fit": True}, {"fit": True}),
+    "emulated": Entry("emulated", _SMALL),
+    "emulated-20ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 20"),
+    "emulated-1ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 1"),
+    "emulated-ranks": Entry("emulated", f"{_SMALL} --torchrun", "--torchrun"),
+    "peers": Entry("peers", "--microbatches 4 --layers 2 --schedules 1f1b --sizes light --rounds 2"),
+    "matrix": Entry("matrix", "--devices 2 --microbatches 8 --times 1 --rounds 2"),
+    "largest": Entry("largest", "--models Transformer --no-predicted --width 16 --layers 3 --devices 2"),
+    "throughput": Entry("throughput", "--milliseconds 8 --devices 2 --microbatches 1,4 --no-slow --rounds 2"),
+    "breakdown": Entry("breakdown", "--width 16 --depth 2 --devices 2 --milliseconds 1 --rounds 2"),
+    "bubbles": Entry("bubbles", "--lines 1"),
+    "overhead": Entry("overhead", "--depth 1 --width 16 --rounds 2"),
+    "tiny": Entry("tiny", "--microbatches 2 --steps 1 --rounds 2"),
+    "split": Entry("split", "--times 2 --rounds 2"),
+    "timeline": Entry("timeline", "--devices 2 --microbatches 2 --steps 1 --rounds 2"),
+    "saving": Entry("saving", "--width 16 --depth 1 --rounds 2"),
+    "scale": Entry("scale", "--smallest 4 --largest 8"),
+    "replicas": Entry("replicas", "--devices 4 --milliseconds 2 --rounds 2"),
+    "plan": Entry("plan", "--quick --rounds 1 --seconds 0.01"),
+    "staleness": Entry("staleness", "--devices 2 --steps 5 --batch 2 --width 4 --seeds 1", "--seeds 3"),
+    "compile": Entry("compile", "--devices 1 --depth 1 --width 16 --steps 1 --rounds 2 --backend aot_eager"),
+    "gpu": Entry("gpu", "--rounds 2"),
+    "plan-fit": Entry("plan", "--fit", "--fit"),
 }
 
 
-def command(benchmark: str, options: Mapping[str, Any]) -> str:
-    """What measures it again: the options that are not the defaults, but for files."""
-    words = ["python", "-m", "benchmarks", benchmark]
-    for parameter in inspect.signature(benchmark_module(benchmark).run).parameters.values():
-        value = options.get(parameter.name, parameter.default)
-        if parameter.name == "progress" or value == parameter.default or isinstance(value, Path):
-            continue
-        flag = parameter.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")]
-    return " ".join(words)
-
-
-def defaults(benchmark: str) -> dict[str, Any]:
-    """The options of a benchmark, as they are if nobody says anything."""
-    parameters = inspect.signature(benchmark_module(benchmark).run).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.name != "progress"}
-
-
-def measured(benchmark: str, options: Mapping[str, Any], progress: Progress) -> Outcome:
+def measured(benchmark: str, given: Mapping[str, Any], progress: Progress) -> Outcome:
     """Run it. One that can't run here says why in its outcome."""
-    module: Any = benchmark_module(benchmark)
-    given = defaults(benchmark) | dict(options)
-    told = command(benchmark, given)
+    told = command_of(benchmark, given)
     try:
-        found = module.run(**given, progress=progress)
+        found = benchmark_module(benchmark).run(**given, progress=progress)
     except GaplessError as error:
-        return Outcome(benchmark, told, now(), environment(), skipped=str(error))
-    return outcome(benchmark, told, environment(), plain(benchmark, given, found))
+        return outcome(benchmark, told, None, str(error))
+    return outcome(benchmark, told, plain(benchmark, given, found))
 
 
 def plain(benchmark: str, given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +89,12 @@ class Runs:
             return there[-1], True
         folder = self._folder / f"{int(there[-1].name) + 1 if there else 1:04}"
         folder.mkdir()
-        _write(folder, wanted | {"finished": False})
+        write_whole(folder / "run.json", wanted | {"finished": False})
         return folder, False
 
     def close(self, run: Path) -> None:
         """It is finished."""
-        _write(run, {**(_manifest(run) or {}), "finished": True})
+        write_whole(run / "run.json", {**(_manifest(run) or {}), "finished": True})
 
     def before(self, run: Path) -> Path | None:
         """The last finished one of the same kind before it."""
@@ -149,12 +117,6 @@ def _manifest(run: Path) -> dict[str, Any] | None:
     return found if {"quick", "parts", "environment", "finished"} <= found.keys() else None
 
 
-def _write(run: Path, values: Mapping[str, Any]) -> None:
-    aside = run / "run.json.part"
-    aside.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
-    os.replace(aside, run / "run.json")
-
-
 def stored(run: Path) -> dict[str, Outcome]:
     """The outcomes in a folder, by their parts, in the order of the suite."""
     found = {file.stem: read(file) for file in sorted(run.glob("*.json")) if file.name != "run.json"}
@@ -173,14 +135,10 @@ def run_all(
         entry = ENTRIES[key]
         at = f"[{number + 1} of {len(keys)}] {key}"
         progress(at)
-        options = dict(entry.quick if quick else entry.options)
-        if "keep" in defaults(entry.benchmark):  # so that it goes on in the middle
-            options["keep"] = run / f"{key}.part"
-        made = measured(
-            entry.benchmark,
-            options,
-            lambda line, at=at: progress(f"{at}: {line}" if line else at),  # type: ignore[misc]
-        )
+        given, _ = parsed(entry.benchmark, (entry.quick if quick else entry.words).split())
+        if "keep" in given:  # so that it goes on in the middle
+            given["keep"] = run / f"{key}.part"
+        made = measured(entry.benchmark, given, within(progress, at))
         made.write(run / f"{key}.json")
         found[key] = made
         done(key, made)

@@ -22,7 +22,7 @@ pytestmark = needs_proc
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_running(shared_launcher: None) -> Iterator[None]:
+def _nothing_is_left_running(server_of_ranks: None) -> Iterator[None]:
     processes, threads = below(), set(threading.enumerate())
     yield
     assert below() <= processes
@@ -36,7 +36,7 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, An
     assert printed.err == ""
     found: dict[str, Any] = json.loads(printed.out)
     assert found["benchmark"] == words[0]
-    report: str = benchmark_module(words[0]).report(found)
+    report: str = benchmark_module(words[0]).told(found).text
     return found, report
 
 
@@ -93,7 +93,7 @@ def test_overhead_checks_the_bits_before_it_compares(capsys: pytest.CaptureFixtu
 def test_tiny_compares_with_torch(capsys: pytest.CaptureFixture[str]) -> None:
     found, report = bench(capsys, "tiny", "-M", "2", "--steps", "2", "--rounds", "1")
     assert found["ratio"] == pytest.approx(found["torch_seconds"] / found["seconds"])
-    assert "faster by" in report
+    assert "faster than torch's 1F1B by" in report
 
 
 def test_split_compares_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_compile_compares_with_the_eager_step(capsys: pytest.CaptureFixture[str]
     words = ["--dropout", "0.1", "--backend", "aot_eager", "--steps", "1", "--rounds", "1"]
     found, report = bench(capsys, "compile", *sizes, *words)
     assert found["compile_seconds"] > 0
-    assert "faster by" in report
+    assert "faster than eager layers by" in report
 
 
 def test_staleness_trains_in_every_way_on_equal_samples(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

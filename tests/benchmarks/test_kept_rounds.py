@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runner.kept_rounds import KeptRounds
-from benchmarks.runner.rounds import GaveUpError
+from benchmarks.runner.rounds import GaveUpError, KeptRounds
 from gapless.errors import ConfigError
 
 

@@ -22,11 +22,11 @@ def test_a_cell_is_won_if_no_round_overlaps() -> None:
     found = {"rows": [ROW], "cells": 1, "skipped": {"torchgpipe": "it is not installed"}, "rounds": 2, "wrong": {}}
     assert matrix.won(ROW, "gapless")
     assert not matrix.won(ROW, "gapless, ranks")
-    shown = {figure.name: figure for figure in matrix.figures(found)}
+    shown = {figure.name: figure for figure in matrix.told(found).figures}
     assert shown["cells won of 1, gapless"].value == 1
     assert shown["K = 8, M = 16, 5 ms, gapless: faster by"].low == pytest.approx(1.4)
-    assert "gapless, ranks: 0 of 1 cells won" in matrix.report(found)
-    assert "left out: torchgpipe: it is not installed" in matrix.report(found)
+    assert "gapless, ranks: 0 of 1 cells won" in matrix.told(found).text
+    assert "left out: torchgpipe: it is not installed" in matrix.told(found).text
 
 
 @pytest.mark.slow

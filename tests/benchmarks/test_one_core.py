@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from benchmarks.peer.one_core import on_one_core
+from benchmarks.peer.gapless_sides import on_one_core
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is one core, or no choice"

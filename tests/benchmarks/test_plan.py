@@ -25,7 +25,7 @@ def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     (place,) = found["choice"]["rows"]
     assert place["slower"] >= 0
     assert place["picked"] == min(place["predicted"], key=place["predicted"].__getitem__)
-    report = plan.report(found)
+    report = plan.told(found).text
     assert "within -5% and +10%" in report
     assert "to the best" in report
     assert "the pick within 3% of the quickest" in report
@@ -33,7 +33,7 @@ def test_every_part_runs_and_is_reported(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parts", "speed"]) != 0
-    assert "there is no part 'speed': it is prediction, cuts, choice" in capsys.readouterr().err
+    assert "there is no part 'speed': it is one of prediction, cuts, choice" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,9 +8,11 @@ import pytest
 from benchmarks import BENCHMARKS
 from benchmarks.runner import suite
 from benchmarks.runner.command import main
-from benchmarks.runner.outcome import Figure, Outcome, of_rounds, read
-from benchmarks.runner.sheet import render
+from benchmarks.runner.outcome import Outcome, read
+from benchmarks.runner.parameters import command_of, parameters_of, parsed
 from benchmarks.runner.slower import slower
+from benchmarks.runner.summary_page import render
+from benchmarks.runner.told import Figure, of_rounds
 from gapless.errors import ConfigError
 
 KEYS = ["overhead", "split"]
@@ -132,9 +134,11 @@ def test_what_can_not_be_compared_is_said_before_anything_is_measured(
 def test_every_benchmark_is_in_the_suite_and_tells_its_command() -> None:
     assert {entry.benchmark for entry in suite.ENTRIES.values()} == set(BENCHMARKS)
     for key, entry in suite.ENTRIES.items():
-        for options in (entry.options, entry.quick):
-            assert not set(options) - set(suite.defaults(entry.benchmark)), key
-    told = suite.command("emulated", {"torchrun": True, "peer": False, "milliseconds": 20.0, "schedules": ("a", "b")})
+        for words in (entry.words, entry.quick):
+            given, as_json = parsed(entry.benchmark, words.split())
+            assert given.keys() == parameters_of(entry.benchmark).keys(), key
+            assert as_json is False
+    told = command_of("emulated", {"torchrun": True, "peer": False, "milliseconds": 20.0, "schedules": ("a", "b")})
     assert told == "python -m benchmarks emulated --schedules a,b --milliseconds 20 --torchrun --no-peer"
 
 

@@ -9,7 +9,8 @@ from benchmarks import peers
 from benchmarks.gpipe import breakdown, throughput
 from benchmarks.runner import docs_tables
 from benchmarks.runner.command import main
-from benchmarks.runner.outcome import Grid, Outcome, of_rounds, read
+from benchmarks.runner.outcome import Outcome, read
+from benchmarks.runner.told import Table, of_rounds
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,7 +19,7 @@ def test_throughput_stands_beside_the_published_numbers(capsys: pytest.CaptureFi
     words = ["--milliseconds", "8", "--devices", "2", "--microbatches", "1,4", "--rounds", "1"]
     assert main(["throughput", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    fast, slow = throughput.tables(found)
+    fast, slow = throughput.told(found).tables
     assert [row[:3] for row in fast.rows][:2] == [("AmoebaNet-D", "2", "1"), ("AmoebaNet-D", "2", "4")]
     assert [row[3] for row in fast.rows if row[2] == "1"] == ["1.00", "1.00"]
     assert [row[5] for row in fast.rows][:2] == ["1", "1.07"]
@@ -32,8 +33,8 @@ def test_our_best_is_told_beside_torch_s_best_and_torchgpipe_is_not_torch() -> N
     rows.append({"size": "heavy", "way": "gapless, ranks zb-v", "rounds": [1.0], "of_limit": 1.0})  # no peer ran
     found = {"rows": rows, "skipped": {"deepspeed": "not there"}, "devices": 2, "microbatches": 4}
     told = "light: gapless, one process 1f1b is 1.25 times as fast as torch zb-v."
-    assert peers.tables(found)[0].note == f"{told} deepspeed: not there."
-    assert told in peers.report(found)
+    assert peers.told(found).tables[0].note == f"{told} deepspeed: not there."
+    assert told in peers.told(found).text
 
 
 def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +47,7 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
             assert all(part >= 0 for part in parts.values())
     recomputed = {row["schedule"]: row["parts"][0]["recompute"] for row in found["rows"][:3]}
     assert recomputed["gpipe"] > 0 == recomputed["1f1b"]
-    assert "bubble" in breakdown.report(found)
+    assert "bubble" in breakdown.told(found).text
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_sizes_that_no_model_has_are_refused(
 
 def test_docs_have_what_the_stored_results_say(tmp_path: Path) -> None:
     machine: dict[str, str | int] = {"cpu": "one", "cores": 2, "os": "Linux", "torch": "2", "python": "3"}
-    for name, tables in (("split", ()), ("largest", (Grid("Sizes", ("a", "b"), [("1", "2")], "So it is."),))):
+    for name, tables in (("split", ()), ("largest", (Table("Sizes", ("a", "b"), [("1", "2")], "So it is."),))):
         figures = [of_rounds("step", [1.0, 2.0], meant="below 3")]
         made = Outcome(name, f"python -m benchmarks {name}", "2026-01-01 00:00:00", machine, figures, tables)
         made.write(tmp_path / f"{name}.json")

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import gapless
-from benchmarks.peer.launcher import Launcher
 from gapless.checkpoint import Checkpoints
 from gapless.checkpoint.manifest import faults
+from tests.launcher import Launcher
 
 WIDTH = 64
 ENDLESS = 1_000_000

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.peer.launcher import Launcher
+from tests.launcher import Launcher
 
 POLL = 0.01
 # What triton says in some versions when a program ends that has imported it.

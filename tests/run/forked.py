@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.peer.launcher import Launcher
 from benchmarks.peer.ranks import join_group
+from tests.launcher import Launcher
 
 SELDOM = (20_000, 20, 50)  # Python's collector looks so often, in tests and in ranks
 _POLL = 0.02

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peer.launcher import die_with_parent
+from benchmarks import die_with_parent
 
 ROOT = Path(__file__).parent.parent.parent
 ADDRESSES = ("10.231.7.1", "10.231.7.2")

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpipe import bubbles, largest
-from benchmarks.gpipe.giants import amoebanet_profile, transformer_profile
-from benchmarks.gpipe.operation_counts import counted
+from benchmarks.gpipe.giants import amoebanet_profile, counted, transformer_profile
 from benchmarks.gpipe.published import RATES
 from benchmarks.runner.command import main
 from gapless.plan.profile.profile import Layer
@@ -40,7 +39,7 @@ def test_our_rates_are_the_published_ones_for_hand_made_schedules() -> None:
     for name in ("1f1b", "zb-h1", "zb-h2"):
         assert row["rates"][name] == pytest.approx(row["published"][name], abs=5e-5)
     assert row["rates"]["auto, 2x"] <= row["published"]["auto, 2x"]
-    assert "0.2431 (0.2431)" in bubbles.report(found)
+    assert "0.2431 (0.2431)" in bubbles.told(found).text
     assert RATES[0].kept_for_weight_grad < 1
 
 
@@ -53,7 +52,7 @@ def test_what_a_step_holds_is_measured_in_every_way(capsys: pytest.CaptureFixtur
     assert held["plain"] > held["remat"] > held["remat, M parts"] > held["2 devices"] > 0
     for row in found["rows"]:
         assert row["predicted"] == pytest.approx(row["held"], rel=0.25)
-    assert "What a step holds, measured" in largest.report(found)
+    assert "What a step holds, measured" in largest.told(found).text
 
 
 def test_the_published_models_fit_as_published() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.peer.contest import Contest
-from benchmarks.peer.launcher import Launcher
 from benchmarks.peer.peer import Peer
 from benchmarks.runner.rounds import take_turns
 from gapless.errors import TransportError
@@ -25,10 +24,10 @@ pytestmark = needs_proc
 EMULATED = Contest(devices=2, microbatches=5, kind="emulated", seconds=0.001)
 
 
-def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process(launcher: Launcher) -> None:
+def test_the_peer_says_what_it_runs_and_what_it_refuses_and_leaves_no_process(server_of_ranks: None) -> None:
     before = below()
     runs = ["1f1b", "zb-v"] if torch.__version__ >= "2.13" else ["1f1b"]  # older ones can't split a custom function
-    with Peer(EMULATED, [*runs, "interleaved"], launcher=launcher) as peer:
+    with Peer(EMULATED, [*runs, "interleaved"]) as peer:
         started = below() - before
         assert len(started) == 2  # its ranks
         assert peer.refused.keys() == {"interleaved"}
@@ -53,10 +52,10 @@ def _ticks(processes: set[int]) -> int:
     return total
 
 
-def test_a_schedule_that_fails_is_left_out_with_the_first_cause_and_the_others_go_on(launcher: Launcher) -> None:
+def test_a_schedule_that_fails_is_left_out_with_the_first_cause_and_the_others_go_on(server_of_ranks: None) -> None:
     """A benchmark of minutes ended because one schedule of torch's failed, with what the last rank noticed of it."""
     before = below()
-    with Peer(EMULATED, ["gpipe", "2f2b", "1f1b"], launcher=launcher) as peer:
+    with Peer(EMULATED, ["gpipe", "2f2b", "1f1b"]) as peer:
         assert peer.refused.keys() == {"2f2b"}
         assert re.fullmatch("it failed: rank [01]: KeyError: '2f2b'", peer.refused["2f2b"])
         first = below() - before
@@ -72,10 +71,10 @@ def test_a_schedule_that_fails_is_left_out_with_the_first_cause_and_the_others_g
     assert until(lambda: not alive(first | second))
 
 
-def test_a_schedule_of_ours_that_fails_is_an_error(launcher: Launcher) -> None:
+def test_a_schedule_of_ours_that_fails_is_an_error(server_of_ranks: None) -> None:
     with (
         pytest.raises(TransportError, match=r"gapless on ranks failed with 2f2b: rank [01]: .*'2f2b'"),
-        Peer(EMULATED, ["2f2b"], "gapless", launcher=launcher),
+        Peer(EMULATED, ["2f2b"], "gapless"),
     ):
         pass
 
@@ -94,7 +93,7 @@ def test_a_benchmark_that_is_killed_takes_its_peer_along() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         started = below(process.pid)
-        assert len(started) == 3
+        assert len(started) == 4  # its ranks, the server that forks them, and Python's tracker of resources
         process.kill()
     assert until(lambda: not alive(started)), alive(started)
 
@@ -114,7 +113,7 @@ def test_ctrl_c_stops_a_benchmark_with_all_its_processes(programs: Programs) -> 
         "1f1b",
     ]
     with programs.start("benchmarks", *words) as program:
-        assert until(lambda: len(below(program.pid)) == 3)
+        assert until(lambda: len(below(program.pid)) == 4)
         started = below(program.pid)
         time.sleep(0.5)
         program.send_signal(signal.SIGINT)

@@ -169,8 +169,8 @@ def measured() -> dict[str, Any]:
     """The quickest step of each schedule, in seconds, and the predicted one. Schedules take turns until all are as
     predicted, or it takes too long: other programs of this machine can only make a step longer.
     """
-    from benchmarks.emulated import batch, pipeline
     from benchmarks.peer.contest import Contest
+    from benchmarks.peer.gapless_sides import batch, pipeline
 
     mesh = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("pp",))
     contest = Contest(DEVICES, MICROBATCHES, "emulated", seconds=SECONDS, size=BYTES // 4)

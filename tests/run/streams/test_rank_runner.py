@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
-from benchmarks.peer import gapless_side
 from benchmarks.peer.contest import Contest
+from benchmarks.peer.gapless_sides import prepare_gapless
 from benchmarks.runner.rounds import Span
 from gapless.errors import ConfigError, GaplessError, TransportError
 from tests.run.forked import Launch
@@ -135,7 +135,7 @@ def benchmarked() -> None:
     """The contestant of `python -m benchmarks emulated --torchrun`."""
     for name in ("pipedream", "2bw"):
         contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
-        _, run = gapless_side.prepare(contest, name, dist.get_rank())
+        _, run = prepare_gapless(contest, name, dist.get_rank())
         spans = [run(), run()]
         dist.barrier()  # a rank that lets go of its pipeline ends those of the others
         assert all(isinstance(span, Span) and span.seconds > 3 * 4 * 0.0004 for span in spans)

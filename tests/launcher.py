@@ -1,14 +1,13 @@
 """A process that has imported what ranks need, and forks them whenever it is asked to.
 
-    benchmark or test --- requests ---> launcher --- forks ---> rank 0, rank 1, ...
-                      <--- answers ----
+    test --- requests ---> launcher --- forks ---> rank 0, rank 1, ...
+         <--- answers ----
 
 To import torch takes seconds, to fork takes milliseconds. No rank outlives whoever asked for it: the launcher ends with
 its standard input, and ranks end with the launcher.
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -23,10 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import process_environment
+from benchmarks import die_with_parent, process_environment
 from gapless.errors import TransportError
 
-_PR_SET_PDEATHSIG = 1
 _POLL = 0.005
 
 
@@ -41,7 +39,7 @@ class Launcher:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `close`
         self._asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peer.launcher", *modules],
+            [sys.executable, "-m", "tests.launcher", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -102,12 +100,6 @@ class Launcher:
 
 
 # -- in the launcher ---------------------------------------------------------------------------------------------------
-
-
-def die_with_parent() -> None:
-    """Be killed when whoever started this process has gone; for where nothing else would tell it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve() -> Callable[[], object] | None:

@@ -1,0 +1,140 @@
+"""gapless as a contestant: its pipelines in this process, and under a mesh on a rank.
+
+Schedules without an end, pipedream and 2bw, are measured in their steady state: what M microbatches take there stands
+for a step, less what updates and copies of weights take of a processor: while it makes them a device is busy too.
+Backwards are split, so that a gradient leaves before those of the weights are computed.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.peer.contest import Contest
+from benchmarks.runner.rounds import Contestant, Span, timed
+from gapless.pipeline.pipeline import Pipeline
+from gapless.run.world import TransportName
+from gapless.schedule.costs import Costs
+from gapless.schedule.recipes import find_recipe, make_schedule
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """Threads that start in here stay on one core; the caller is back on all of them afterwards.
+
+    For threads that wait more than they compute: emulated devices, and layers too small to matter. They wake on
+    whichever core is free, and the interpreter's lock and the caches travel with them, which is what such a benchmark
+    would measure. Layers of a real model keep a core busy, and gain nothing from it.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def pipeline(contest: Contest, schedule: str, mesh: Any = None, costs: Costs | None = None, **options: Any) -> Pipeline:
+    """One layer of the contest per stage."""
+    costs = costs or contest.costs
+    microbatches = 1 if schedule == "pipedream" else contest.microbatches
+    made = make_schedule(schedule, devices=contest.devices, microbatches=microbatches, costs=costs)
+    stages = [contest.stage(made.num_stages // contest.devices) for _ in range(made.num_stages)]
+    return Pipeline(
+        nn.Sequential(*stages),
+        devices=["cpu"] * contest.devices if mesh is None else None,
+        mesh=mesh,
+        microbatches=microbatches,
+        loss=contest.loss,
+        schedule=schedule,
+        stages_per_device=made.num_stages // contest.devices,
+        partition=[1] * made.num_stages,
+        costs=costs if contest.kind == "emulated" else None,
+        **options,
+    )
+
+
+def batch(contest: Contest) -> tuple[Tensor, Tensor]:
+    """Inputs and target; the inputs require a gradient where that takes time too."""
+    return contest.inputs().requires_grad_(contest.inputs_need_grad), contest.target()
+
+
+def step(
+    contest: Contest, pipe: Pipeline, times: int = 1, *, on_all_cores: bool = False, endless: bool = False
+) -> Contestant:
+    """A contestant that runs so many steps in a row, all on the same batch; `on_all_cores` is for layers that work,
+    `endless` for schedules without steps.
+    """
+    inputs, target = batch(contest)
+    with contextlib.nullcontext() if on_all_cores else on_one_core():  # the threads start with the first step
+        if endless:
+            run = steadily(contest, pipe, inputs, target)
+            run()
+            return lambda: run().seconds
+        pipe.step(inputs, target)
+    return timed(lambda: pipe.step(inputs, target), times)
+
+
+def has_steps(schedule: str) -> bool:
+    """Or it has no end."""
+    return find_recipe(schedule).synchronous
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """For streams, which need an optimizer."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def steadily(contest: Contest, pipe: Pipeline, inputs: Tensor, target: Tensor) -> Callable[[], Span]:
+    """Goes on with a stream for a while, and then for as many microbatches as a step has: these are the span."""
+    if pipe.microbatches == 1:
+        inputs, target = inputs[: contest.samples], target[: contest.samples]
+    stream = pipe.stream(optimizer=sgd, split=True)
+    results = stream.run(itertools.repeat((inputs, target)))
+
+    def run() -> Span:  # which also keeps the pipeline
+        count, depth = (-(-each // pipe.microbatches) for each in (contest.microbatches, contest.devices))
+        for _ in range(3 * depth + 2):  # what the last turn has left under way, and until devices are busy again
+            next(results)
+        start, updates = time.perf_counter(), sum(stream.update_seconds)
+        for _ in range(count):
+            next(results)
+        updates = (sum(stream.update_seconds) - updates) / len(stream.update_seconds)
+        return Span(start + updates, time.perf_counter())
+
+    return run
+
+
+def prepare_gapless(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
+    """The order of the actions as they are run, and a call that runs one step on this rank. A name is that of a
+    schedule, and may say over which transport, that shapes are "static", that its actions are "graphed" as CUDA graphs,
+    and that the step is "timed": its timeline is recorded.
+    """
+    torch.manual_seed(0)  # every rank makes the same weights
+    asked, *words = name.split()
+    has = {word: word in words for word in ("static", "timed", "graphed")}
+    over = cast(TransportName, words[1] if "over" in words else "auto")
+    mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
+    more: Any = {"static_shapes": has["static"], "timeline": has["timed"], "graphs": has["graphed"]}
+    pipe = pipeline(contest, asked, mesh, transport=over, **more)
+    inputs, target = batch(contest)
+    if not has_steps(asked):
+        return pipe.schedule.text(), steadily(contest, pipe, inputs, target)
+    for _ in range(contest.first_steps if has["graphed"] or not has["timed"] else 0):
+        pipe.step(inputs, target)
+    if has["graphed"]:
+        found: list[str] = [""] * contest.devices
+        dist.all_gather_object(found, next((line for line in repr(pipe).splitlines() if "no graphs" in line), ""))
+        if any(found):
+            raise ValueError(next(filter(None, found)).strip())
+    return pipe.schedule.text(), lambda: pipe.step(inputs, target)
