@@ -27,7 +27,6 @@ round by round, so that a busy moment of the machine meets all of them, and what
 """
 
 import ctypes
-import os
 import signal
 import sys
 from importlib import import_module
@@ -71,9 +70,3 @@ def die_with_parent() -> None:
     """Be killed when whoever started this process has gone; for where nothing else would tell it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def process_environment() -> dict[str, str]:
-    """For a process that imports benchmarks, wherever it runs."""
-    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -92,7 +92,11 @@ def run(
     progress("")
     if staleness:
         rows["asp"]["delay"] = f"{statistics.fmean(staleness):.1f}"
-    found = {"lr": lr, "rows": list(rows.values()), "minibatches": _middles(steps)}
+    found = {
+        "lr": lr,
+        "rows": list(rows.values()),
+        "minibatches": [(start + end - 1) / 2 for start, end in _bounds(steps)],
+    }
     if html is not None:
         chosen = {"devices": devices, "steps": steps, "batch": batch, "seeds": seeds, "optimizer": optimizer}
         html.write_text(_page({**chosen, **found}), encoding="utf-8", newline="\n")
@@ -182,10 +186,6 @@ def _loss(model: nn.Module, batch: Batch) -> float:
 def _bounds(steps: int) -> list[tuple[int, int]]:
     points = min(POINTS, steps)
     return [(steps * point // points, steps * (point + 1) // points) for point in range(points)]
-
-
-def _middles(steps: int) -> list[float]:
-    return [(start + end - 1) / 2 for start, end in _bounds(steps)]
 
 
 def _binned(losses: Sequence[float], steps: int) -> list[float | None]:

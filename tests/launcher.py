@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import die_with_parent, process_environment
+from benchmarks import die_with_parent
 from gapless.errors import TransportError
 
 _POLL = 0.005
@@ -38,13 +38,15 @@ class Launcher:
     def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `close`
         self._asked = 0
+        # A test may be in another folder.
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.launcher", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**process_environment(), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             start_new_session=True,  # Ctrl-C is for whoever started it
         )
 

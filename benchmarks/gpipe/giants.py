@@ -111,7 +111,7 @@ def _layer(
     amounts: Any = dict.fromkeys(("workspace", "halves_workspace", "weight_workspace"), taken)
     amounts |= {"activation": held, "kept_for_weight_grad": held, "forward_workspace": max(0, forward - held)}
     amounts |= {"parameters": weights + bytes_of(layer.buffers()), "gradients": weights, "optimizer_state": 2 * weights}
-    amounts |= {"boundary": boundary, "amountsoutput": max(0, boundary - (with_outputs - held))}
+    amounts |= {"boundary": boundary, "held_output": max(0, boundary - (with_outputs - held))}
     one = Layer(name=name, **times, **amounts)
     after = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
     return one, pytree.tree_unflatten(after, structure)

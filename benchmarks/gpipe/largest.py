@@ -72,7 +72,11 @@ def run(
     rows = []
     for name in models if measured else ():
         torch.manual_seed(0)
-        rows += _measured(_subject(name, layers, width), 1 if gpu else devices, place, progress)
+        if name == "AmoebaNet-D":
+            subject = small_amoebanet(cells=layers, filters=width // 4, side=64, samples=1)
+        else:
+            subject = small_gpt(width=width, depth=layers, vocab=256, length=64, samples=1)
+        rows += _measured(subject, 1 if gpu else devices, place, progress)
     found = {"published": _published(models, progress) if predicted else [], "rows": rows}
     progress("")
     return found
@@ -153,12 +157,6 @@ def _plan(profile: Profile, way: str, devices: int, minibatch: int) -> Plan:
 
 _MINIBATCH = 8
 _SECONDS = 1.0  # of timing layers: a device that is quicker than the next one holds messages that nobody has taken yet
-
-
-def _subject(name: str, layers: int, width: int) -> Subject:
-    if name == "AmoebaNet-D":
-        return small_amoebanet(cells=layers, filters=width // 4, side=64, samples=1)
-    return small_gpt(width=width, depth=layers, vocab=256, length=64, samples=1)
 
 
 def _measured(subject: Subject, devices: int, place: torch.device, progress: Progress) -> list[dict[str, Any]]:

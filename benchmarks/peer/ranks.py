@@ -27,7 +27,7 @@ from benchmarks import die_with_parent
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Span
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, costs_of
+from gapless.schedule.timeline import costs_of
 from gapless.stage.intra_op import set_intra_op_threads
 
 
@@ -137,9 +137,5 @@ def _step(contest: Contest, step: Callable[[], object], times: int) -> Stepped:
         result = step()
         contest.settle()
     span = result if isinstance(result, Span) else Span(start, time.perf_counter())  # only a part of it may count
-    return Stepped(*span, _bubble(getattr(result, "timeline", None)))
-
-
-def _bubble(timeline: Timeline | None) -> float | None:
-    """What the schedule would leave idle, with the times that its actions took."""
-    return None if timeline is None else float(simulate(timeline.schedule, costs_of([timeline])).bubble)
+    timeline = getattr(result, "timeline", None)  # what the schedule would leave idle, with the times it has
+    return Stepped(*span, timeline and float(simulate(timeline.schedule, costs_of([timeline])).bubble))

@@ -169,10 +169,10 @@ def table(found: Mapping[str, Any]) -> Table:
     failed = sum(try_["kind"] == "planned" and not try_["ran"] for try_ in tries)
     roomy = sum(try_["kind"] == "refused" and try_["fits"] for try_ in tries)
     right = sum(-UNDER <= row["difference"] <= OVER for row in rows)
-    columns = (
-        f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3 | =difference:+%"
+    columns = f"{subjects.COLUMNS} | predicted:GiB.3 | live=predicted_live:GiB.3 | measured=peaks:GiB.3"
+    columns += (
+        " | =difference:+% | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
     )
-    columns += " | together=allocated:GiB.3 | reserved:GiB.3 | planned ran=planned | refused ran=refused"
     return tabulated(
         f"fit\n{found['device']}: {len(tries)} limits around what is predicted",
         rows,

@@ -8,6 +8,6 @@ outcome       what is stored of it: all of that, the command, the machine
 environment   on what it was measured
 suite         all of them in one go, kept part by part
 slower        what got slower since an earlier run
-summary_page  all outcomes on one page, figures as bars; its template and its style are in templates and styles
+summary_page  all outcomes on one page, figures as bars; templates has summary_page.html, styles summary_page.css
 docs_tables   the tables of the docs, made from stored results
 """

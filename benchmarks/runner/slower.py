@@ -54,7 +54,9 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
             was = known.get(figure.name)
             if earlier is None or earlier.skipped:
                 apart["the part was not run before"] += 1
-            elif not same_machine(earlier, outcome):
+            elif any(
+                earlier.environment.get(name) != outcome.environment.get(name) for name in ("cpu", "cores", "gpu")
+            ):
                 apart["it ran on another machine"] += 1
             elif earlier.command != outcome.command:
                 apart["it ran with other options"] += 1
@@ -65,11 +67,6 @@ def slower(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) -> Compari
                 if _worse(was, figure):
                     worse.append(Slower(part, was, figure))
     return Comparison(worse, compared, apart)
-
-
-def same_machine(one: Outcome, other: Outcome) -> bool:
-    """As far as an environment tells."""
-    return all(one.environment.get(name) == other.environment.get(name) for name in ("cpu", "cores", "gpu"))
 
 
 def _counts(figure: Figure) -> bool:
