@@ -14,7 +14,7 @@ from gapless.cli.planning.device_options import kinds_of, machine_of, memories, 
 from gapless.cli.planning.pipedream_plan import planned
 from gapless.cli.planning.plan_report import as_json, best_of_each_kind, report, what_if_json, what_if_report
 from gapless.errors import ConfigError
-from gapless.plan.asynchronous.alternatives import Alternative, others
+from gapless.plan.asynchronous.alternatives import Alternative, alternatives
 from gapless.plan.asynchronous.stage_times import FORMS
 from gapless.plan.profile.file import read_profile, write_profile
 from gapless.plan.profile.profile import SLACK, Link, Profile
@@ -142,7 +142,7 @@ def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> li
     """What is listed beside plans of a profile, where nothing was asked for that only these have."""
     if arguments.source.endswith(".toml") or arguments.schedules or arguments.microbatches:
         return []
-    return others(profile, machine_of(arguments, profile), found.best)
+    return alternatives(profile, machine_of(arguments, profile), found.best)
 
 
 def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Answer] | None:

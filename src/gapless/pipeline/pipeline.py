@@ -26,7 +26,7 @@ from gapless.pipeline.schedule_arguments import ScheduleArguments
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel
-from gapless.pipeline.stream_arguments import Asked, Correction, MakeOptimizer, MakeScheduler
+from gapless.pipeline.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.streaming import check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan
@@ -237,7 +237,7 @@ class Pipeline(HeldModel):
         split        compute weight gradients apart from input gradients, so that the stage before waits less
         """
         self._follow()
-        asked = Asked(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
+        asked = StreamArguments(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)
         stream = make_stream(self._world, self._staged, self._options, asked, self._streams)
         stream.owner = self
         return stream

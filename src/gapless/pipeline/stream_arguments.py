@@ -21,7 +21,7 @@ MakeScheduler = Callable[[Optimizer], Any]
 Correction = Literal["spectrain", "nesterov"]
 
 
-class Asked(NamedTuple):
+class StreamArguments(NamedTuple):
     """Of a stream, as `Pipeline.stream` takes it."""
 
     optimizer: MakeOptimizer | None
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
     split: bool
 
 
-def check_asked(asked: Asked, recipe: str, *, in_turns: bool) -> None:
+def check_asked(asked: StreamArguments, recipe: str, *, in_turns: bool) -> None:
     """Each for itself, whatever the model is."""
     _, scheduler, vertical, clip, _, _, annealed_over, in_flight, split = asked
     if annealed_over is not None:

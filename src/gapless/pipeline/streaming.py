@@ -14,7 +14,7 @@ from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_stream import SavedStream
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.stream_arguments import (
-    Asked,
+    StreamArguments,
     check_asked,
     check_streamable,
     maker_of,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def make_stream(
-    world: World, staged: StagedModel, options: Options, asked: Asked, others: MutableSet[Stream]
+    world: World, staged: StagedModel, options: Options, asked: StreamArguments, others: MutableSet[Stream]
 ) -> Stream:
     """Checks what a stream can't do, and makes one that has trained on nothing yet."""
     optimizer, scheduler, vertical, clip, correction, lr, annealed_over, in_flight, split = asked

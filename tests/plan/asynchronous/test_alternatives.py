@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gapless.plan.asynchronous.alternatives import Alternative, others
+from gapless.plan.asynchronous.alternatives import Alternative, alternatives
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.profile import Link, Profile, Seconds
@@ -18,7 +18,7 @@ MS, MIB = 1e-3, 2**20
 def beside(profile: Profile, devices: list[Device], minibatch: int, microbatches: int) -> dict[str, Alternative]:
     wanted = SearchOptions(schedules=["1f1b"], microbatches=microbatches, time_limit=None)
     best = search(profile, devices, wanted, minibatch).best
-    return {other.name: other for other in others(profile, devices, best)}
+    return {other.name: other for other in alternatives(profile, devices, best)}
 
 
 def test_without_a_flush_every_microbatch_takes_as_long_as_the_slowest_stage() -> None:

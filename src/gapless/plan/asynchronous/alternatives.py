@@ -42,7 +42,7 @@ class Alternative:
     memory: int
 
 
-def others(profile: Profile, devices: Sequence[Device], best: Plan) -> list[Alternative]:
+def alternatives(profile: Profile, devices: Sequence[Device], best: Plan) -> list[Alternative]:
     """For devices that are alike, each with processors of its own; of other machines too little is known. The quickest
     comes first.
     """
@@ -50,7 +50,9 @@ def others(profile: Profile, devices: Sequence[Device], best: Plan) -> list[Alte
     alike = len(set(devices)) == 1 and devices[0].speed == 1  # a link is no quicker on a quick device
     if not alike or profile.contention != ALONE or not 1 < K <= _most_devices(profile):
         return []
-    found = _Others(profile.scaled(best.samples), devices[0], K, math.ceil(best.minibatch / best.samples), best.samples)
+    found = _Alternatives(
+        profile.scaled(best.samples), devices[0], K, math.ceil(best.minibatch / best.samples), best.samples
+    )
     listed = (*found.pipedream(), *found.two_versions(), *found.dapple())
     return sorted(listed, key=lambda other: other.seconds)
 
@@ -60,7 +62,7 @@ def _most_devices(profile: Profile) -> int:
 
 
 @dataclass(frozen=True)
-class _Others:
+class _Alternatives:
     profile: Profile  # for a microbatch
     device: Device
     num_devices: int

@@ -5,7 +5,7 @@ cut by memory too, or recomputed where that is needed, and the quickest of all i
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -20,7 +20,6 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Draft, Drafts, Modes, TooLargeError, TooSlowError, nothing_again
 from gapless.plan.search.finish import quickest
 from gapless.plan.search.recomputes import in_flight_at_peak, recomputes
-from gapless.schedule.action import Schedule
 from gapless.units import show_bytes, show_seconds
 
 _ROUNDS = 4  # of cutting by memory: cuts move what is held at the peak
@@ -195,7 +194,8 @@ class Judge:
         modes = made.remat
         while full := self.drafts.too_full(made):
             if not flying:
-                self._refuse_slow(choice, counts, made.plain, full, best)
+                # One on each of the devices that are too full, at the least.
+                _refuse_slow(self.least.recomputed(choice, counts, modes, made.plain, full), best)
                 flying = in_flight_at_peak(made.schedule, made.alone)
             for device, excess in full.items():
                 if device not in options:
@@ -206,19 +206,9 @@ class Judge:
                 if changes is None:
                     raise self._too_large(made)
                 modes = _changed(modes, changes)
-            self._refuse_slow(choice, counts, made.plain, modes, best)
+            _refuse_slow(self.least.recomputed(choice, counts, modes, made.plain), best)
             made = self.drafts.make(choice, counts, modes)
         return made
-
-    def _refuse_slow(
-        self, choice: Choice, counts: tuple[int, ...], plain: Schedule, again: Modes | Collection[int], best: float
-    ) -> None:
-        """Raises where these recomputes, or one on each of the devices that are too full, can't be the quickest."""
-        modes: Modes = again if isinstance(again, tuple) else nothing_again(len(counts))
-        full = () if isinstance(again, tuple) else again
-        least = self.least.recomputed(choice, counts, modes, plain, full)
-        if least >= best:
-            raise TooSlowError(f"it fits only with recomputes, and then takes at least {show_seconds(least)}")
 
     def _fitted_auto(self, choice: Choice, counts: tuple[int, ...], best: float) -> Draft:
         """It finds an order for any room; but with less recomputed that may be a slow one."""
@@ -267,3 +257,8 @@ class Judge:
 
 def _changed(modes: Modes, changes: dict[int, Remat]) -> Modes:
     return tuple(changes.get(stage, mode) for stage, mode in enumerate(modes))
+
+
+def _refuse_slow(least: float, best: float) -> None:
+    if least >= best:
+        raise TooSlowError(f"it fits only with recomputes, and then takes at least {show_seconds(least)}")

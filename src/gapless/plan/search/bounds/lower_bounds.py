@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Mesh
-from gapless.plan.profile.profile import Layer
 from gapless.plan.search.bounds.bound import Bounds
 from gapless.plan.search.bounds.fixed_order import followed_at_once, least_in_order
 from gapless.plan.search.bounds.least_work import Limits, layer_works
@@ -42,7 +41,7 @@ class LowerBounds:
         last = [0] * (len(counts) - 1) + [choice.microbatches]
         kept_ = last if plain is None else self._followed(plain)
         profile, speeds, M = self.drafts.profile(choice.samples), self.drafts.speeds(choice), choice.microbatches
-        works = [layer.forward.median + min(layer.whole_backward, _halves(layer)) for layer in profile.layers]
+        works = [work.all for work in layer_works(profile, together=False)]
         least, ends = 0.0, [0, *accumulate(counts)]
         for device, own in enumerate(choice.placement.stages):
             busy, some = 0.0, math.inf
@@ -94,10 +93,6 @@ class LowerBounds:
         drafts, totals = self.drafts, self._totals(choice.samples, self.drafts.shards(choice))
         profile, speeds, limits = drafts.profile(choice.samples), drafts.speeds(choice), drafts.limits(choice)
         return estimated(profile, totals, choice, speeds, limits, drafts.slack)
-
-
-def _halves(layer: Layer) -> float:
-    return layer.input_grad.median + layer.weight_grad.median
 
 
 def _least_slower(contention: Contention, choice: Choice) -> float:
