@@ -429,7 +429,7 @@ def test_a_generator_that_layers_of_another_process_hold_too_is_refused() -> Non
     """Each process drew from a copy of its own, which began as the others did."""
     there, generator = nn.Linear(6, 6), torch.Generator()
     there.generator = generator  # type: ignore[assignment]
-    draws = Draws(0, Stored(nn.Sequential(there), elsewhere=[there]).generators)
+    draws = Draws(0, Stored(nn.Sequential(there), elsewhere={0: there}).generators)
     with draws.of_its_own(torch.Generator()):
         pass
     with pytest.raises(gapless.GaplessError, match="one torch"), draws.of_its_own(generator):

@@ -249,7 +249,11 @@ class StagedModel:
         if isinstance(model, Captured):
             stored = Stored(never_set=model.never_set)
         else:
-            stored = Stored(model.module, elsewhere=elsewhere)
+            here = {number for stage in self._here for number in self._numbers(stage)}
+            others = {number: part for number, part in enumerate(model.layers) if number not in here}
+            if len(parts) - 1 not in self._here:
+                others[len(model.layers)] = options.loss
+            stored = Stored(model.module, elsewhere=others)
         stages = {}
         for stage in self._here:
             layers, device = parts[stage], self._devices[stage]
@@ -264,7 +268,7 @@ class StagedModel:
             make = partial(GraphedStage, tried=options.graphs == "auto") if graphed else Stage
             stages[stage] = make(
                 compiled(layers, options.compiler),
-                first_layer=sum(self.partition[:stage]),
+                first_layer=self._numbers(stage).start,
                 seed=options.seed,
                 remat=remat[stage],
                 split=self._split or stage in halves,
@@ -295,6 +299,11 @@ class StagedModel:
 
     def _layers(self) -> list[list[Any]]:
         return [self.model.layers[start:end] for start, end in pairwise([0, *accumulate(self.partition)])]
+
+    def _numbers(self, stage: int) -> range:
+        """Of its layers."""
+        start = sum(self.partition[:stage])
+        return range(start, start + self.partition[stage])
 
     def _facts(self) -> dict[str, Any]:
         return self._options.facts(self.schedule, self.partition, self.module)

@@ -69,7 +69,7 @@ class Calls:
         self._loss_way = Way.OUTSIDE if loss is None else way_of(loss, split)
         self._spread = spread
         self._split = split
-        self._first_layer, self.first_microbatch = first_layer, first_microbatch
+        self.first_layer, self.first_microbatch = first_layer, first_microbatch
         self.draws = Draws(seed, self.stored.generators)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
@@ -188,7 +188,7 @@ class Calls:
         """Calls layer `index` of the stage."""
         layer, way = self._layers[index]
         mode, draws = self.mode, self.draws
-        draws.layer = self._first_layer + index
+        draws.layer = self.first_layer + index
         if mode.alone:
             torch.manual_seed(draws.seed_here())
         if mode.cast_anew:

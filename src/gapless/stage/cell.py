@@ -47,7 +47,8 @@ class Cell:
     def __init__(self, calls: Calls, layers: range, number: int, *, with_loss: bool) -> None:
         self._calls, self._layers = calls, layers
         self._undo = Undo(calls.parts_of(layers, with_loss=with_loss), calls.statistics, always=self.remakes)
-        self._attributes = Attributes(calls.stored, calls.parts_of(layers, with_loss=with_loss), calls)
+        parts = calls.parts_of(layers, with_loss=with_loss)
+        self._attributes = Attributes(calls.stored, parts, calls, calls.first_layer + layers.start, apart=self.remakes)
         self._with_loss = with_loss
         # Pieces of a trace change nothing in place that another one has, and each view has its gradient there.
         self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))
@@ -213,7 +214,7 @@ class Cell:
         with self._attributes.during(work.step):
             handed = self._built(work, kept, defer=defer)
         if not work.replaying:
-            self._undo.note(kept, self._kept.values(), self._attributes.begun)
+            self._undo.note(kept, self._kept.values(), self._attributes.begun, self._attributes.changed)
         return handed
 
     def _built(self, work: Work, kept: Kept, *, defer: bool) -> Any:

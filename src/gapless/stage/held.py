@@ -13,8 +13,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compiled import is_traced
-from .notes import LISTS, Entries, Fields, Note, changed_keys, content_of, notes_of, same, write
-from .stored import NOTHING, Was, holds_tensors
+from .notes import (
+    LISTS,
+    NOTHING,
+    Entries,
+    Fields,
+    Note,
+    changed_keys,
+    content_of,
+    holds_tensors,
+    notes_of,
+    same,
+    write,
+)
+from .stored import Was
 
 _MOST = 4096  # entries of a list that is noted in every forward
 
@@ -58,11 +70,20 @@ class Held:
             if (content := before.get(id(_owner(each.holder)))) is not None
         ]
 
-    def begun(self, attributes: Iterable[tuple[nn.Module, str, Was]]) -> tuple[list[Note], list[str]]:
+    def begun(
+        self, attributes: Iterable[tuple[nn.Module, str, Was]], objects: Iterable[Note]
+    ) -> tuple[list[Note], list[str]]:
         """Fields that a run was the first to change, as they were; and those of which nobody knows what they were.
-        Of these and of those that are known already nothing is noted.
+        Of these and of those that are known already nothing is noted. `objects`: what it has changed in such.
         """
         found, lost = [], []
+        for each in objects:
+            if not self._knows(each.holder):
+                self._know([each._replace(content=None)])
+                if each.content is None:
+                    lost.append(each.path)
+                else:
+                    found.append(each)
         for module, name, was in attributes:
             path, holder, content = f"{type(module).__name__}.{name}", was.value, was.inside
             if content is None:

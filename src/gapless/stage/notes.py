@@ -8,16 +8,15 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .stored import NOTHING
-
-_OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
+NOTHING = object()
+OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
 _SIMPLE = frozenset(
     (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.Size)
 )
@@ -27,6 +26,15 @@ _LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collecti
     "gapless",
 }
 _THREADING = ("_thread", "threading")
+
+
+def holds_tensors(value: Any) -> bool:
+    """A tensor, or a list or dict with one in it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
+    )
 
 
 class Note(NamedTuple):
@@ -64,7 +72,7 @@ class Fields(Entries):
     def read(self) -> dict[Any, Any]:
         if self.keys is not None:
             return super().read()
-        own: Any = _OWN if isinstance(self.owner, nn.Module) else ()
+        own: Any = OWN if isinstance(self.owner, nn.Module) else ()
         return {key: value for key, value in list(self.held.items()) if key not in own}
 
     def write(self, content: dict[Any, Any]) -> None:
@@ -74,24 +82,39 @@ class Fields(Entries):
 
 def notes_of(parts: Sequence[Any]) -> Iterator[Note]:
     """All that can be reached from them and can change."""
-    seen: set[int] = set()
-    to_visit: list[tuple[Any, str]] = [(part, type(part).__name__) for part in parts]
-    while to_visit:
-        value, path = to_visit.pop()
+    for holder, path in reached([(part, type(part).__name__) for part in parts]):
+        yield Note(holder, path, content_of(holder))
+
+
+def reached(
+    parts: Iterable[tuple[Any, str]], meet: Callable[[nn.Module], bool] | None = None, *, most: int = sys.maxsize
+) -> Iterator[tuple[Any, str]]:
+    """What holds something that can change, and its path from them, the nearest first; `most` of it. With `meet`, only
+    the given modules are looked into, without their own parts, and others that are met if it says so.
+    """
+    to_visit = deque(parts)
+    given, seen = {id(value) for value, _ in to_visit}, set[int]()
+    while to_visit and len(seen) < most:
+        value, path = to_visit.popleft()
         if type(value) in _SIMPLE or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            to_visit += [(part, f"{path}.{name}") for name, part in value._modules.items() if part is not None]
+            if meet is None:
+                to_visit += [(part, f"{path}.{name}") for name, part in value._modules.items() if part is not None]
+            elif id(value) not in given and not meet(value):
+                continue
         holder = _holder(value)
-        if holder is not None:
-            content = content_of(holder)
-            yield Note(holder, path, content)
-        else:
+        content: Any = ()
+        if holder is None:
             content = _parts(value)
+        else:
+            yield holder, path
+            if not isinstance(holder, (Tensor, random.Random)) and not _is_array(holder):
+                content = content_of(holder)
         if isinstance(content, dict):
             to_visit += [(each, f"{path}.{key}") for key, each in content.items()]
-        elif holder is None or isinstance(content, list):
+        else:
             to_visit += [(each, f"{path}[{number}]") for number, each in enumerate(content)]
 
 

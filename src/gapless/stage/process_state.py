@@ -110,6 +110,11 @@ def watch_torch() -> None:
     for name in _GENERATORS.split():
         _wrap_code(getattr(torch.random, name), answers.get(name, _touch_generators))
     _wrap_default_generator()
+    for checkpoint in (
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator,
+        torch.utils.checkpoint.CheckpointFunction.forward,
+    ):
+        _wrap_code(checkpoint, _enter_checkpoint)
     _wrap_code(transforms.jvp_increment_nesting, _enter_level)
     _wrap_code(torch.autograd.forward_ad.enter_dual_level, _enter_level)
     torch.autocast_increment_nesting = _enter_autocast
@@ -178,11 +183,17 @@ def _touch_generators() -> None:
     if work is None or work.mode is None or work.what != "forward":
         return
     if _caller() == _CHECKPOINT:  # which asks whether or not anything is drawn
-        work.mode.checkpoints = True
         if work.mode.first_call is not None:
             work.mode.first_call.checkpoints = True
     elif not work.mode.alone:
         work.mode.run_alone("a layer uses the state of torch's generators")
+
+
+def _enter_checkpoint() -> None:
+    """Also one that does not ask for the state of generators."""
+    work = _here.work
+    if work is not None and work.mode is not None and work.what == "forward":
+        work.mode.checkpoints = True
 
 
 def _set_state() -> bool | None:

@@ -12,7 +12,7 @@ nobody can look.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
@@ -24,11 +24,12 @@ from gapless.errors import ConfigError, GaplessError
 
 from .compiled import is_compiled, is_traced
 from .draws import no_users
+from .notes import NOTHING, OWN, Note, holds_tensors
+from .objects import Layer, Objects, SharedObjects, equal_numbers
 from .way import is_torchs
 
-NOTHING = object()
-_OWN = frozenset(vars(nn.Module()))  # what every module has: parameters, buffers, hooks
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
+_ELSEWHERE = object()  # stages of other processes
 _WAY_OUT = (
     "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
     "gapless.aux_loss"
@@ -40,15 +41,6 @@ class _Forward(threading.local):
 
 
 _forward = _Forward()
-
-
-def holds_tensors(value: Any) -> bool:
-    """A tensor, or a list or dict with one in it."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (
-        isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
-    )
 
 
 class Was(NamedTuple):
@@ -65,7 +57,7 @@ class _Watched:
 
     def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
         self.module, self._held = module, module.__dict__
-        self._names = [name for name in self._held if name not in _OWN] if names is None else list(names)
+        self._names = [name for name in self._held if name not in OWN] if names is None else list(names)
         self.look()
 
     def look(self) -> None:
@@ -73,7 +65,7 @@ class _Watched:
         self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
 
     def look_anew(self) -> None:
-        self._names = [name for name in self._held if name not in _OWN]
+        self._names = [name for name in self._held if name not in OWN]
         self.look()
 
     def forget(self) -> None:
@@ -85,12 +77,12 @@ class _Watched:
         held, names, values = self._held, self._names, self._values
         inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
         altered = {id(each): before for each, before in inside}
-        stay = len(held) == len(names) + len(_OWN) and all(map(is_, map(held.get, names), values))
+        stay = len(held) == len(names) + len(OWN) and all(map(is_, map(held.get, names), values))
         if stay and not altered:
             return []
         before = dict(zip(names, values, strict=True))
         found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
-        self._names = [name for name in held if name not in _OWN]
+        self._names = [name for name in held if name not in OWN]
         found += [
             (name, Was(value, None))
             for name in dict.fromkeys([*names, *self._names])
@@ -115,10 +107,14 @@ class Stored:
     """What the layers of some stages store in a step."""
 
     def __init__(
-        self, model: nn.Module | None = None, *, never_set: Callable[[], Places] = tuple, elsewhere: Sequence[Any] = ()
+        self,
+        model: nn.Module | None = None,
+        *,
+        never_set: Callable[[], Places] = tuple,
+        elsewhere: Mapping[int, Any] | None = None,
     ) -> None:
         """`never_set`: attributes that the forward of a traced model would set. `elsewhere`: layers of the model that
-        other processes run; those hear what is set here, by its name in the model.
+        other processes run, by their numbers, and the loss; those hear what is set here, by its name in the model.
         """
         self._never_set = never_set
         self._tripped: dict[tuple[nn.Module, str], Any] = {}  # what stood where there are tripwires now
@@ -126,7 +122,11 @@ class Stored:
         self._classes: dict[nn.Module, tuple[type, type]] = {}  # their own, and that of a step
         self.rests, self._lock = True, threading.RLock()
         self.watching: WeakSet[Attributes] = WeakSet()
-        self._elsewhere = {part for layer in elsewhere if isinstance(layer, nn.Module) for part in layer.modules()}
+        self._others = [Layer(_ELSEWHERE, number, part) for number, part in (elsewhere or {}).items()]
+        self.shared, self._steps = SharedObjects(), 0
+        self._elsewhere = {
+            part for each in self._others if isinstance(each.part, nn.Module) for part in each.part.modules()
+        }
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
         self._heard: set[str] = set()
         # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
@@ -161,6 +161,14 @@ class Stored:
             if not self.rests:
                 return
             self.rests = False
+            self._steps += 1
+            if self._steps & (self._steps - 1):
+                self.shared.look()
+            else:  # now and then: a program may give its layers other objects
+                layers = [*self._others, *(layer for each in self.watching for layer in each.layers)]
+                self.shared.find(sorted(layers, key=lambda layer: layer.number))
+                for each in self.watching:
+                    each.objects.find(self.shared)
             for module, (_, guarded) in self._classes.items():
                 module.__class__ = guarded
             for module, name in self._never_set():
@@ -172,6 +180,7 @@ class Stored:
         """Nothing is under way: attributes are the caller's."""
         with self._lock:
             self.rests = True
+            self.shared.forget()
             for each in self.watching:
                 each.forget()
             for module, (own, _) in self._classes.items():
@@ -182,6 +191,11 @@ class Stored:
                 if before is NOTHING:
                     del module.__dict__[name]
 
+    def check(self) -> None:
+        """While a step runs: nothing has changed that layers of two stages hold."""
+        if not self.rests:
+            self.shared.check()
+
     def guard(self, module: nn.Module, name: str, by: "Attributes") -> None:
         """A forward has set it: from now on it has a class of its own while a step runs, as torch's parametrizations
         give to a module.
@@ -190,7 +204,10 @@ class Stored:
             names = self._set.setdefault(module, {})
             names.setdefault(name, set()).add(by)
             own = self._classes[module][0] if module in self._classes else type(module)
-            shown = {each: _property(f"{own.__name__}.{each}", each, owners) for each, owners in names.items()}
+            shown = {
+                each: _property(f"{own.__name__}.{each}", each, owners, of_tensors=holds_tensors(module.__dict__[each]))
+                for each, owners in names.items()
+            }
             guarded = type(own.__name__, (own,), {"__module__": own.__module__, **shown})
             self._classes[module] = own, guarded
             module.__class__ = guarded
@@ -215,12 +232,15 @@ class Stored:
                 module.__dict__[name] = Tripwire(f"{path}.{name} is set by a layer that another rank runs")
 
 
-def _property(shown: str, name: str, owners: "set[Attributes]") -> property:
+def _property(shown: str, name: str, owners: "set[Attributes]", *, of_tensors: bool) -> property:
     def read(module: nn.Module) -> Any:
-        if _forward.of not in owners or any(each.stage is not _forward.of.stage for each in owners):
+        of = _forward.of
+        if (of not in owners or any(each.stage is not of.stage for each in owners)) and (of_tensors or of is not None):
+            what, whom = "keeps a tensor in", "another stage, the loss or a backward"
+            if not of_tensors:  # which a checkpoint in a backward may read
+                what, whom = "changes", "another stage or the loss"
             raise GaplessError(
-                f"a layer keeps a tensor in {shown}, and another stage, the loss or a backward reads it, when it "
-                f"may belong to another microbatch: {_WAY_OUT}."
+                f"a layer {what} {shown}, and {whom} reads it, when it may belong to another microbatch: {_WAY_OUT}."
             )
         if name not in module.__dict__:
             raise AttributeError(f"{shown} is not set")
@@ -238,8 +258,15 @@ def _property(shown: str, name: str, owners: "set[Attributes]") -> property:
 class Attributes(contextlib.AbstractContextManager[None]):
     """What some layers of a stage store; entered around their forward."""
 
-    def __init__(self, stored: Stored, parts: Sequence[Any], stage: object) -> None:
+    def __init__(
+        self, stored: Stored, parts: Sequence[Any], stage: object, first: int = 0, *, apart: bool = False
+    ) -> None:
+        """`first` is the number of the first of these layers. `apart`: they run again without others of their stage."""
         self._stored, self.stage = stored, stage
+        key = (stage, self) if apart else stage
+        self.layers = [
+            Layer(key, number, part) for number, part in enumerate(parts, start=first) if not is_traced(part)
+        ]
         stored.watching.add(self)
         whole = [
             part for part in parts if isinstance(part, nn.Module) and not is_traced(part) and not is_compiled(part)
@@ -247,9 +274,11 @@ class Attributes(contextlib.AbstractContextManager[None]):
         modules = list(dict.fromkeys(module for part in whole for module in part.modules()))
         self._torchs = {each: len(each.__dict__) for each in modules if is_torchs(type(each))}
         self._watched = [_Watched(each) for each in modules if each not in self._torchs]
+        self.objects = Objects(self.layers, [each.module for each in self._watched])
         self._set: set[tuple[nn.Module, str]] = set()  # attributes that these forwards set
         self._changing: set[tuple[nn.Module, str]] = set()  # and those that these change, whatever they hold
         self.begun: list[tuple[nn.Module, str, Was]] = []  # those of them that the last forward was the first to change
+        self.changed: list[Note] = []  # what it has changed in objects, as it was
         self._before: Attributes | None = None
         self._step = -1
 
@@ -265,23 +294,27 @@ class Attributes(contextlib.AbstractContextManager[None]):
     def forget(self) -> None:
         """The step has ended."""
         self._step = -1
+        self.objects.forget()
         for each in self._watched:
             each.forget()
 
     def __enter__(self) -> None:
         self._before, _forward.of = _forward.of, self
         self.begun = []
+        self.objects.look()
 
     def __exit__(self, kind: object, *_: object) -> None:
+        _forward.of, self._before = self._before, None
         if kind is None:
             self.look()
-        _forward.of, self._before = self._before, None
+            self.changed = self.objects.changed()
+            self._stored.check()
 
     def look(self) -> None:
         """Which attributes are set."""
         for module, size in [each for each in self._torchs.items() if len(each[0].__dict__) != each[1]]:
             del self._torchs[module]  # a hook has stored something in it
-            names = [name for name in list(module.__dict__)[:size] if name not in _OWN]
+            names = [name for name in list(module.__dict__)[:size] if name not in OWN]
             self._watched.append(_Watched(module, names=names))
         for each in self._watched:
             for name, was in each.changed():
@@ -289,7 +322,10 @@ class Attributes(contextlib.AbstractContextManager[None]):
                 if key not in self._changing:
                     self._changing.add(key)
                     self.begun.append((*key, was))
-                if key not in self._set and holds_tensors(each.module.__dict__.get(name)):
+                value, lent = each.module.__dict__.get(name), self._stored.shared.lent
+                if key not in self._set and (
+                    holds_tensors(value) or (each.module in lent and not equal_numbers(was.value, value))
+                ):
                     self._set.add(key)
                     self._stored.guard(*key, self)
 

@@ -95,11 +95,18 @@ class Undo:
         self._notes = []
         return self.buffers.learn(self._taken)
 
-    def note(self, kept: Kept, others: Iterable[Kept], begun: Sequence[tuple[nn.Module, str, Was]]) -> None:
+    def note(
+        self,
+        kept: Kept,
+        others: Iterable[Kept],
+        begun: Sequence[tuple[nn.Module, str, Was]],
+        changed: Sequence[Note] = (),
+    ) -> None:
         """Keeps with a microbatch what layers held before its forward, for a second run, and what it has left, for the
         backward. `begun`: attributes that it was the first to change; what is kept of others lacks them.
+        `changed`: what it has changed in objects.
         """
-        found, lost = self._held.begun(begun) if begun else ([], [])
+        found, lost = self._held.begun(begun, changed) if begun or changed else ([], [])
         if lost and self._always:
             raise ConfigError(
                 f"a forward has changed {lost[0]} in place for the first time, and remat needs to know what it was: "

@@ -1,0 +1,234 @@
+"""Objects, lists, dicts and closures that layers hold, looked at in every forward.
+
+    held by the layers of one cell    before and after a forward: one that begins to change is told, as it was (`held`)
+    held by layers of two stages      against the start of the step: none may change, since another stage, which is at
+                                      another microbatch, would see it too early, too late or, in a process of its own,
+                                      never
+
+To look costs as much as to compare two lists of references. Settings that all layers hold and nobody changes, as those
+of Hugging Face's models, are looked at once per forward.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+
+from .notes import LISTS, NOTHING, OWN, Entries, Fields, Note, changed_keys, holds_tensors, reached
+
+_MOST = 4096  # entries of what is looked at in every forward; of what has more, only how many
+_MOST_VISITED = 65536
+_NUMBERS = (int, float, complex, str, bytes)
+
+
+class Layer(NamedTuple):
+    """A layer, or the loss, which comes after the last. Of layers with other `key`s one is at another microbatch."""
+
+    key: object
+    number: int
+    part: Any
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"layer {self.number} ({type(self.part).__name__})"
+
+
+class _Seen:
+    """One of them as it was when it was looked at last."""
+
+    __slots__ = ("_is_dict", "_source", "_was_long", "before", "holder", "path")
+
+    def __init__(self, holder: Any, path: str) -> None:
+        self.holder, self.path = holder, path
+        self._source = holder.held if isinstance(holder, Entries) else holder
+        self._is_dict = isinstance(self._source, dict)
+        self.look()
+
+    def look(self) -> None:
+        self.before, self._was_long = self._read(), self._is_long()
+
+    def stays(self) -> bool:
+        """Whether it is as it was; what is in its place and equal is the same."""
+        try:
+            return self._read() == self.before
+        except Exception:  # tensors and the like, which do not compare
+            return False
+
+    def _read(self) -> list[Any]:
+        source: Any = self._source
+        if isinstance(source, Tensor):
+            return [source._version]
+        if isinstance(source, types.CellType):
+            try:
+                return [source.cell_contents]
+            except ValueError:  # nothing is in it yet
+                return []
+        if self._is_long():
+            return [len(source)]
+        if isinstance(source, dict):
+            return [*source, *source.values()]
+        if isinstance(source, LISTS):
+            return [*source]
+        return [source.tobytes() if source.nbytes <= _MOST else None]
+
+    def note(self) -> Note | None:
+        """What has changed of it, as it was; no content where that is not known."""
+        source, before = self._source, self.before
+        if self._is_dict and not self._was_long:
+            half = len(before) // 2
+            was = dict(zip(before[:half], before[half:], strict=True))
+            keys = [key for key in changed_keys(was, dict(source)) if not equal_numbers(was.get(key), source.get(key))]
+            if not keys:
+                return None
+            holder = Fields(self.holder.owner, keys) if isinstance(self.holder, Fields) else self.holder
+            content = {key: was.get(key, NOTHING) for key in keys} if isinstance(self.holder, Fields) else was
+            return Note(holder, f"{self.path}.{keys[0]}" if isinstance(self.holder, Fields) else self.path, content)
+        known = isinstance(source, (types.CellType, *LISTS)) and not self._was_long
+        return Note(self.holder, self.path, before if known else None)
+
+    def _is_long(self) -> bool:
+        return isinstance(self._source, (dict, *LISTS)) and len(self._source) > _MOST
+
+
+def equal_numbers(before: Any, now: Any) -> bool:
+    """Whether what has come in the place of a number or a string is the same."""
+    return type(before) is type(now) and isinstance(before, _NUMBERS) and before == now
+
+
+class Objects:
+    """Those that the layers of a cell alone hold, but for what is in an attribute of a module: who looks at that sees
+    it too.
+    """
+
+    def __init__(self, layers: Sequence[Layer], modules: Collection[nn.Module]) -> None:
+        self._layers, self._modules = layers, modules
+        self._seen: list[_Seen] = []
+
+    def find(self, shared: SharedObjects) -> None:
+        """Looks for them, but for those that others hold too."""
+        direct = {
+            id(value)
+            for module in self._modules
+            for value in module.__dict__.values()
+            if isinstance(value, list | dict | Tensor)
+        }
+        self._seen = [
+            _Seen(holder, path)
+            for holder, path in _held_by(self._layers, lambda module: module not in shared.modules)
+            if not isinstance(getattr(holder, "owner", None), nn.Module)
+            and id(_owner(holder)) not in direct
+            and id(_owner(holder)) not in shared.holders
+        ]
+
+    def look(self) -> None:
+        """A forward begins."""
+        for each in self._seen:
+            each.look()
+
+    def changed(self) -> list[Note]:
+        """It has ended: what it has changed."""
+        moved = [each for each in self._seen if not each.stays()]
+        return [note for each in moved if (note := each.note()) is not None]
+
+    def forget(self) -> None:
+        """Nobody looks until `look`: what was held may die."""
+        for each in self._seen:
+            each.before = []
+
+
+class SharedObjects:
+    """Those that layers with two keys hold, and modules that two of them use."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        self.holders: dict[int, tuple[Layer, Layer]] = {}  # by id who holds it
+        self.lent: set[nn.Module] = set()  # modules of one stage that another one can read
+        self.modules: set[nn.Module] = set()  # of all layers
+
+    def find(self, layers: Sequence[Layer]) -> None:
+        """Looks for them."""
+        contained = [list(each.part.modules()) if isinstance(each.part, nn.Module) else [] for each in layers]
+        self.modules = {module for modules in contained for module in modules}
+        first: dict[int, tuple[Layer, str]] = {}
+        found: dict[int, _Seen] = {}
+        self.holders, self.lent = {}, set()
+        for key in dict.fromkeys(each.key for each in layers):
+            for each in layers:
+                if each.key is key:
+                    for holder, path in _held_by([each], self._met):
+                        owner = id(_owner(holder))
+                        other, its_path = first.setdefault(owner, (each, path))
+                        if other.key is not key and owner not in found:
+                            found[owner] = _Seen(holder, its_path)
+                            self.holders[owner] = other, each
+        self._seen = list(found.values())
+
+    def _met(self, module: nn.Module) -> bool:
+        """A module that is not a part of the layer from which it is reached: those of other layers are looked at by
+        these.
+        """
+        if module in self.modules:
+            self.lent.add(module)
+            return False
+        return True
+
+    def look(self) -> None:
+        """A step begins."""
+        for each in self._seen:
+            each.look()
+
+    def forget(self) -> None:
+        """It has ended."""
+        for each in self._seen:
+            each.before = []
+
+    def check(self) -> None:
+        """While it runs: none has changed."""
+        for each in self._seen:
+            if not each.stays() and (note := each.note()) is not None and (path := self._changed(note)) is not None:
+                raise self._refusal(note, path)
+
+    def _changed(self, note: Note) -> str | None:
+        """Which of it should not have. Tensors in attributes of layers are guarded by themselves (`stored`), and what
+        torch has in every module changes when its user says so.
+        """
+        holder = note.holder
+        if not isinstance(holder, Fields):
+            return note.path
+        keys = [key for key in holder.keys or () if not (isinstance(holder.owner, nn.Module) and key in OWN)]
+        if holder.owner in self.modules:
+            keys = [k for k in keys if not holds_tensors(holder.held.get(k)) and not holds_tensors(note.content[k])]
+        return f"{note.path.rpartition('.')[0]}.{keys[0]}" if keys else None
+
+    def _refusal(self, note: Note, path: str) -> ConfigError:
+        one, other = self.holders[id(_owner(note.holder))]
+        both, way = "layers of two stages", "put both into one stage with partition="
+        if isinstance(one.key, tuple) and isinstance(other.key, tuple) and one.key[0] is other.key[0]:
+            both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
+        return ConfigError(
+            f"{path} was changed while a step was under way, and {both} hold it, {one.name} and {other.name}, which "
+            "would see that at another time than in plain training: pass the value with the activations, give each "
+            f"layer its own, or {way}"
+        )
+
+
+def _held_by(layers: Iterable[Layer], meet: Any) -> Iterator[tuple[Any, str]]:
+    roots = [
+        (part, f"{type(each.part).__name__}.{path}" if path else type(each.part).__name__)
+        for each in layers
+        for path, part in (each.part.named_modules() if isinstance(each.part, nn.Module) else [("", each.part)])
+    ]
+    for holder, path in reached(roots, meet, most=_MOST_VISITED):
+        if not isinstance(holder, Random):
+            yield holder, path
+
+
+def _owner(holder: Any) -> Any:
+    return holder.owner if isinstance(holder, Fields) else holder
