@@ -237,7 +237,7 @@ def test_a_loss_that_reads_a_number_which_a_layer_changes_is_refused(begins: int
 
 def test_a_loss_that_holds_all_layers_for_their_weights_does_no_harm() -> None:
     def make(clock: Clock) -> Made:
-        layers = [Counts(Settings(clock, 1)), linear(), Counts(Settings(clock, 1)), linear()]
+        layers: list[Any] = [Counts(Settings(clock, 1)), linear(), Counts(Settings(clock, 1)), linear()]
 
         def loss(out: Tensor, y: Tensor) -> Tensor:
             return F.mse_loss(out, y) + 0.01 * sum((layer.weight.sum() for layer in layers[3:]), torch.zeros(()))

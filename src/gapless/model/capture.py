@@ -137,8 +137,9 @@ class Captured:
             self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         here = self._in_one_place()
-        with self.edition.reading(here):
+        with self.edition.reading(here) as reads:
             trace = Trace(here, flat, spec)
+        trace.refuse_state(here, reads)
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1

@@ -64,6 +64,14 @@ def unbroken(trace: Trace, index: dict[Node, int]) -> list[tuple[int, int]]:
     return stretches
 
 
+def changed_buffers(trace: Trace) -> list[str]:
+    """The names of buffers and constants that a graph changes in place."""
+    writes = [target for node in trace.nodes for target in _written(node)]
+    memory = _memory(trace) if writes else {}
+    places = {place for target in writes for place in memory.get(target, ())}
+    return [str(node.target) for node, own in memory.items() if node.op == "get_attr" and own & places]
+
+
 def _vmapped(trace: Trace) -> list[tuple[int, int]]:
     """What torch.vmap runs: between its begin and its end tensors have a dimension that can't be seen elsewhere."""
     stretches, start, depth = [], 0, 0

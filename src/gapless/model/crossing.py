@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from gapless.errors import PartitionError, TooFewLayersError
 
-from .changes import tensors_of, unbroken
+from .changes import changed_buffers, tensors_of, unbroken
 from .graph_cuts import GraphCuts
 from .operators import PYTHON
 from .trace import Trace
@@ -72,9 +72,11 @@ def choose(crossing: Crossing, num_stages: int) -> list[int]:
     total = sums[-1]
     places = _candidates(crossing, total / _CANDIDATES if len(crossing.costs) > _CANDIDATES else 0.0)
     if len(places) < num_stages - 1:
+        buffers = changed_buffers(crossing.trace)
+        why = f", since its forward changes {', '.join(buffers[:3])}, whose uses stay in one stage" if buffers else ""
         raise TooFewLayersError(
-            f"the traced model can be cut in {len(places)} places, but {num_stages} stages were asked for: use fewer "
-            "devices or stages per device, or cut it by hand with layers=",
+            f"the traced model can be cut in {len(places)} places{why}, but {num_stages} stages were asked for: use "
+            "fewer devices or stages per device, or cut it by hand with layers=",
             len(places) + 1,
         )
     ends = [*(sums[place + 1] for place in places), total]

@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from gapless.stage.notes import OWN, Fields, Note, holds_tensors, reached, write
+from gapless.stage.objects import Seen
+
 from .instead import instead
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_UNSEEN = (Tensor, random.Random)
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
@@ -49,6 +53,37 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
             "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "
             "draw with torch"
         )
+
+
+@contextlib.contextmanager
+def state_put_back(model: nn.Module, changed: list[Note]) -> Iterator[None]:
+    """Around its forward: what that changes in attributes, lists and objects is put back, and into `changed`. A trace
+    has the value of this one batch, and changes nothing when it runs. Tensors in attributes are `stored`.
+    """
+    found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
+    try:
+        yield
+    finally:
+        for each in found:
+            if not each.stays() and (note := each.note()) is not None:
+                changed += _told(note)
+
+
+def _told(note: Note) -> Iterator[Note]:
+    holder, path, content = note
+    if isinstance(holder, Fields) and isinstance(holder.owner, nn.Module):
+        names = [name for name in holder.keys or () if name not in OWN]
+        names = [
+            each for each in names if not holds_tensors(holder.held.get(each)) and not holds_tensors(content[each])
+        ]
+        for name in names:
+            was = Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
+            write(was.holder, was.content)
+            yield was
+    else:
+        if content is not None:
+            write(holder, content)
+        yield note
 
 
 def _refuse_hook(*_: Any, **__: Any) -> Any:

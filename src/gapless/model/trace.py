@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,11 +27,12 @@ from torch.utils import _pytree as pytree
 from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
 from gapless.stage.exclusive import exclusively
+from gapless.stage.notes import Fields, Note
 from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
 from .in_forward import in_forward
-from .lost import LostError, nothing_lost
+from .lost import LostError, nothing_lost, state_put_back
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
 from .own_backward import OwnBackwards
@@ -48,7 +49,7 @@ class Trace:
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
         with exclusively():  # while torch traces, functions of its own are replaced for all threads
-            self.module, self._questions, self.stored = _export(model, flat, spec)
+            self.module, self._questions, self.stored, self._changed = _export(model, flat, spec)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -66,6 +67,18 @@ class Trace:
         drawing = [node for node in self.nodes if draws(node)]
         self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
         self._guards: Any = getattr(self.module, "_guards_fn", None)
+
+    def refuse_state(self, model: nn.Module, reads: Mapping[nn.Module, Collection[str]]) -> None:
+        """What its forward changes and reads, besides tensors: a trace has it as it was for one batch. Of what is in
+        objects and lists nobody knows whether it is read.
+        """
+        for holder, path, content in self._changed:
+            owner = holder.owner if isinstance(holder, Fields) else None
+            if not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in content):
+                raise PartitionError(
+                    f"the forward of {type(model).__name__} changes {path}, and a trace of it would keep the value of "
+                    "its first batch: make it a buffer that the forward changes in place, or pass a list of layers"
+                )
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
@@ -95,7 +108,7 @@ def _kind(leaf: Any) -> Any:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
-) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]]]:
+) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]], list[Note]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
@@ -108,13 +121,14 @@ def _export(
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
             questions, stored, own = Questions(flat), list[tuple[nn.Module, str]](), OwnBackwards()
+            changed: list[Note] = []
             with (
                 own.kept(),
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
                 spelled_out(model, kwargs),
-                in_forward(model, functools.partial(_watched, stored, questions)),
+                in_forward(model, functools.partial(_watched, model, stored, changed, questions)),
             ):
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
@@ -123,7 +137,7 @@ def _export(
             last = None  # an error holds the frames it went through, and so itself
             module = program.module()
             own.put_back(module, model)
-            return module, questions.asked, _named_in(model, stored)
+            return module, questions.asked, _named_in(model, stored), changed
         except LostError as error:
             raise PartitionError(_refusal(model, error)) from error
         except Exception as error:
@@ -135,8 +149,10 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched(stored: list[tuple[nn.Module, str]], questions: Questions) -> Iterator[None]:
-    with nothing_lost(stored), questions:
+def _watched(
+    model: nn.Module, stored: list[tuple[nn.Module, str]], changed: list[Note], questions: Questions
+) -> Iterator[None]:
+    with state_put_back(model, changed), nothing_lost(stored), questions:
         yield
 
 

@@ -26,7 +26,7 @@ from .notes import (
     same,
     write,
 )
-from .stored import Was
+from .objects import Was
 
 _MOST = 4096  # entries of a list that is noted in every forward
 

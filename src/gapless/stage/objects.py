@@ -1,4 +1,4 @@
-"""Objects, lists, dicts and closures that layers hold, looked at in every forward.
+"""What layers hold, looked at in every forward: attributes of modules, objects, lists, dicts and closures.
 
     held by the layers of one cell    before and after a forward: one that begins to change is told, as it was (`held`)
     held by layers of two stages      against the start of the step: none may change, since another stage, which is at
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import is_
 from random import Random
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ _MOST_VISITED = 65536
 _NUMBERS = (int, float, complex, str, bytes)
 
 
-class Layer(NamedTuple):
+class Holder(NamedTuple):
     """A layer, or the loss, which comes after the last. Of layers with other `key`s one is at another microbatch."""
 
     key: object
@@ -40,7 +41,7 @@ class Layer(NamedTuple):
         return f"layer {self.number} ({type(self.part).__name__})"
 
 
-class _Seen:
+class Seen:
     """One of them as it was when it was looked at last."""
 
     __slots__ = ("_is_dict", "_source", "_was_long", "before", "holder", "path")
@@ -102,14 +103,74 @@ def equal_numbers(before: Any, now: Any) -> bool:
     return type(before) is type(now) and isinstance(before, _NUMBERS) and before == now
 
 
+class Was(NamedTuple):
+    """An attribute before a forward has changed it: what it was, and what was in it, if that is what has changed."""
+
+    value: Any
+    inside: Any
+
+
+class Watched:
+    """The attributes of a module, as they were when it was looked at last."""
+
+    __slots__ = ("_held", "_inside", "_names", "_values", "module")
+
+    def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
+        self.module, self._held = module, module.__dict__
+        self._names = [name for name in self._held if name not in OWN] if names is None else list(names)
+        self.look()
+
+    def look(self) -> None:
+        self._values = [*map(self._held.get, self._names)]
+        self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
+
+    def look_anew(self) -> None:
+        self._names = [name for name in self._held if name not in OWN]
+        self.look()
+
+    def forget(self) -> None:
+        """Nobody looks until `look_anew`: what stood there may die."""
+        self._values, self._inside = [], []
+
+    def changed(self) -> list[tuple[str, Was]]:
+        """Those that were set since, or changed where they are, and what they were."""
+        held, names, values = self._held, self._names, self._values
+        inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
+        altered = {id(each): before for each, before in inside}
+        stay = len(held) == len(names) + len(OWN) and all(map(is_, map(held.get, names), values))
+        if stay and not altered:
+            return []
+        before = dict(zip(names, values, strict=True))
+        found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
+        self._names = [name for name in held if name not in OWN]
+        found += [
+            (name, Was(value, None))
+            for name in dict.fromkeys([*names, *self._names])
+            if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
+        ]
+        self.look()
+        return found
+
+
+def _inside(value: Any) -> Any:
+    """What tells of a change in place."""
+    if isinstance(value, Tensor):
+        return value._version
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now == before if isinstance(now, int) else len(now) == len(before) and all(map(is_, now, before))
+
+
 class Objects:
     """Those that the layers of a cell alone hold, but for what is in an attribute of a module: who looks at that sees
     it too.
     """
 
-    def __init__(self, layers: Sequence[Layer], modules: Collection[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[Holder], modules: Collection[nn.Module]) -> None:
         self._layers, self._modules = layers, modules
-        self._seen: list[_Seen] = []
+        self._seen: list[Seen] = []
 
     def find(self, shared: SharedObjects) -> None:
         """Looks for them, but for those that others hold too."""
@@ -120,7 +181,7 @@ class Objects:
             if isinstance(value, list | dict | Tensor)
         }
         self._seen = [
-            _Seen(holder, path)
+            Seen(holder, path)
             for holder, path in _held_by(self._layers, lambda module: module not in shared.modules)
             if not isinstance(getattr(holder, "owner", None), nn.Module)
             and id(_owner(holder)) not in direct
@@ -147,17 +208,17 @@ class SharedObjects:
     """Those that layers with two keys hold, and modules that two of them use."""
 
     def __init__(self) -> None:
-        self._seen: list[_Seen] = []
-        self.holders: dict[int, tuple[Layer, Layer]] = {}  # by id who holds it
+        self._seen: list[Seen] = []
+        self.holders: dict[int, tuple[Holder, Holder]] = {}  # by id who holds it
         self.lent: set[nn.Module] = set()  # modules of one stage that another one can read
         self.modules: set[nn.Module] = set()  # of all layers
 
-    def find(self, layers: Sequence[Layer]) -> None:
+    def find(self, layers: Sequence[Holder]) -> None:
         """Looks for them."""
         contained = [list(each.part.modules()) if isinstance(each.part, nn.Module) else [] for each in layers]
         self.modules = {module for modules in contained for module in modules}
-        first: dict[int, tuple[Layer, str]] = {}
-        found: dict[int, _Seen] = {}
+        first: dict[int, tuple[Holder, str]] = {}
+        found: dict[int, Seen] = {}
         self.holders, self.lent = {}, set()
         for key in dict.fromkeys(each.key for each in layers):
             for each in layers:
@@ -166,7 +227,7 @@ class SharedObjects:
                         owner = id(_owner(holder))
                         other, its_path = first.setdefault(owner, (each, path))
                         if other.key is not key and owner not in found:
-                            found[owner] = _Seen(holder, its_path)
+                            found[owner] = Seen(holder, its_path)
                             self.holders[owner] = other, each
         self._seen = list(found.values())
 
@@ -219,7 +280,7 @@ class SharedObjects:
         )
 
 
-def _held_by(layers: Iterable[Layer], meet: Any) -> Iterator[tuple[Any, str]]:
+def _held_by(layers: Iterable[Holder], meet: Any) -> Iterator[tuple[Any, str]]:
     roots = [
         (part, f"{type(each.part).__name__}.{path}" if path else type(each.part).__name__)
         for each in layers

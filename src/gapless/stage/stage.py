@@ -305,11 +305,7 @@ class Stage:
 
     def finish(self, *, resting: bool = True) -> None:
         """The minibatch is over: running statistics that were deferred move. `resting`: no other one is under way."""
-        try:
-            self._calls.stored.check()
-        finally:
-            if resting:
-                self.rest()
+        self._calls.stored.finish(resting=resting)
         statistics = self._calls.statistics
         changing = {*self._changing()}
         for (module, name), shown in self._shared_buffers.items():

@@ -13,8 +13,7 @@ nobody can look.
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import Generator, Tensor, nn
@@ -25,7 +24,7 @@ from gapless.errors import ConfigError, GaplessError
 from .compiled import is_compiled, is_traced
 from .draws import no_users
 from .notes import NOTHING, OWN, Note, holds_tensors
-from .objects import Layer, Objects, SharedObjects, equal_numbers
+from .objects import Holder, Objects, SharedObjects, Was, Watched, equal_numbers
 from .way import is_torchs
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
@@ -41,66 +40,6 @@ class _Forward(threading.local):
 
 
 _forward = _Forward()
-
-
-class Was(NamedTuple):
-    """An attribute before a forward has changed it: what it was, and what was in it, if that is what has changed."""
-
-    value: Any
-    inside: Any
-
-
-class _Watched:
-    """The attributes of a module, as they were when it was looked at last."""
-
-    __slots__ = ("_held", "_inside", "_names", "_values", "module")
-
-    def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
-        self.module, self._held = module, module.__dict__
-        self._names = [name for name in self._held if name not in OWN] if names is None else list(names)
-        self.look()
-
-    def look(self) -> None:
-        self._values = [*map(self._held.get, self._names)]
-        self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
-
-    def look_anew(self) -> None:
-        self._names = [name for name in self._held if name not in OWN]
-        self.look()
-
-    def forget(self) -> None:
-        """Nobody looks until `look_anew`: what stood there may die."""
-        self._values, self._inside = [], []
-
-    def changed(self) -> list[tuple[str, Was]]:
-        """Those that were set since, or changed where they are, and what they were."""
-        held, names, values = self._held, self._names, self._values
-        inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
-        altered = {id(each): before for each, before in inside}
-        stay = len(held) == len(names) + len(OWN) and all(map(is_, map(held.get, names), values))
-        if stay and not altered:
-            return []
-        before = dict(zip(names, values, strict=True))
-        found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
-        self._names = [name for name in held if name not in OWN]
-        found += [
-            (name, Was(value, None))
-            for name in dict.fromkeys([*names, *self._names])
-            if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
-        ]
-        self.look()
-        return found
-
-
-def _inside(value: Any) -> Any:
-    """What tells of a change in place."""
-    if isinstance(value, Tensor):
-        return value._version
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
-
-
-def _same(now: Any, before: Any) -> bool:
-    return now == before if isinstance(now, int) else len(now) == len(before) and all(map(is_, now, before))
 
 
 class Stored:
@@ -122,7 +61,7 @@ class Stored:
         self._classes: dict[nn.Module, tuple[type, type]] = {}  # their own, and that of a step
         self.rests, self._lock = True, threading.RLock()
         self.watching: WeakSet[Attributes] = WeakSet()
-        self._others = [Layer(_ELSEWHERE, number, part) for number, part in (elsewhere or {}).items()]
+        self._others = [Holder(_ELSEWHERE, number, part) for number, part in (elsewhere or {}).items()]
         self.shared, self._steps = SharedObjects(), 0
         self._elsewhere = {
             part for each in self._others if isinstance(each.part, nn.Module) for part in each.part.modules()
@@ -191,10 +130,14 @@ class Stored:
                 if before is NOTHING:
                     del module.__dict__[name]
 
-    def check(self) -> None:
-        """While a step runs: nothing has changed that layers of two stages hold."""
-        if not self.rests:
-            self.shared.check()
+    def finish(self, *, resting: bool) -> None:
+        """A stage has ended a minibatch. `resting`: so have all, and no other one is under way."""
+        try:
+            if not self.rests:
+                self.shared.check()
+        finally:
+            if resting:
+                self.rest()
 
     def guard(self, module: nn.Module, name: str, by: "Attributes") -> None:
         """A forward has set it: from now on it has a class of its own while a step runs, as torch's parametrizations
@@ -265,7 +208,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
         self._stored, self.stage = stored, stage
         key = (stage, self) if apart else stage
         self.layers = [
-            Layer(key, number, part) for number, part in enumerate(parts, start=first) if not is_traced(part)
+            Holder(key, number, part) for number, part in enumerate(parts, start=first) if not is_traced(part)
         ]
         stored.watching.add(self)
         whole = [
@@ -273,7 +216,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
         ]
         modules = list(dict.fromkeys(module for part in whole for module in part.modules()))
         self._torchs = {each: len(each.__dict__) for each in modules if is_torchs(type(each))}
-        self._watched = [_Watched(each) for each in modules if each not in self._torchs]
+        self._watched = [Watched(each) for each in modules if each not in self._torchs]
         self.objects = Objects(self.layers, [each.module for each in self._watched])
         self._set: set[tuple[nn.Module, str]] = set()  # attributes that these forwards set
         self._changing: set[tuple[nn.Module, str]] = set()  # and those that these change, whatever they hold
@@ -308,14 +251,14 @@ class Attributes(contextlib.AbstractContextManager[None]):
         if kind is None:
             self.look()
             self.changed = self.objects.changed()
-            self._stored.check()
+            self._stored.shared.check()
 
     def look(self) -> None:
         """Which attributes are set."""
         for module, size in [each for each in self._torchs.items() if len(each[0].__dict__) != each[1]]:
             del self._torchs[module]  # a hook has stored something in it
             names = [name for name in list(module.__dict__)[:size] if name not in OWN]
-            self._watched.append(_Watched(module, names=names))
+            self._watched.append(Watched(module, names=names))
         for each in self._watched:
             for name, was in each.changed():
                 key = each.module, name

@@ -24,7 +24,7 @@ from .held import Held, for_replay, without_tensors
 from .kept import Kept
 from .mode import Restart
 from .notes import Note
-from .stored import Was
+from .objects import Was
 
 IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 _ON_META = "device meta"  # what belongs to another process is there
