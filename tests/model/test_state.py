@@ -37,6 +37,8 @@ class Stateful(nn.Module):
             self.settings.temperature *= 0.9
         elif self.kind == "written only":
             self.last = x.shape[0], 6
+        elif self.kind == "set once" and self.settings.temperature == 1.0:
+            self.settings.temperature = 0.5
         elif self.kind == "buffer":
             self.steps.add_(1)
         factor = (1 + 0.1 * self.count + len(self.seen)) * self.settings.temperature * self.temperature
@@ -67,8 +69,8 @@ def plain(model: Any, x: Tensor, y: Tensor) -> list[list[float]]:
     return [each.grad.tolist() for each in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["none", "written only"])
-def test_what_is_only_read_or_only_written_does_no_harm(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "written only", "set once"])
+def test_what_is_only_read_or_written_or_set_once_does_no_harm(kind: str) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     ours, theirs = Stateful(kind), Stateful(kind)
@@ -81,6 +83,7 @@ def test_what_is_only_read_or_only_written_does_no_harm(kind: str) -> None:
             theirs.zero_grad()
             pipe.step(x, y)
             assert [each.grad.tolist() for each in ours.parameters() if each.grad is not None] == plain(theirs, x, y)
+    assert ours.settings.temperature == theirs.settings.temperature
 
 
 def test_a_model_that_can_t_be_cut_for_its_buffer_says_which() -> None:

@@ -28,7 +28,7 @@ from .graph_cuts import GraphCuts
 from .layers import check_initialised
 from .materialise import named_tensors
 from .piece import GraphLayer, Moved, Piece
-from .trace import Trace
+from .trace import Trace, trace_settled
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
 # What torch.export takes as an argument.
@@ -138,8 +138,7 @@ class Captured:
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         here = self._in_one_place()
         with self.edition.reading(here) as reads:
-            trace = Trace(here, flat, spec)
-        trace.refuse_state(here, reads)
+            trace = trace_settled(here, flat, spec, reads)
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1

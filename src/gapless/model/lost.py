@@ -8,21 +8,22 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from gapless.stage.notes import OWN, Fields, Note, holds_tensors, reached, write
+from gapless.stage.notes import OWN, Fields, Note, content_of, holds_tensors, reached, write
 from gapless.stage.objects import Seen
 
 from .instead import instead
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _UNSEEN = (Tensor, random.Random)
+_OF_A_TRACE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
@@ -55,10 +56,36 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
         )
 
 
+class Changed(NamedTuple):
+    """What a forward has changed in attributes, lists and objects: as it was, and what it has left there."""
+
+    before: Note
+    after: Any
+
+    def put_back(self) -> None:
+        if self.before.content is not None:
+            write(self.before.holder, self.before.content)
+
+    def set_again(self) -> None:
+        write(self.before.holder, self.after)
+
+    def matters(self, reads: Mapping[nn.Module, Collection[str]]) -> bool:
+        """Whether the forward may go by it. Of what is in objects and lists nobody knows whether it is read."""
+        holder = self.before.holder
+        owner = holder.owner if isinstance(holder, Fields) else None
+        return not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in self.before.content)
+
+    def can_stay(self) -> bool:
+        """Whether what it has left means something after the trace."""
+        left = [*self.after.values()] if isinstance(self.after, dict) else self.after
+        known = self.before.content is not None and isinstance(left, list)
+        return known and not any(isinstance(each, _OF_A_TRACE) or holds_tensors(each) for each in left)
+
+
 @contextlib.contextmanager
-def state_put_back(model: nn.Module, changed: list[Note]) -> Iterator[None]:
-    """Around its forward: what that changes in attributes, lists and objects is put back, and into `changed`. A trace
-    has the value of this one batch, and changes nothing when it runs. Tensors in attributes are `stored`.
+def state_put_back(model: nn.Module, changed: list[Changed]) -> Iterator[None]:
+    """Around its forward: what that changes is put back, and into `changed`. A trace has it as it was for this one
+    batch, and changes nothing when it runs. Tensors in attributes are `stored`.
     """
     found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
     try:
@@ -66,24 +93,20 @@ def state_put_back(model: nn.Module, changed: list[Note]) -> Iterator[None]:
     finally:
         for each in found:
             if not each.stays() and (note := each.note()) is not None:
-                changed += _told(note)
+                changed += [Changed(part, content_of(part.holder)) for part in _parts(note)]
+        for one in changed:
+            one.put_back()
 
 
-def _told(note: Note) -> Iterator[Note]:
+def _parts(note: Note) -> Iterator[Note]:
+    """What counts of it, each attribute of a module by itself."""
     holder, path, content = note
-    if isinstance(holder, Fields) and isinstance(holder.owner, nn.Module):
-        names = [name for name in holder.keys or () if name not in OWN]
-        names = [
-            each for each in names if not holds_tensors(holder.held.get(each)) and not holds_tensors(content[each])
-        ]
-        for name in names:
-            was = Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
-            write(was.holder, was.content)
-            yield was
-    else:
-        if content is not None:
-            write(holder, content)
+    if not isinstance(holder, Fields) or not isinstance(holder.owner, nn.Module):
         yield note
+        return
+    for name in [name for name in holder.keys or () if name not in OWN]:
+        if not holds_tensors(holder.held.get(name)) and not holds_tensors(content[name]):
+            yield Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
 
 
 def _refuse_hook(*_: Any, **__: Any) -> Any:

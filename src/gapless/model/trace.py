@@ -27,12 +27,11 @@ from torch.utils import _pytree as pytree
 from gapless.errors import PartitionError
 from gapless.stage.auxiliary import traced
 from gapless.stage.exclusive import exclusively
-from gapless.stage.notes import Fields, Note
 from gapless.stage.settings import settings
 
 from .called import as_called, spelled_out, switches
 from .in_forward import in_forward
-from .lost import LostError, nothing_lost, state_put_back
+from .lost import Changed, LostError, nothing_lost, state_put_back
 from .operators import draws, drop_checks, kept_nodes
 from .origin import is_users
 from .own_backward import OwnBackwards
@@ -68,17 +67,9 @@ class Trace:
         self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
         self._guards: Any = getattr(self.module, "_guards_fn", None)
 
-    def refuse_state(self, model: nn.Module, reads: Mapping[nn.Module, Collection[str]]) -> None:
-        """What its forward changes and reads, besides tensors: a trace has it as it was for one batch. Of what is in
-        objects and lists nobody knows whether it is read.
-        """
-        for holder, path, content in self._changed:
-            owner = holder.owner if isinstance(holder, Fields) else None
-            if not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in content):
-                raise PartitionError(
-                    f"the forward of {type(model).__name__} changes {path}, and a trace of it would keep the value of "
-                    "its first batch: make it a buffer that the forward changes in place, or pass a list of layers"
-                )
+    def changes(self, reads: Mapping[nn.Module, Collection[str]]) -> list[Changed]:
+        """What its forward has changed and may go by, besides tensors, given what it was seen to read."""
+        return [each for each in self._changed if each.matters(reads)]
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
@@ -101,6 +92,33 @@ class Trace:
         return all(question.same(flat) for question in self._questions if question.of_data)
 
 
+def trace_settled(
+    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, reads: Mapping[nn.Module, Collection[str]]
+) -> Trace:
+    """A trace of a model whose forward keeps no state in Python. What it sets once, as Hugging Face's models set the
+    type of their problem, stays set, and it is traced again.
+    """
+    trace = Trace(model, flat, spec)
+    changed = trace.changes(reads)
+    if not changed:
+        return trace
+    try:
+        if all(each.can_stay() for each in changed):
+            for each in changed:
+                each.set_again()
+            trace = Trace(model, flat, spec)
+            if not trace.changes(reads):
+                return trace
+        raise PartitionError(
+            f"the forward of {type(model).__name__} changes {changed[0].before.path}, and a trace of it would keep the "
+            "value of its first batch: make it a buffer that the forward changes in place, or pass a list of layers"
+        )
+    except BaseException:
+        for each in changed:
+            each.put_back()
+        raise
+
+
 def _kind(leaf: Any) -> Any:
     """What must be the same: all of a constant, of a tensor everything but its sizes."""
     return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
@@ -108,7 +126,7 @@ def _kind(leaf: Any) -> Any:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
-) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]], list[Note]]:
+) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]], list[Changed]]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
@@ -121,7 +139,7 @@ def _export(
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
             questions, stored, own = Questions(flat), list[tuple[nn.Module, str]](), OwnBackwards()
-            changed: list[Note] = []
+            changed: list[Changed] = []
             with (
                 own.kept(),
                 traced(),
@@ -150,7 +168,7 @@ def _export(
 
 @contextlib.contextmanager
 def _watched(
-    model: nn.Module, stored: list[tuple[nn.Module, str]], changed: list[Note], questions: Questions
+    model: nn.Module, stored: list[tuple[nn.Module, str]], changed: list[Changed], questions: Questions
 ) -> Iterator[None]:
     with state_put_back(model, changed), nothing_lost(stored), questions:
         yield
