@@ -219,17 +219,29 @@ def test_two_thousand_steps_leave_memory_flat(schedule: str, remat: Remat) -> No
     steps_leave_memory_flat(schedule, remat, 2000)
 
 
+class _Watched:
+    """The most microbatches alive on each device, counted by layers of all stages; with a lock it is no state."""
+
+    def __init__(self, devices: int) -> None:
+        self._lock, self.most = threading.Lock(), [0] * devices
+
+    def count(self, device: int, alive: int) -> None:
+        with self._lock:
+            self.most[device] = max(self.most[device], alive)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("schedule", [*(name for name, recipe in RECIPES.items() if recipe.synchronous), "apart"])
 def test_the_microbatches_alive_on_each_device_are_those_of_the_schedule(schedule: str, devices: int) -> None:
     pipes: list[gapless.Pipeline] = []
-    most = [0] * devices
+    watched = _Watched(devices)
+    most = watched.most
 
     def count(x: Tensor) -> Tensor:
         pipe = pipes[0]
         device = int(threading.current_thread().name.rsplit(maxsplit=1)[1])
         here = [s for s in range(pipe.schedule.num_stages) if pipe.schedule.placement.device(s, 0) == device]
-        most[device] = max(most[device], sum(pipe._staged.stages[stage].live for stage in here))
+        watched.count(device, sum(pipe._staged.stages[stage].live for stage in here))
         return x
 
     model = [layer for _ in range(8) for layer in (nn.Linear(6, 6), Do(count))]

@@ -211,6 +211,44 @@ def test_what_a_program_changes_between_steps_is_seen_by_all_layers() -> None:
     assert_same_as_loop(make)
 
 
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("where", ["attribute", "closure"])
+def test_a_list_to_which_layers_only_add_is_a_log(where: str, read: bool) -> None:
+    class Logs(nn.Module):
+        def __init__(self, log: list[float]) -> None:
+            super().__init__()
+            self.linear, self.log = linear(), log
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.append(float(x.detach().mean()))
+            return torch.tanh(self.linear(x))
+
+    class LogsAndReads(Logs):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.log[-1]
+
+    def make(clock: Clock) -> Made:
+        log: list[float] = []
+        kind = LogsAndReads if read else Logs
+        if where == "attribute":
+            return [kind(log), linear(), kind(log), linear()], F.mse_loss
+
+        def note(x: Tensor) -> Tensor:
+            log.append(float(x.detach().mean()))
+            return x
+
+        def scale(x: Tensor) -> Tensor:
+            return x * log[-1]
+
+        return [note, linear(), scale if read else note, linear()], F.mse_loss
+
+    if read:
+        with pytest.raises(ConfigError, match="was changed while a step was under way"):
+            assert_same_as_loop(make)
+    else:
+        assert_same_as_loop(make)
+
+
 def test_an_equal_number_in_its_place_is_no_change() -> None:
     class Looks(Layer):
         def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ A stage and its microbatches
     kept           what is kept of a microbatch; `intake`: how layers get the inputs of a cell
     undo           a forward that starts again leaves no trace
     held           what layers hold, for runs that must not count; `notes`: what can change of it; `objects`: what does
+    logs           lists to which layers only add
     buffers        those that a forward changes, and a second run must not
     auxiliary      losses that layers add; `stored`: tensors that they keep in attributes, where nobody should read them
     weight_changes while a step runs

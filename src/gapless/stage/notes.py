@@ -21,7 +21,7 @@ _SIMPLE = frozenset(
     (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.Size)
 )
 LISTS = (list, deque, set, bytearray)
-_LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
+LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
     "torch",
     "gapless",
 }
@@ -89,8 +89,16 @@ def notes_of(parts: Sequence[Any]) -> Iterator[Note]:
 def reached(
     parts: Iterable[tuple[Any, str]], meet: Callable[[nn.Module], bool] | None = None, *, most: int = sys.maxsize
 ) -> Iterator[tuple[Any, str]]:
-    """What holds something that can change, and its path from them, the nearest first; `most` of it. With `meet`, only
-    the given modules are looked into, without their own parts, and others that are met if it says so.
+    """What holds something that can change, and its path from them, as in `visited`."""
+    return ((holder, path) for _, holder, path in visited(parts, meet, most=most) if holder is not None)
+
+
+def visited(
+    parts: Iterable[tuple[Any, str]], meet: Callable[[nn.Module], bool] | None = None, *, most: int = sys.maxsize
+) -> Iterator[tuple[Any, Any, str]]:
+    """All that can be reached from them, with what holds something in it that can change, or None, and its path; the
+    nearest first, and `most` of it. With `meet`, only the given modules are looked into, without their own parts, and
+    others that are met if it says so.
     """
     to_visit = deque(parts)
     given, seen = {id(value) for value, _ in to_visit}, set[int]()
@@ -105,17 +113,17 @@ def reached(
             elif id(value) not in given and not meet(value):
                 continue
         holder = _holder(value)
+        yield value, holder, path
         content: Any = ()
         if holder is None:
             content = _parts(value)
         else:
-            yield holder, path
             if not isinstance(holder, (Tensor, random.Random)) and not _is_array(holder):
                 content = content_of(holder)
         if isinstance(content, dict):
-            to_visit += [(each, f"{path}.{key}") for key, each in content.items()]
+            to_visit += [(each, f"{path}.{key}") for key, each in content.items() if type(each) not in _SIMPLE]
         else:
-            to_visit += [(each, f"{path}[{number}]") for number, each in enumerate(content)]
+            to_visit += [(each, f"{path}[{n}]") for n, each in enumerate(content) if type(each) not in _SIMPLE]
 
 
 def _holder(value: Any) -> Any:
@@ -129,7 +137,7 @@ def _holder(value: Any) -> Any:
     if not isinstance(attributes, dict) or isinstance(value, type):
         return None
     if not isinstance(value, nn.Module):
-        if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        if type(value).__module__.partition(".")[0] in LIBRARIES:
             return None
         if any(type(each).__module__ in _THREADING for each in attributes.values()):
             return None

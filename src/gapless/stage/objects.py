@@ -12,7 +12,7 @@ of Hugging Face's models, are looked at once per forward.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import is_
 from random import Random
 from typing import Any, NamedTuple
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError
 
-from .notes import LISTS, NOTHING, OWN, Entries, Fields, Note, changed_keys, holds_tensors, reached
+from .logs import is_log
+from .notes import LISTS, NOTHING, OWN, Entries, Fields, Note, changed_keys, holds_tensors, reached, visited
+from .way import is_torchs
 
 _MOST = 4096  # entries of what is looked at in every forward; of what has more, only how many
 _MOST_VISITED = 65536
@@ -93,6 +95,11 @@ class Seen:
             return Note(holder, f"{self.path}.{keys[0]}" if isinstance(self.holder, Fields) else self.path, content)
         known = isinstance(source, (types.CellType, *LISTS)) and not self._was_long
         return Note(self.holder, self.path, before if known else None)
+
+    def has_grown(self) -> bool:
+        """Whether nothing was taken away, at least."""
+        source = self._source
+        return isinstance(source, LISTS) and (self._was_long or len(source) > len(self.before))
 
     def _is_long(self) -> bool:
         return isinstance(self._source, (dict, *LISTS)) and len(self._source) > _MOST
@@ -168,12 +175,13 @@ class Objects:
     it too.
     """
 
-    def __init__(self, layers: Sequence[Holder], modules: Collection[nn.Module]) -> None:
-        self._layers, self._modules = layers, modules
+    def __init__(self, key: object, modules: Collection[nn.Module]) -> None:
+        """`key` is that of its layers, and `modules` those whose attributes are looked at."""
+        self._key, self._modules = key, modules
         self._seen: list[Seen] = []
 
     def find(self, shared: SharedObjects) -> None:
-        """Looks for them, but for those that others hold too."""
+        """A step begins: those that were found and that nobody else holds."""
         direct = {
             id(value)
             for module in self._modules
@@ -182,10 +190,9 @@ class Objects:
         }
         self._seen = [
             Seen(holder, path)
-            for holder, path in _held_by(self._layers, lambda module: module not in shared.modules)
-            if not isinstance(getattr(holder, "owner", None), nn.Module)
-            and id(_owner(holder)) not in direct
-            and id(_owner(holder)) not in shared.holders
+            for owner, (holder, path) in shared.held.get(self._key, {}).items()
+            if not (isinstance(holder, Random) or owner in direct or owner in shared.holders)
+            if not (isinstance(holder, Fields) and isinstance(holder.owner, nn.Module))
         ]
 
     def look(self) -> None:
@@ -199,9 +206,8 @@ class Objects:
         return [note for each in moved if (note := each.note()) is not None]
 
     def forget(self) -> None:
-        """Nobody looks until `look`: what was held may die."""
-        for each in self._seen:
-            each.before = []
+        """Nobody looks until they are looked for: what was held may die."""
+        self._seen = []
 
 
 class SharedObjects:
@@ -209,27 +215,28 @@ class SharedObjects:
 
     def __init__(self) -> None:
         self._seen: list[Seen] = []
+        self._layers: Sequence[Holder] = ()
         self.holders: dict[int, tuple[Holder, Holder]] = {}  # by id who holds it
+        self.held: dict[object, dict[int, tuple[Any, str]]] = {}  # what layers of a key hold, by id, and its path
         self.lent: set[nn.Module] = set()  # modules of one stage that another one can read
         self.modules: set[nn.Module] = set()  # of all layers
 
     def find(self, layers: Sequence[Holder]) -> None:
-        """Looks for them."""
+        """A step begins: looks for them, and at them."""
+        self._layers = layers
         contained = [list(each.part.modules()) if isinstance(each.part, nn.Module) else [] for each in layers]
         self.modules = {module for modules in contained for module in modules}
         first: dict[int, tuple[Holder, str]] = {}
-        found: dict[int, Seen] = {}
-        self.holders, self.lent = {}, set()
-        for key in dict.fromkeys(each.key for each in layers):
-            for each in layers:
-                if each.key is key:
-                    for holder, path in _held_by([each], self._met):
-                        owner = id(_owner(holder))
-                        other, its_path = first.setdefault(owner, (each, path))
-                        if other.key is not key and owner not in found:
-                            found[owner] = Seen(holder, its_path)
-                            self.holders[owner] = other, each
-        self._seen = list(found.values())
+        self._seen, self.holders, self.held, self.lent = [], {}, {}, set()
+        for each in layers:
+            own = self.held.setdefault(each.key, {})
+            for holder, path in reached(_roots([each]), self._met, most=_MOST_VISITED):
+                owner = id(_owner(holder))
+                other, its_path = first.setdefault(owner, (each, path))
+                own.setdefault(owner, (holder, path))
+                if other.key is not each.key and owner not in self.holders and not isinstance(holder, Random):
+                    self._seen.append(Seen(holder, its_path))
+                    self.holders[owner] = other, each
 
     def _met(self, module: nn.Module) -> bool:
         """A module that is not a part of the layer from which it is reached: those of other layers are looked at by
@@ -240,21 +247,20 @@ class SharedObjects:
             return False
         return True
 
-    def look(self) -> None:
-        """A step begins."""
-        for each in self._seen:
-            each.look()
-
     def forget(self) -> None:
-        """It has ended."""
-        for each in self._seen:
-            each.before = []
+        """The step has ended."""
+        self._seen, self._layers, self.holders, self.held = [], (), {}, {}
+        self.lent, self.modules = set(), set()
 
     def check(self) -> None:
         """While it runs: none has changed."""
         for each in self._seen:
-            if not each.stays() and (note := each.note()) is not None and (path := self._changed(note)) is not None:
-                raise self._refusal(note, path)
+            if each.stays() or (note := each.note()) is None or (path := self._changed(note)) is None:
+                continue
+            if each.has_grown() and is_log(each.holder, visited(_roots(self._layers), self._met, most=_MOST_VISITED)):
+                self._seen = [other for other in self._seen if other is not each]
+                continue
+            raise self._refusal(note, path)
 
     def _changed(self, note: Note) -> str | None:
         """Which of it should not have. Tensors in attributes of layers are guarded by themselves (`stored`), and what
@@ -280,15 +286,20 @@ class SharedObjects:
         )
 
 
-def _held_by(layers: Iterable[Holder], meet: Any) -> Iterator[tuple[Any, str]]:
-    roots = [
-        (part, f"{type(each.part).__name__}.{path}" if path else type(each.part).__name__)
-        for each in layers
-        for path, part in (each.part.named_modules() if isinstance(each.part, nn.Module) else [("", each.part)])
-    ]
-    for holder, path in reached(roots, meet, most=_MOST_VISITED):
-        if not isinstance(holder, Random):
-            yield holder, path
+def _roots(layers: Iterable[Holder]) -> list[tuple[Any, str]]:
+    """Their modules, with names."""
+    found: list[tuple[Any, str]] = []
+    known: dict[type, bool] = {}  # whether a class is torch's own, whose modules keep nothing
+    for each in layers:
+        name = type(each.part).__name__
+        parts = each.part.named_modules() if isinstance(each.part, nn.Module) else [("", each.part)]
+        for path, part in parts:
+            kind = type(part)
+            if kind not in known:
+                known[kind] = is_torchs(kind)
+            if not known[kind]:
+                found.append((part, f"{name}.{path}" if path else name))
+    return found
 
 
 def _owner(holder: Any) -> Any:

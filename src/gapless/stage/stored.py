@@ -62,7 +62,7 @@ class Stored:
         self.rests, self._lock = True, threading.RLock()
         self.watching: WeakSet[Attributes] = WeakSet()
         self._others = [Holder(_ELSEWHERE, number, part) for number, part in (elsewhere or {}).items()]
-        self.shared, self._steps = SharedObjects(), 0
+        self.shared = SharedObjects()
         self._elsewhere = {
             part for each in self._others if isinstance(each.part, nn.Module) for part in each.part.modules()
         }
@@ -100,14 +100,10 @@ class Stored:
             if not self.rests:
                 return
             self.rests = False
-            self._steps += 1
-            if self._steps & (self._steps - 1):
-                self.shared.look()
-            else:  # now and then: a program may give its layers other objects
-                layers = [*self._others, *(layer for each in self.watching for layer in each.layers)]
-                self.shared.find(sorted(layers, key=lambda layer: layer.number))
-                for each in self.watching:
-                    each.objects.find(self.shared)
+            layers = [*self._others, *(layer for each in self.watching for layer in each.layers)]
+            self.shared.find(sorted(layers, key=lambda layer: layer.number))
+            for each in self.watching:
+                each.objects.find(self.shared)
             for module, (_, guarded) in self._classes.items():
                 module.__class__ = guarded
             for module, name in self._never_set():
@@ -217,7 +213,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
         modules = list(dict.fromkeys(module for part in whole for module in part.modules()))
         self._torchs = {each: len(each.__dict__) for each in modules if is_torchs(type(each))}
         self._watched = [Watched(each) for each in modules if each not in self._torchs]
-        self.objects = Objects(self.layers, [each.module for each in self._watched])
+        self.objects = Objects(key, [each.module for each in self._watched])
         self._set: set[tuple[nn.Module, str]] = set()  # attributes that these forwards set
         self._changing: set[tuple[nn.Module, str]] = set()  # and those that these change, whatever they hold
         self.begun: list[tuple[nn.Module, str, Was]] = []  # those of them that the last forward was the first to change
@@ -237,6 +233,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
     def forget(self) -> None:
         """The step has ended."""
         self._step = -1
+        self.begun, self.changed = [], []
         self.objects.forget()
         for each in self._watched:
             each.forget()
