@@ -355,7 +355,7 @@ def report(found: Found) -> Report:
             f"Names have up to {settings['longest']} characters, in small letters.",
             "Quality is chrF, from 0 to 100, the mean of both directions where none is named.",
             "The last table tells letters apart, as most data-rich languages here have other letters than English.",
-            f"Alternative letters: a copy of the source has less than {OTHER_LETTERS:g} chrF.",
+            f"Other letters: a copy of the source has less than {OTHER_LETTERS:g} chrF.",
             f"Languages are drawn with a temperature of {settings['temperature']:g}.",
             f"All models have width {settings['width']} and heads of {HEAD}. T(L, H, A) is GPipe's name for a size.",
             f"A run has {settings['updates']} minibatches of {settings['batch']} names, the same for all models.",

@@ -17,7 +17,7 @@ from gapless.zoo.emulated import wait_until
 
 
 class LateChannels:
-    """Alternative channels with a latency; with `one_by_one` a channel carries one message after another."""
+    """Other channels with a latency; with `one_by_one` a channel carries one message after another."""
 
     def __init__(self, inner: Transport, seconds: float, one_by_one: bool = False) -> None:
         self._inner, self._seconds, self._one_by_one = inner, seconds, one_by_one

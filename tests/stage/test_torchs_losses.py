@@ -148,13 +148,13 @@ def test_a_class_made_from_one_of_torchs_counts_as_it_does_unless_it_has_a_forwa
     class Same(nn.CrossEntropyLoss):
         pass
 
-    class Alternative(nn.CrossEntropyLoss):
+    class Other(nn.CrossEntropyLoss):
         def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
             return super().forward(outputs, target) * 2
 
     assert counted_right(Same(weight=WEIGHT), CLASSES, 3)
-    assert not counted_right(Alternative(weight=WEIGHT), CLASSES, 3)
-    assert counted_right(Alternative(), CLASSES, 3)
+    assert not counted_right(Other(weight=WEIGHT), CLASSES, 3)
+    assert counted_right(Other(), CLASSES, 3)
 
 
 def masked(outputs: Tensor, target: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Consistency:
 
     def compare_weights(self, module: nn.Module, loss: Any = None) -> None:
         """All ranks, when model and loss are whole on each. What differs is remembered until the first call:
-        weights may be loaded before that. Alternative replicas take the values of the first.
+        weights may be loaded before that. Other replicas take the values of the first.
         """
         if self._pp is None or self._position.replica > 0:
             return
