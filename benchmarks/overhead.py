@@ -11,8 +11,8 @@ from benchmarks.runner.parameters import Microbatches, Rounds, check_width
 from benchmarks.runner.rounds import Progress, fight, quotients, ratio, silent, timed
 from benchmarks.runner.told import Found, Told, of_rounds, told_duel
 from gapless.pipeline.pipeline import Pipeline
+from gapless.stage.batch.plain import plain_step
 from gapless.stage.intra_op import intra_op_threads
-from gapless.stage.plain import plain_step
 from gapless.units import show_count
 from gapless.zoo.gpt import gpt, next_token_loss
 

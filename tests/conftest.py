@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapless.model import capture
+from gapless.model.traced import capture
 from tests.launcher import Launcher
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.programs import Programs

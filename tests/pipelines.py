@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.schedule.action import Schedule
-from gapless.stage import microbatch as mb
-from gapless.stage.plain import PlainResult
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.plain import PlainResult
 from gapless.zoo.gpt import gpt, next_token_loss
 
 Model = nn.Sequential | list[Any]

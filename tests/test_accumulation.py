@@ -165,4 +165,4 @@ def test_a_weight_that_is_no_share_is_refused(weight: Any) -> None:
     ):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6), weight=weight)
     with pytest.raises(gapless.GaplessError, match="sync is 1, but it must be True or False"):
-        gapless.stage.share.Share.of(1.0, 1)
+        gapless.stage.batch.share.Share.of(1.0, 1)

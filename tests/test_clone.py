@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Whose line an error names, and what is imported from where: what the name of a folder has changed, or may.
 ABOUT_PLACES = (
     "tests/model/test_odd_models.py::test_what_can_not_be_traced_is_refused_with_the_line_and_the_way_out",
-    "tests/model/test_origin.py",
+    "tests/model/test_code_origin.py",
     "tests/train/data/test_feed.py",
     "tests/train/config/test_user_code.py",
     "tests/test_public_surface.py",

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gapless.model import operators
-from gapless.stage import way
-from gapless.stage.table import TABLE
+from gapless.model.traced import operators
+from gapless.stage.split import interception as way
+from gapless.stage.split.call_table import TABLE
 
 # The files of handlers that let no weight gradient wait; a handler in any other file does.
 WITHOUT_WEIGHTS = {

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gapless.model.trace import Trace
+from gapless.model.traced.trace import Trace
 
 
 class Traces:

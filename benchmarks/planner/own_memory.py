@@ -6,7 +6,7 @@ from typing import Any
 
 from gapless.run.lanes import CudaLane, Lane, Parcel, make_lane
 from gapless.run.one_process import OneProcess
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import Devices, torch_devices
 
 Around = Callable[[], AbstractContextManager[object]]

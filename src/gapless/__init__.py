@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gapless.schedule.timeline import Timeline as Timeline
     from gapless.schedule.verify import verify as verify
     from gapless.stage.auxiliary import aux_loss as aux_loss
-    from gapless.stage.seeds import seed_of as seed_of
+    from gapless.stage.random.seeds import seed_of as seed_of
 
 _HOMES = {
     "AsyncReplicas": "gapless.run.streams.replicas.async_replicas",
@@ -57,7 +57,7 @@ _HOMES = {
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.planning",
     "plain_step": "gapless.model.reference",
-    "seed_of": "gapless.stage.seeds",
+    "seed_of": "gapless.stage.random.seeds",
     "simulate": "gapless.schedule.simulate",
     "verify": "gapless.schedule.verify",
 }

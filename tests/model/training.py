@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import gapless
-from gapless.model.capture import find_loss, own_loss
-from gapless.stage import microbatch as mb
+from gapless.model.traced.capture import find_loss, own_loss
+from gapless.stage.batch import microbatch as mb
 
 Loss = Callable[[Any, Any], Tensor]
 # Devices, schedule, remat: each at least once.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, PartitionError, ScheduleError
-from gapless.stage.deferred import defer
 from gapless.stage.devices import torch_devices
+from gapless.stage.split.deferred import defer
 from gapless.stage.stage import Remat
 from tests.pipelines import Do, assert_same, assert_same_gradients, mlp, schedule_named
 from tests.programs import Programs

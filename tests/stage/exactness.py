@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.stage import microbatch as mb
-from gapless.stage.counted import told
-from gapless.stage.plain import PlainResult, plain_step
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.loss_counts import told
+from gapless.stage.batch.plain import PlainResult, plain_step
 from gapless.stage.stage import Stage
 
 Layers = Sequence[Callable[..., Any]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gapless.stage.stage import Stage
 from gapless.zoo.gpt import gpt, next_token_loss
 from tests.stage.exactness import assert_same_as_plain, make_stages, mean_square
-from tests.stage.test_deferred import Scaled
+from tests.stage.split.test_deferred import Scaled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 

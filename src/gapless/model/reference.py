@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.stage import microbatch as mb
-from gapless.stage import plain
+from gapless.model.traced.capture import Captured, find_loss, own_loss
+from gapless.model.traced.piece import as_it_is
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch import plain
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.minibatch import Minibatch
+from gapless.stage.batch.plain import PlainResult
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiled, uncompiled
-from gapless.stage.counted import Weighed
-from gapless.stage.minibatch import Minibatch
-from gapless.stage.plain import PlainResult
-from gapless.stage.seeds import seed_of
+from gapless.stage.random.seeds import seed_of
 
-from .capture import Captured, find_loss, own_loss
 from .layers import Layers, check_no_hooks_for_all, is_sequence
-from .piece import as_it_is
 
 
 class Reference:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from gapless.errors import ConfigError, PartitionError
-from gapless.stage.buffers import Owned
 from gapless.stage.compiled import is_traced
+from gapless.stage.guards.changing_buffers import Owned
+from gapless.stage.shared.tie import Away, Place, Tie, Tied
 from gapless.stage.stage import Stage
-from gapless.stage.tie import Away, Place, Tie, Tied
 
 Uses = dict[nn.Parameter, list[int]]  # the stages that use a parameter, in their order
 

@@ -22,7 +22,7 @@ from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.verify import verify
 from gapless.stage.compiled import is_compiled
 from gapless.stage.devices import Devices, torch_devices
-from gapless.stage.graphed import Graphs
+from gapless.stage.graphs.graphed import Graphs
 from gapless.units import show_count
 
 

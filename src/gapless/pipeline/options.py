@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gapless.model.capture import find_loss, own_loss
-from gapless.model.graph_cuts import GraphCuts
 from gapless.model.materialise import Init
+from gapless.model.traced.capture import find_loss, own_loss
+from gapless.model.traced.graph_cuts import GraphCuts
 from gapless.pipeline.arguments import named
 from gapless.pipeline.schedules import Schedules
 from gapless.schedule.action import Schedule
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import Compiler
-from gapless.stage.graphed import Graphs
-from gapless.stage.tie import Tied
+from gapless.stage.graphs.graphed import Graphs
+from gapless.stage.shared.tie import Tied
 
 Loss = Callable[[Any, Any], Tensor]
 

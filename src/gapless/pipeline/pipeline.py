@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
+from gapless.model.traced.capture import own_loss
 from gapless.pipeline import arguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
 from gapless.pipeline.options import Loss, Options
@@ -37,16 +37,16 @@ from gapless.run.world import Carriage, TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.timeline import Objective
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.minibatch import Minibatch, apart
+from gapless.stage.batch.share import Share
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
-from gapless.stage.counted import Weighed
 from gapless.stage.devices import Devices
-from gapless.stage.graphed import Graphs
-from gapless.stage.minibatch import Minibatch, apart
-from gapless.stage.share import Share
+from gapless.stage.graphs.graphed import Graphs
+from gapless.stage.shared.tie import Tied
 from gapless.stage.stage import Remat
-from gapless.stage.tie import Tied
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.schedule.timeline import Timeline
-from gapless.stage.plain import sum_in_order
+from gapless.stage.batch.plain import sum_in_order
 
 
 @dataclass(frozen=True)

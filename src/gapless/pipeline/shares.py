@@ -11,8 +11,8 @@ from typing import Any
 from gapless.errors import ConfigError
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.world import World
-from gapless.stage.counted import Weighed
-from gapless.stage.minibatch import apart
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.minibatch import apart
 
 
 def shares_of(world: World, staged: StagedModel, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from gapless.errors import PartitionError
-from gapless.model.capture import Captured, find_loss, own_loss
 from gapless.model.layers import Layer, Layers, check_sharded, cost_of
-from gapless.model.makeup import Makeup
 from gapless.model.materialise import materialise, release
+from gapless.model.model_edits import Makeup
+from gapless.model.traced.capture import Captured, find_loss, own_loss
 from gapless.model.uses import Uses, shared_buffers, uses_of
 from gapless.pipeline.arguments import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
 from gapless.pipeline.edits import check_stay, followed
@@ -26,13 +26,13 @@ from gapless.run.world import Ran, World
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.lower import forward_only
 from gapless.schedule.simulate import simulate
+from gapless.stage.batch.loss_counts import Weighed, is_known, weighed
+from gapless.stage.batch.minibatch import Minibatch
+from gapless.stage.batch.plain import sum_in_order
 from gapless.stage.compiled import compiled
-from gapless.stage.counted import Weighed, is_known, weighed
-from gapless.stage.graphed import GraphedStage
-from gapless.stage.minibatch import Minibatch
-from gapless.stage.plain import sum_in_order
+from gapless.stage.graphs.graphed import GraphedStage
+from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.stage import Stage
-from gapless.stage.stored import Stored
 from gapless.units import show_count
 
 

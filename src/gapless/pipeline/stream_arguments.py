@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gapless.errors import ConfigError
-from gapless.model.capture import Captured
+from gapless.model.traced.capture import Captured
 from gapless.pipeline.arguments import at_least_one, one_of
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel

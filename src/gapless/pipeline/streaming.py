@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gapless.errors import ConfigError
-from gapless.model.capture import Captured
+from gapless.model.traced.capture import Captured
 from gapless.pipeline.options import Options
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_stream import SavedStream
@@ -33,12 +33,12 @@ from gapless.run.streams.version_rule import VersionRule
 from gapless.run.world import World
 from gapless.schedule.asynchronous.endless import forwards_ahead
 from gapless.schedule.placement import Placement
-from gapless.stage import microbatch as mb
-from gapless.stage.minibatch import Minibatch, apart
-from gapless.stage.share import Share
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.minibatch import Minibatch, apart
+from gapless.stage.batch.share import Share
+from gapless.stage.shared.tie import Place
+from gapless.stage.shared.weight_versions import Versions
 from gapless.stage.stage import Stage
-from gapless.stage.tie import Place
-from gapless.stage.versions import Versions
 from gapless.units import show_count
 
 if TYPE_CHECKING:

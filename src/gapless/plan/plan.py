@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ConfigError, GaplessError, printable
-from gapless.model.graph_cuts import GraphCuts
+from gapless.model.traced.graph_cuts import GraphCuts
 from gapless.plan.predict.breakdown import Breakdown
 from gapless.plan.predict.footprint import Footprint
 from gapless.plan.profile.machine import Mesh

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gapless import units
 from gapless.errors import ConfigError, PlanError
-from gapless.model.capture import own_loss
 from gapless.model.layers import Layer, Layers, is_sequence
+from gapless.model.traced.capture import own_loss
 from gapless.plan.explain import explained
 from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile import profile as profiled
@@ -21,7 +21,7 @@ from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.profile.traced import Graph, Tracer
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.search_options import ANYTHING, SearchOptions, check_number
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import Devices, torch_devices
 
 Memory = int | str | Sequence[int | str]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.stage import microbatch as mb
-from gapless.stage.bases import marked_as
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.view_bases import marked_as
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ from gapless.run.world import Evaluated, Gathering, OwnStages, Parts, Ran
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.placement import Placement
-from gapless.stage.counted import Weighed
-from gapless.stage.share import Share
-from gapless.stage.tie import Tie, Tied
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.share import Share
+from gapless.stage.shared.tie import Tie, Tied
 
 
 class Lone:

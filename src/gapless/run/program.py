@@ -20,9 +20,9 @@ from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.verify import is_in_order
-from gapless.stage.plain import check_scalar
+from gapless.stage.batch.plain import check_scalar
+from gapless.stage.split.ordered_accumulation import Turns
 from gapless.stage.stage import Stage
-from gapless.stage.turns import Turns
 
 Call = Callable[[], object]
 

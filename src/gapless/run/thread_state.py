@@ -13,7 +13,7 @@ from gapless.stage.autocast import (
     decrement_nesting,
     increment_nesting,
 )
-from gapless.stage.exclusive import Heirs
+from gapless.stage.random.exclusive import Heirs
 
 _CPU = torch.device("cpu")
 _AS_A_THREAD_STARTS = contextlib.nullcontext()

@@ -24,10 +24,10 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.placement import Placement
 from gapless.schedule.timeline import Timeline
-from gapless.stage.counted import Weighed
-from gapless.stage.share import Share
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.share import Share
+from gapless.stage.shared.tie import Tied
 from gapless.stage.stage import Stage
-from gapless.stage.tie import Tied
 
 TransportName = Literal["auto", "memory", "nccl", "gloo"]
 """What carries tensors between ranks: the best that works, memory within one host, or a library."""

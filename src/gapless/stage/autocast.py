@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .signature import functions_named
+from gapless.stage.split.call_signature import functions_named
 
 # As torch has them: see `process_state` for what a layer gets.
 increment_nesting: Callable[[], int] = torch.autocast_increment_nesting

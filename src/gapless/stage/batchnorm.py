@@ -30,10 +30,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from gapless.errors import ConfigError
+from gapless.stage.random.draws import checkpoints_around
+from gapless.stage.split.call_signature import bound, opened, signature_of
 
 from .compiled import is_compiled
-from .draws import checkpoints_around
-from .signature import bound, opened, signature_of
 
 BatchNorm = Literal["deferred", "microbatch", "error"]
 _COUNTER = "num_batches_tracked"

@@ -15,23 +15,23 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.errors import ConfigError
+from gapless.stage.batch.loss_divisors import Divisors
+from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
+from gapless.stage.guards.process_state import AtWork, watch_torch
+from gapless.stage.guards.stored_tensors import Stored
+from gapless.stage.random.drawless_layers import Unwatched
+from gapless.stage.random.draws import Draws, alone, default_generators
+from gapless.stage.random.hidden_draws import watched
+from gapless.stage.split.call_mode import Mode, Restart
+from gapless.stage.split.call_table import TABLE
+from gapless.stage.split.deferred import Records, recording
+from gapless.stage.split.interception import Way, has_hooks, is_open, is_plainly_called, way_of
+from gapless.stage.split.linear import linear
 
 from .autocast import autocast_is_on, without_autocast
 from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled, is_traced
-from .deferred import Records, recording
-from .divisors import Divisors
-from .draws import Draws, alone, default_generators
-from .kept import Work
-from .linear import linear
-from .mode import Mode, Restart
-from .plain import apply_first, check_scalar, note_rows
-from .process_state import AtWork, watch_torch
-from .stored import Stored
-from .table import TABLE
-from .unseen import watched
-from .unwatched import Unwatched
-from .way import Way, has_hooks, is_open, is_plainly_called, way_of
+from .saved_activations import Work
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _LOSS = -1  # as the number of a layer

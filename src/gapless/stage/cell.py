@@ -13,22 +13,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from . import microbatch as mb
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, edge_of, mark_view, was_view
+from gapless.stage.guards.changing_buffers import Owned
+from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
+from gapless.stage.guards.grad_fields import check_switched
+from gapless.stage.guards.stored_tensors import Attributes
+from gapless.stage.shared.tie import Place, Tie, running
+from gapless.stage.split.call_mode import Restart
+from gapless.stage.split.deferred import divert
+from gapless.stage.split.reached_parameters import Reached, nodes_made
+
 from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import Added, WithAux
-from .bases import NO_VIEWS, Viewed, base_of, edge_of, mark_view, was_view
-from .buffers import Owned
 from .calls import Calls
+from .cell_inputs import Intake, copied, copied_view
 from .compiled import is_traced
-from .deferred import divert
-from .grad_fields import check_switched
-from .intake import Intake, copied, copied_view
-from .kept import Kept, Work
-from .mode import Restart
-from .reach import Reached, nodes_made
-from .stored import Attributes
-from .tie import Place, Tie, running
-from .undo import IN_PLACE_ON_LEAF, Undo
+from .saved_activations import Kept, Work
 
 Stray = Callable[[Place, Tensor, bool], None]  # and whether it is late for the casts of this step
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import microbatch as mb
-from .draws import default_generators, seeded
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.random.draws import default_generators, seeded
+
 from .settings import settings
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, GaplessError
+from gapless.stage.batch import microbatch as mb
 
-from . import microbatch as mb
 from .autocast import AutocastState
 from .calls import Calls
 from .cell import Cell
-from .intake import copied
-from .kept import Kept, Work
+from .cell_inputs import copied
+from .saved_activations import Kept, Work
 
 
 class RematCell(Cell):

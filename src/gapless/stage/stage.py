@@ -20,22 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, GaplessError
+from gapless.stage.batch.loss_divisors import Divisors
+from gapless.stage.batch.plain import apply_first
+from gapless.stage.guards.changing_buffers import LateUses, Owned, changed_late, marks_of, moved
+from gapless.stage.guards.stored_tensors import Stored
+from gapless.stage.guards.weight_changes import WeightChanges, versions_of
+from gapless.stage.random.backward_draws import BackwardMode
+from gapless.stage.shared.tie import Tie
+from gapless.stage.split.deferred import Records
 
 from .autocast import clear_casts
 from .batchnorm import BatchNorm
-from .buffers import LateUses, Owned, changed_late, marks_of, moved
 from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced
-from .deferred import Records
-from .divisors import Divisors
-from .draws_back import BackwardMode
-from .kept import Work
-from .plain import apply_first
 from .remat import cells_of
-from .stored import Stored
-from .tie import Tie
-from .weight_changes import WeightChanges, versions_of
+from .saved_activations import Work
 
 Then = Callable[[Any], None]
 Remat = Literal["none", "stage", "layer"]

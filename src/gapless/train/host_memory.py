@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
-from gapless.stage import microbatch as mb
-from gapless.stage.plain import apply_first
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.plain import apply_first
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config
 from gapless.units import show_bytes

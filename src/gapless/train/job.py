@@ -17,7 +17,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import torch_devices
 from gapless.train import host_memory
 from gapless.train.config import user_code as own

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.stage.deferred import add_grad, defer
+from gapless.stage.split.deferred import add_grad, defer
 
 _now, _sleep = time.perf_counter, time.sleep
 

@@ -23,7 +23,7 @@ from gapless.plan.profile.meter import (
     has_expandable_segments,
 )
 from gapless.plan.profile.profile import Profile
-from gapless.stage.exclusive import is_held
+from gapless.stage.random.exclusive import is_held
 from gapless.zoo.emulated import Emulated
 
 WIDTH, SAMPLES = 16, 8

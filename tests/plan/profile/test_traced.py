@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError, PlanError
-from gapless.model.capture import own_loss
-from gapless.model.graph_cuts import GraphCuts
 from gapless.model.reference import Reference
+from gapless.model.traced.capture import own_loss
+from gapless.model.traced.graph_cuts import GraphCuts
 from gapless.plan.plan import Plan
 from gapless.plan.profile.measure import measure
 from gapless.plan.profile.traced import Tracer

@@ -12,8 +12,8 @@ import gapless
 from gapless.errors import GaplessError, TransportError
 from tests.run.forked import Launch
 from tests.run.ranks.test_many_processes import line
-from tests.stage.test_stored import Keeps
-from tests.stage.test_stored import sequence as storing
+from tests.stage.guards.test_stored_tensors import Keeps
+from tests.stage.guards.test_stored_tensors import sequence as storing
 from tests.test_aux_loss import WIDTH, plain_loop, sequence
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
-from gapless.stage.deferred import defer
+from gapless.stage.split.deferred import defer
 from tests.run.streams import reference
 from tests.run.streams.test_stream import RULES, SEED, Block, adam, batches, check, make, momentum, slower, weights
 

@@ -25,8 +25,8 @@ from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile,
 from gapless.plan.profile.runner import Runner, Times
 from gapless.plan.profile.sizes import fake_sizes, measured_sizes
 from gapless.plan.profile.task import Optimizer, Task, moved
-from gapless.stage import microbatch as mb
 from gapless.stage.autocast import AutocastState
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.intra_op import intra_op_threads
 

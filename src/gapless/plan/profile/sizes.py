@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
 from gapless.plan.profile.profile import Sizes
 from gapless.plan.profile.task import Task, copied, ones_like_outputs, remade
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.stage import Stage
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.model.piece import GraphLayer
-from gapless.stage import microbatch as mb
+from gapless.model.traced.piece import GraphLayer
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.stage import Stage
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from gapless.model.capture import flat_of, pieces_of
-from gapless.model.crossing import Crossing, even_cuts, homes_of
-from gapless.model.graph_cuts import GraphCuts
 from gapless.model.materialise import named_tensors
-from gapless.model.piece import GraphLayer, Piece
-from gapless.model.trace import Trace
+from gapless.model.traced.capture import flat_of, pieces_of
+from gapless.model.traced.crossing import Crossing, even_cuts, homes_of
+from gapless.model.traced.graph_cuts import GraphCuts
+from gapless.model.traced.piece import GraphLayer, Piece
+from gapless.model.traced.trace import Trace
 from gapless.plan.profile.task import copied, moved
 
 _MOST = 48  # layers, or

@@ -35,7 +35,7 @@ from gapless.run.ranks.watch.watch import Watch
 from gapless.run.ranks.wire.call_stamp import Call, different, row_length
 from gapless.run.ranks.wire.connections import Connections
 from gapless.run.ranks.wire.groups import of_each
-from gapless.stage.share import Share
+from gapless.stage.batch.share import Share
 
 _MOST_NAMED = 3
 _CARRIED = ("in a step", "evaluating")  # whose messages say what they are

@@ -18,10 +18,10 @@ from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
 from gapless.run.ranks.wire.call_stamp import Call
 from gapless.schedule.action import BACKWARDS, Action, Kind
-from gapless.stage.counted import Weighed
-from gapless.stage.share import Share
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.share import Share
+from gapless.stage.shared.tie import Tie
 from gapless.stage.stage import Stage
-from gapless.stage.tie import Tie
 
 _SHARED = -1
 _LAST_GRADIENTS = (BACKWARDS - {Kind.INPUT_GRAD}) | {Kind.WEIGHT_GRAD}

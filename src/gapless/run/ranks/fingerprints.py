@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 
 _FIRST = 8  # calls in which batches are compared; then at each power of two, and
 _OFTEN = 1024

@@ -23,8 +23,8 @@ from gapless.errors import ConfigError
 from gapless.run.clip import local
 from gapless.run.ranks.wire.call_stamp import Call, different, row_length
 from gapless.run.ranks.wire.groups import of_each
-from gapless.stage.counted import Weighed
-from gapless.stage.share import Share
+from gapless.stage.batch.loss_counts import Weighed
+from gapless.stage.batch.share import Share
 
 _BUCKET_BYTES = 32 << 20
 _HEAD = 2 + len(Call._fields)  # numbers of a row before those of the microbatches

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gapless.model.uses import Uses
 from gapless.run.ranks.wire.connections import Connections
-from gapless.stage.tie import Sums
+from gapless.stage.shared.tie import Sums
 
 
 class Holders:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gapless.stage.buffers import Owned, owned_by
+from gapless.stage.guards.changing_buffers import Owned, owned_by
 
 
 class _Copy(NamedTuple):

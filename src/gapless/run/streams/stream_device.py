@@ -20,9 +20,9 @@ from gapless.run.streams.buffer_rollback import BufferRollback
 from gapless.run.streams.stage_replicas import Grads, StageReplicas
 from gapless.run.streams.updater import Updater
 from gapless.run.streams.version_rule import VersionRule
-from gapless.stage.plain import sum_in_order
+from gapless.stage.batch.plain import sum_in_order
+from gapless.stage.shared.weight_versions import Versions
 from gapless.stage.stage import Stage
-from gapless.stage.versions import Versions
 
 
 class End:

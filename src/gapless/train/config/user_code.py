@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from gapless.errors import ConfigError, GaplessError, noted_place
-from gapless.model.origin import is_users
+from gapless.model.code_origin import is_users
 from gapless.train.config.config import Config, Part
 
 Files = dict[Path, ModuleType]  # those that a job has loaded

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config, Part
 from gapless.train.data.sources import Corpus

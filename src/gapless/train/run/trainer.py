@@ -25,7 +25,7 @@ from gapless.errors import GaplessError
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.schedule.timeline import Timeline
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
 from gapless.train.data.feed import Batch, with_shape
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gapless.errors import ConfigError
 from gapless.run.ranks.wire.layout import ALIGNMENT
 from gapless.run.ranks.wire.message import HEADER_SIZE, Reader, Writer, announced, announcement
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 
 Pair = namedtuple("Pair", "first second")
 

@@ -28,7 +28,7 @@ from gapless.run.ranks.wire.message import (
     announcement,
     stamp_of,
 )
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 
 FIRST_CAPACITY = 16 << 10
 _BYTES_AHEAD = 4 << 20  # of the receives of one block, where these are more than one

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
-from gapless.stage import microbatch as mb
-from gapless.stage.aliases import View
-from gapless.stage.bases import mark_view, was_view
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.aliases import View
+from gapless.stage.batch.view_bases import mark_view, was_view
 
 ALIGNMENT = 64
 _SPARSEST = 8  # a tensor that is spread thinner than this over its memory arrives compact

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from gapless.errors import ConfigError
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 
 
 class StaticShapes:

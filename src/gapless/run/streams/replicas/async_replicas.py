@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gapless.errors import ConfigError, GaplessError
-from gapless.model.capture import own_loss
+from gapless.model.traced.capture import own_loss
 from gapless.run.streams.replicas.asp import Asp
 from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.order import Order

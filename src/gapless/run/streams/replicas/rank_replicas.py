@@ -43,8 +43,8 @@ from gapless.run.streams.replicas.replica_state import (
 )
 from gapless.run.streams.replicas.replica_threads import ReplicaResult, pair_of
 from gapless.run.streams.replicas.replica_whereabouts import ReplicaWhereabouts
-from gapless.stage.exclusive import exclusively
 from gapless.stage.intra_op import intra_op_threads
+from gapless.stage.random.exclusive import exclusively
 
 _LOG = logging.getLogger("gapless")
 _END = object()

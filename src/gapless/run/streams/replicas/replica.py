@@ -16,7 +16,7 @@ from gapless.errors import ConfigError, GaplessError
 from gapless.model.layers import is_sequence
 from gapless.run.clip import clip_grad_norm
 from gapless.run.streams.replicas.replica_state import copy_state
-from gapless.stage import microbatch as mb
+from gapless.stage.batch import microbatch as mb
 from gapless.stage.compiled import Compiler, compiled
 from gapless.stage.stage import Stage
 

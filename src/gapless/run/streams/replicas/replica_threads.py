@@ -20,7 +20,7 @@ from gapless.run.streams.replicas.local_steps import LocalSteps
 from gapless.run.streams.replicas.replica import Replica, casts_unkept
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
-from gapless.stage.exclusive import exclusively
+from gapless.stage.random.exclusive import exclusively
 
 _AHEAD = 4  # minibatches for each replica that are taken from the loader before a result is
 _END = object()

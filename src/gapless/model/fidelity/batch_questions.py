@@ -1,0 +1,133 @@
+"""Questions that a model asks of its batch: `if mask.all(): ...`.
+
+A graph has no branches, so a trace needs the answer when it is made. Where it depends on the batch alone, it is
+computed from the real batch, as Python would, and kept: the trace holds for every microbatch with the same answers.
+Hugging Face's attention asks in this way whether there is any padding, and takes another kernel where there is none.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode
+
+from gapless.model.traced.operators import needed
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class BatchQuestion:
+    """What was asked, as a function of some of the batch's leaves, and what was answered; `of_data`, unless the answer
+    depends on sizes alone.
+    """
+
+    ask: Callable[..., Any]
+    leaves: tuple[int, ...]
+    of_data: bool
+    answer: bool
+
+    def same(self, flat: Sequence[Any]) -> bool:
+        """Whether this batch gives the same answer."""
+        return bool(self.ask(*(flat[leaf] for leaf in self.leaves))) == self.answer
+
+
+class Questions(TorchFunctionMode):
+    """While it is on, what a traced model asks of its batch is answered from the real one, `flat`."""
+
+    def __init__(self, flat: Sequence[Any]) -> None:
+        super().__init__()
+        self._flat = flat
+        self.asked: list[BatchQuestion] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__:
+            answer = self._answer(args[0])
+            if answer is not None:
+                return answer
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, tensor: Tensor) -> bool | None:
+        """None where it depends on more than the batch: weights, or numbers that are still to be drawn."""
+        mode = proxy_tensor.get_proxy_mode()
+        proxy: Any = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+        if proxy is None:
+            return None
+        node: Node = proxy.proxy.node
+        origins = needed([node])
+        nodes = [each for each in node.graph.nodes if each in origins]
+        if any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes):
+            return _certain(node)
+        placeholders = [each for each in node.graph.nodes if each.op == "placeholder"]
+        place = {each: number for number, each in enumerate(placeholders[-len(self._flat) :])}
+        given = [each for each in nodes if each.op != "call_function"]
+        if any(each not in place for each in given) or _changed(node.graph, set(nodes)):
+            return None
+        leaves = tuple(place[each] for each in given)
+        # In a thread of its own, since this one traces whatever it computes.
+        with ThreadPoolExecutor(1) as apart:
+            question = apart.submit(_asked, nodes, given, leaves, self._flat).result()
+        self.asked.append(question)
+        return question.answer
+
+
+def _changed(graph: Graph, nodes: set[Node]) -> bool:
+    """Whether something has been written into the memory of these nodes: they would not be computed anew alike."""
+    touched = set(nodes)
+    for node in graph.nodes:
+        if touched.isdisjoint(node.all_input_nodes):
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return True
+        if schema is None or any(each.alias_info is not None for each in schema.returns):
+            touched.add(node)
+    return False
+
+
+def _asked(nodes: Sequence[Node], given: Sequence[Node], leaves: tuple[int, ...], flat: Sequence[Any]) -> BatchQuestion:
+    graph = Graph()
+    values = {node: graph.placeholder(node.name) for node in given}
+    device = graph.placeholder("device_of_batch")
+    for node in nodes:
+        if node.op == "call_function":
+            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node].meta = {}
+            # A batch may be asked before it is brought to the device of the trace.
+            named = values[node].kwargs.items()
+            values[node].kwargs = {key: device if isinstance(each, torch.device) else each for key, each in named}
+    graph.output(values[nodes[-1]])
+    run: Callable[..., Any] = GraphModule({}, graph).forward
+
+    def ask(*values: Any) -> Any:
+        device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+        with torch.no_grad():
+            return run(*values, device)
+
+    known, size = set(nodes), aten.sym_size.int
+    of_data = any(user in known and user.target is not size for node in given for user in node.users)
+    return BatchQuestion(ask, leaves, of_data, bool(ask(*(flat[leaf] for leaf in leaves))))
+
+
+_COMPARED = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+
+
+def _certain(node: Node) -> bool | None:
+    """The answer of `torch.rand([]) < p` where it is the same for every number from 0 to below 1: no layer is dropped
+    with p = 0.
+    """
+    compare = _COMPARED.get(node.target)
+    if compare is None or not isinstance(node.args[0], Node) or node.args[0].target is not aten.rand.default:
+        return None
+    bound = node.args[1]
+    if not isinstance(bound, int | float):
+        return None
+    answers = {compare(0.0, bound), compare(math.nextafter(1.0, 0.0), bound)}
+    return answers.pop() if len(answers) == 1 else None

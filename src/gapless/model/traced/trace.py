@@ -1,0 +1,241 @@
+"""One export of a model: its graph, and for which batches it holds.
+
+A trace is made from a real microbatch with every dimension dynamic that the model leaves dynamic. Where a later
+microbatch does not fit (a size of 1 is special to torch, a model may look at its sequence length), another trace is
+made; traces are kept, so this happens once for each new kind of batch.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gapless.errors import PartitionError
+from gapless.model.code_origin import is_users
+from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
+from gapless.model.fidelity.own_backward import OwnBackwards
+from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
+from gapless.model.fidelity.traced_forward import in_forward
+from gapless.model.fidelity.untraceable import Changed, LostError, nothing_lost, state_put_back
+from gapless.stage.auxiliary import traced
+from gapless.stage.random.exclusive import exclusively
+from gapless.stage.settings import settings
+
+from .operators import draws, drop_checks, kept_nodes
+
+
+class Trace:
+    """The graph of a model for one kind of batch, in one mode (training or not) and under the caller's settings of
+    torch: autocast, gradients, default types.
+    """
+
+    def __init__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> None:
+        self._spec = spec
+        self._kinds = [_kind(leaf) for leaf in flat]
+        self._settings = settings()
+        with exclusively():  # while torch traces, functions of its own are replaced for all threads
+            self.module, self._questions, self.stored, self._changed = _export(model, flat, spec)
+        drop_checks(self.module)
+        self.graph: Graph = self.module.graph
+        self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        if len(self.inputs) != len(flat):
+            raise PartitionError(
+                f"the trace of {type(model).__name__} has {len(self.inputs)} inputs for {len(flat)} in the batch: pass "
+                "exactly the arguments that its forward uses, or cut it by hand with layers="
+            )
+        shapes = [getattr(node.meta.get("val"), "shape", ()) for node in self.inputs]
+        self._dynamic = [[dim for dim, size in enumerate(shape) if not isinstance(size, int)] for shape in shapes]
+        self.nodes = kept_nodes(self.graph)
+        self.output: Node = next(node for node in self.graph.nodes if node.op == "output")
+        self.results: Any = self.output.args[0]
+        self.out_spec: pytree.TreeSpec = self.module._out_spec  # type: ignore[assignment]
+        drawing = [node for node in self.nodes if draws(node)]
+        self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
+        self._guards: Any = getattr(self.module, "_guards_fn", None)
+
+    def changes(self, reads: Mapping[nn.Module, Collection[str]]) -> list[Changed]:
+        """What its forward has changed and may go by, besides tensors, given what it was seen to read."""
+        return [each for each in self._changed if each.matters(reads)]
+
+    def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
+        """Whether it holds for this batch."""
+        if settings() != self._settings or spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
+            return False
+        # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
+        if any(leaf.size(dim) < 2 for leaf, dims in zip(flat, self._dynamic, strict=True) for dim in dims):
+            return False
+        try:
+            if self._guards is not None:
+                self._guards(*flat)
+        except AssertionError:
+            return False
+        return all(question.same(flat) for question in self._questions)
+
+    def answers(self, flat: list[Any]) -> bool:
+        """Whether it holds for a batch that differs in nothing but its data from one for which it does. A later
+        question makes sense only after the same answers to those before.
+        """
+        return all(question.same(flat) for question in self._questions if question.of_data)
+
+
+def trace_settled(
+    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, reads: Mapping[nn.Module, Collection[str]]
+) -> Trace:
+    """A trace of a model whose forward keeps no state in Python. What it sets once, as Hugging Face's models set the
+    type of their problem, stays set, and it is traced again.
+    """
+    trace = Trace(model, flat, spec)
+    changed = trace.changes(reads)
+    if not changed:
+        return trace
+    try:
+        if all(each.can_stay() for each in changed):
+            for each in changed:
+                each.set_again()
+            trace = Trace(model, flat, spec)
+            if not trace.changes(reads):
+                return trace
+        raise PartitionError(
+            f"the forward of {type(model).__name__} changes {changed[0].before.path}, and a trace of it would keep the "
+            "value of its first batch: make it a buffer that the forward changes in place, or pass a list of layers"
+        )
+    except BaseException:
+        for each in changed:
+            each.put_back()
+        raise
+
+
+def _kind(leaf: Any) -> Any:
+    """What must be the same: all of a constant, of a tensor everything but its sizes."""
+    return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+
+def _export(
+    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
+) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]], list[Changed]]:
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    _load_tracer()
+    last: Exception | None = None
+    before = torch.get_rng_state()
+    # Everything dynamic; or what shares its first dimension with the batch; or nothing.
+    size = next((leaf.size(0) for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    for attempt in ("all", "first", "none"):
+        shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
+        try:
+            # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
+            # and at the types of what it has made, so it is traced under the caller's.
+            questions, stored, own = Questions(flat), list[tuple[nn.Module, str]](), OwnBackwards()
+            changed: list[Changed] = []
+            with (
+                own.kept(),
+                traced(),
+                _without_torchs_report(),
+                as_called(model),
+                spelled_out(model, kwargs),
+                in_forward(model, functools.partial(_watched, model, stored, changed, questions)),
+            ):
+                dynamic = None
+                if attempt != "none":  # positional arguments under their names, which export asks for
+                    dynamic = {**inspect.signature(model.forward).bind_partial(*shapes[0]).arguments, **shapes[1]}
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
+            last = None  # an error holds the frames it went through, and so itself
+            module = program.module()
+            own.put_back(module, model)
+            return module, questions.asked, _named_in(model, stored), changed
+        except LostError as error:
+            raise PartitionError(_refusal(model, error)) from error
+        except Exception as error:
+            last = error
+        finally:
+            torch.set_rng_state(before)
+    assert last is not None
+    raise PartitionError(_refusal(model, last)) from last
+
+
+@contextlib.contextmanager
+def _watched(
+    model: nn.Module, stored: list[tuple[nn.Module, str]], changed: list[Changed], questions: Questions
+) -> Iterator[None]:
+    with state_put_back(model, changed), nothing_lost(stored), questions:
+        yield
+
+
+def _load_tracer() -> None:
+    """What torch loads at its first trace holds on to the frames in which it is loaded, and so to whatever pipeline is
+    in them: it is loaded in a thread of its own.
+    """
+    if "torch._dynamo" not in sys.modules:
+        with ThreadPoolExecutor(1) as apart:
+            apart.submit(importlib.import_module, "torch._dynamo").result()
+
+
+@contextlib.contextmanager
+def _without_torchs_report() -> Iterator[None]:
+    """While it holds, torch neither logs nor prints why a trace fails: another attempt may work, and of the last one we
+    tell ourselves. What a model writes to standard error is kept, and so is the log of whoever asked torch for it.
+    """
+    logger = logging.getLogger("torch")  # its level is that of all below it which have none of their own
+    level, said, graph = logger.level, io.StringIO(), None
+    if level == logging.WARNING:  # as torch sets it
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)  # which torch has printed
+        raise
+    finally:
+        logger.setLevel(level)
+        if sys.stderr is not None:
+            sys.stderr.write(said.getvalue() if graph is None else said.getvalue().replace(f"{graph}\n", ""))
+
+
+def _dims(leaf: Any, attempt: str, size: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return None
+    if attempt == "all":
+        return dict.fromkeys(range(leaf.dim()), Dim.AUTO)
+    return {0: Dim.AUTO} if leaf.dim() and leaf.size(0) == size else {}
+
+
+def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> set[tuple[str, str]]:
+    """Attributes of modules, with the names of these in the model."""
+    paths = {module: path for path, module in model.named_modules()}
+    return {(paths[module], name) for module, name in attributes if module in paths}
+
+
+def _refusal(model: nn.Module, error: Exception) -> str:
+    """The fact, the user's line and the way out."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    wanted = switches(model)
+    change = (
+        f"Set {' and '.join(wanted)} in its config" if wanted else "Check the shapes of the batch, change that line"
+    )
+    return (
+        f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). {change}, or "
+        "cut the model by hand: Pipeline(model, layers=[...]) with callables that together are the model"
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line outside torch, from the error's own words or from its traceback."""
+    written = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error))
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    for filename, line, name in [*reversed(written), *reversed(frames)]:
+        if is_users(filename):
+            return f"{filename}, line {line}, in {name}"
+    return "no line known"

@@ -1,0 +1,77 @@
+"""A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from gapless.model.fidelity.thread_patches import instead
+from gapless.model.model_edits import Makeup
+from gapless.model.own_loss import Counting
+
+from .piece import Piece
+from .trace import Trace
+
+_TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
+
+
+class Edition:
+    """`pieces` has a list for each stage, with a piece for each trace."""
+
+    def __init__(self, model: nn.Module, pieces: list[list[Piece]]) -> None:
+        self._model = model
+        self.pieces = pieces
+        self.traces: list[tuple[tuple[Any, ...], Trace]] = []
+        self.known: dict[Any, list[int]] = {}  # traces that fit a kind of microbatch
+        self.names: list[str] = []  # what each stage has, once there is a trace
+        self.countings: dict[int, Counting] = {}  # by the number of a trace
+        self._reads: dict[nn.Module, dict[str, None]] = {}  # attributes that the forward was seen to read
+        self._makeup = self._taken()
+
+    def _taken(self) -> Makeup:
+        model = [self._model]  # a function that holds us would keep us until Python's collector comes
+        return Makeup(lambda: model, {module: [*names] for module, names in self._reads.items()})
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training."""
+        return tuple([module.training for module in self._makeup.modules])
+
+    def parts(self) -> set[Any]:
+        """The modules and parameters that the model has."""
+        return self._makeup.parts()
+
+    def holds(self) -> bool:
+        """Whether the model is as it was."""
+        if self._makeup.same():
+            return True
+        if not self.traces:
+            self._makeup = self._taken()  # nothing was built on it
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def reading(self, model: nn.Module) -> Iterator[Mapping[nn.Module, Collection[str]]]:
+        """Around a trace, of the model or of a copy: notes the attributes that the forward reads in this thread.
+
+        Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
+        settings that a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its
+        class. What the forward itself has changed on its way is no edit.
+        """
+        reads: dict[nn.Module, dict[str, None]] = {}
+
+        def read(get: Callable[[nn.Module, str], Any], module: nn.Module, name: str) -> Any:
+            value = get(module, name)
+            if name not in _TORCHS:
+                reads.setdefault(module, {})[name] = None
+            return value
+
+        try:
+            with instead(nn.Module, "__getattribute__", read):
+                yield reads
+        finally:
+            own = dict(zip(model.modules(), self._model.modules(), strict=True))
+            for module, names in reads.items():
+                if module in own:
+                    self._reads.setdefault(own[module], {}).update(names)
+            self._makeup = self._taken()

@@ -1,0 +1,8 @@
+"""Actions as CUDA graphs.
+
+graphed            a stage whose actions are graphs; `replay`: one of them
+graph_memory       what graphs read and write
+graph_sharing      microbatches that share graphs
+graph_assumptions  what graphs take for granted
+graph_trial        whether they are worth it
+"""

@@ -1,0 +1,133 @@
+"""What a CUDA graph takes for granted: it does again what was captured, whatever the Python code would do by now."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gapless.stage.compiled import is_traced
+from gapless.stage.settings import settings
+from gapless.stage.split.interception import has_hooks
+
+_NUMBERS = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
+_OWN = ("_parameters", "_buffers", "_modules")
+_DEPTH = 3  # of what is inside of lists, functions and objects
+
+
+class Unchanged:
+    """The tensors, the numbers and the settings that the calls of a stage depend on, as they are now. Tensors are held:
+    their ids stay their own, and a graph never reads memory that is somebody else's by now.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._held: list[Any] = []
+        self._facts = [settings(), _backends(), *(fact for part in parts for fact in self._of(part, _DEPTH))]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unchanged) and self._facts == other._facts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _of(self, part: Any, depth: int) -> list[Any]:
+        if type(part) in _NUMBERS:
+            return [part]
+        if isinstance(part, Tensor):
+            return [self._of_tensor(part)]
+        if isinstance(part, nn.Module):
+            return self._of_module(part, depth)
+        if not depth:
+            return []
+        self._held.append(part)
+        return [id(part), *(fact for each in _inside(part) for fact in self._of(each, depth - 1))]
+
+    def _of_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
+        self._held.append(tensor)
+        if tensor.layout != torch.strided:
+            return (id(tensor),)
+        made = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        return (id(tensor), *made, tensor._version if tensor.is_cpu else None)  # its numbers are part of the graph
+
+    def _of_module(self, part: nn.Module, depth: int) -> list[Any]:
+        # A traced layer has parameters of modules that are not its own.
+        facts: list[Any] = [self._of_tensor(each) for each in part.parameters()]
+        for module in part.modules():
+            facts.append((id(module), module.training))
+            facts += [self._of_tensor(each) for each in module._buffers.values() if each is not None]
+            if not is_traced(module):
+                for name, value in module.__dict__.items():
+                    if type(value) in _NUMBERS:
+                        facts.append(value)
+                    elif name not in _OWN and not (type(value) in _CONTAINERS and not value):
+                        facts += self._of(value, depth - 1 if depth else 0)
+        return facts
+
+
+def _inside(part: Any) -> Sequence[Any]:
+    """What a list, a dict, a function or an object of the user's holds."""
+    if isinstance(part, list | tuple):
+        return part
+    if isinstance(part, dict):
+        return list(part.values())
+    if isinstance(part, functools.partial):
+        return [part.func, *part.args, *part.keywords.values()]
+    closure = getattr(part, "__closure__", None) or ()
+    cells = [cell.cell_contents for cell in closure if _is_filled(cell)]
+    defaults = [*(getattr(part, "__defaults__", None) or ()), *(getattr(part, "__kwdefaults__", None) or {}).values()]
+    bound = getattr(part, "__self__", None)
+    if callable(part) and (cells or defaults or bound is not None):
+        return [*cells, *defaults, *([] if bound is None else [bound])]
+    kind = type(part)
+    own = getattr(part, "__dict__", None) if kind.__module__.partition(".")[0] not in ("builtins", "torch") else None
+    return list(own.values()) if isinstance(own, dict) else []
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _backends() -> tuple[Any, ...]:
+    """Which kernels torch may choose."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cudnn.allow_tf32,
+        torch.is_anomaly_enabled(),
+    )
+
+
+def why_not(parts: Sequence[Any], parameters: Sequence[nn.Parameter]) -> str | None:
+    """What of these layers a graph would leave out, if there is anything."""
+    for module in (each for part in parts if isinstance(part, nn.Module) for each in part.modules()):
+        name = type(module).__name__
+        if has_hooks(module):
+            return f"its {name} has hooks, or a forward of its own"
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            return f"its {name} counts what it sees"
+        own = (each for each in module.__dict__.values() if isinstance(each, Tensor))
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *own):
+            if tensor is not None and (tensor.layout != torch.strided or tensor.is_inference()):
+                return f"a tensor of its {name} is sparse, or was made in inference mode"
+    for parameter in parameters:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return "a parameter has hooks"
+        if type(parameter) is not nn.Parameter:
+            return f"a parameter is a {type(parameter).__name__}"
+    return None

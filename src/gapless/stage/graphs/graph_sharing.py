@@ -1,0 +1,142 @@
+"""Microbatches that are made alike share their CUDA graphs, as long as nothing else changes."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gapless.stage.batch import microbatch as mb
+from gapless.stage.batch.view_bases import was_view
+from gapless.stage.random.draws import UncapturableError
+
+from .graph_assumptions import Unchanged
+from .graph_memory import GraphedMicrobatch
+from .graph_trial import Trial
+
+_WARM_UP = 3
+_MOST = 8
+_MOST_CHANGES = 3
+
+
+class ForwardCall(NamedTuple):
+    """The arguments of a forward."""
+
+    inputs: Any
+    target: Any
+    weight: float | Tensor
+    want_outputs: bool
+    defer: bool
+    keep: bool
+    step: int
+    place: int
+
+
+class Likeness:
+    """Microbatches that are made alike."""
+
+    def __init__(self) -> None:
+        self.steps, self.last = 0, -1  # in how many it was seen, and in which of them last
+        self.light: GraphedMicrobatch | None = None  # forwards that are recomputed: they keep nothing
+        self.slots: dict[int, GraphedMicrobatch] = {}
+        self.trial: Trial | None = None
+
+
+class Flight:
+    """A microbatch under way whose forward was replayed."""
+
+    def __init__(self, like: Likeness, asked: ForwardCall) -> None:
+        self.like, self.asked = like, asked
+        self.number = -1
+        self.slot: GraphedMicrobatch | None = None  # None: to be recomputed
+        self.trial: Trial | None = None
+
+    @property
+    def shadow(self) -> int:
+        """The number of its eager twin, where it is tried."""
+        return -1 - self.asked.place
+
+
+class Likenesses:
+    """Of one stage, until there is a `reason` for it to run eagerly."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self.number = 0  # of the stage
+        self.foreign = False  # it was seen to train a parameter that none of its layers has
+        self.reason: str | None = None
+        self._known: dict[Any, Likeness] = {}
+        self._seen: Unchanged | None = None
+        self._changes, self._in_a_row, self._failures, self._step = 0, 0, 0, -1
+
+    @property
+    def captured(self) -> bool:
+        """Whether there are graphs."""
+        return any(like.steps > _WARM_UP for like in self._known.values())
+
+    def of(self, asked: ForwardCall) -> Likeness | None:
+        """That of a microbatch that can be replayed; None: it runs eagerly."""
+        if self.reason is not None or (type(asked.weight) is float and not asked.weight):
+            return None
+        weight = _made(asked.weight) if isinstance(asked.weight, Tensor) else None
+        try:
+            key = (_made(asked.inputs), _made(asked.target), weight, asked.want_outputs, asked.defer, asked.keep)
+            like = self._known.get(key)
+        except (TypeError, RuntimeError):  # a set, a sparse tensor
+            self.give_up("what is in its inputs can't be compared")
+            return None
+        if like is None:
+            if len(self._known) == _MOST:
+                self.give_up(f"its inputs come in more than {_MOST} shapes")
+                return None
+            like = self._known[key] = Likeness()
+        if like.last != asked.step:
+            like.steps, like.last = like.steps + 1, asked.step
+        tries = like.trial is not None and not like.trial.over  # till it is known, others run eagerly
+        return like if like.steps > _WARM_UP and not tries else None
+
+    def begin(self, step: int, why_not: Callable[[], str | None]) -> bool:
+        """Before a forward; whether there are to be no graphs from now on but new ones."""
+        if step == self._step or self.reason is not None:
+            return False
+        self._step = step
+        if (reason := why_not()) is not None:
+            self.give_up(reason)
+            return True
+        now = Unchanged(self.parts)
+        if now == self._seen:
+            self._in_a_row = 0
+            return False
+        self._changes += self.captured
+        self._in_a_row += 1
+        if self._changes > _MOST_CHANGES or self._in_a_row > 2 * _MOST_CHANGES:
+            self.give_up("what its layers are made of changes from step to step")
+        self._known.clear()
+        self._seen = now
+        return True
+
+    def end(self) -> None:
+        """The step is over, or has failed: before the next forward everything is looked at again."""
+        self._step = -1
+
+    def failed(self, error: Exception) -> None:
+        """A capture did. Torch says so with a RuntimeError; anything else may be the layers' own, and come again."""
+        self._failures += 1
+        if isinstance(error, UncapturableError | RuntimeError) or self._failures > _MOST_CHANGES:
+            self.give_up(str(error).partition("\n")[0] or type(error).__name__)
+
+    def give_up(self, reason: str, *, quietly: bool = False) -> None:
+        """From now on everything runs eagerly."""
+        self.reason = reason
+        self._known.clear()
+        if not quietly:
+            warnings.warn(f"stage {self.number} runs without CUDA graphs: {reason}", stacklevel=2)
+
+
+def _made(tree: Any) -> Any:
+    """What graphs depend on of a tree: how its tensors are made, and what else is in it."""
+    tensors, shape = mb.flatten(tree, views=True)
+    made = tuple([(each.shape, each.stride(), each.dtype, each.requires_grad, was_view(each)) for each in tensors])
+    if shape is None:
+        return made
+    return made, shape.spec, tuple(shape.leaves), tuple(shape.again), repr(shape.views)

@@ -1,0 +1,350 @@
+"""A stage whose actions are CUDA graphs: each is launched with one call, so that the host is never in the way.
+
+    steps 0 to 2    eagerly: what must be learnt of the layers is learnt
+    step 3          each action is captured when it first comes, and replayed
+    from then on    replayed, for microbatches made alike; anything else runs eagerly
+
+Microbatches under way at the same time have places of their own: a microbatch gets the lowest number that is free, from
+its forward to the end of its backward. Its forward, and its I, write into the pool of that number. A B and a W leave
+nothing that outlives them, so they share one pool, and so does a forward that will be recomputed; its places are those
+from its R on.
+
+AccumulateGrad is no part of a graph: `.grad` is None while a backward is captured, so that what arrives there is left
+in the pool, and is added to the `.grad` of the user's after each replay.
+
+What can't be captured runs eagerly and is named once. If a backward can't be replayed, its forward runs again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gapless.stage.cell import Stray
+from gapless.stage.random.draws import UncapturableError
+from gapless.stage.random.seeds import seed_of
+from gapless.stage.shared.tie import Place, Tie
+from gapless.stage.stage import Stage, Then
+
+from .graph_assumptions import why_not
+from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
+from .graph_sharing import Flight, ForwardCall, Likenesses
+from .graph_trial import Trial
+from .replay import Pools, captured
+
+Graphs = Literal["auto"] | bool
+_SHARED = -1  # as the number of a pool
+
+
+class GraphedStage(Stage):
+    """The first microbatch of its likeness runs both ways, and what graphs do differently ends them. `tried`: they must
+    be faster too.
+    """
+
+    def __init__(self, *args: Any, tried: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tried = tried
+        self._likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])])
+        self._loss_dtype: torch.dtype | None = None
+        self._flights: dict[int, Flight] = {}
+        self._free: set[int] = set()
+        self._pools = Pools()  # of each number, and one that all share
+
+    @property
+    def runs(self) -> str:
+        """How its actions run, for people."""
+        if self._likenesses.reason is not None:
+            return f"no graphs: {self._likenesses.reason}"
+        return "graphs" if self._likenesses.captured else "graphs after a few steps"
+
+    def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
+        def noted(place: Place, parameter: Tensor, late: bool) -> None:
+            likenesses.foreign = True
+            if stray is not None:
+                stray(place, parameter, late)
+
+        likenesses = self._likenesses
+        likenesses.number = number
+        super().tie(number, ties, noted)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        *,
+        step: int,
+        place: int | None = None,
+        target: Any = None,
+        weight: float | Tensor = 1.0,
+        want_outputs: bool = True,
+        defer: bool = True,
+        keep: bool = False,
+        then: Then | None = None,
+    ) -> Any:
+        place = microbatch if place is None else place
+        asked = ForwardCall(inputs, target, weight, want_outputs, defer, keep, step, place)
+        if self._likenesses.begin(step, self._why_not):
+            self._pools, self._free = Pools(), set()
+        like = self._likenesses.of(asked)
+        if like is None:
+            handed = self._eagerly(microbatch, asked, then)
+            if self.loss is not None:
+                self._loss_dtype = handed[1].dtype
+            return handed
+        light = self.remat == "stage" and not keep
+        flight = self._flights[microbatch] = Flight(like, asked)
+        handed = (self._light if light else self._full)(microbatch, flight)
+        if handed is None:
+            del self._flights[microbatch]
+            return self._eagerly(microbatch, asked, then)
+        handed = handed.copied() if flight.trial is None else flight.trial.handed
+        if then is not None:
+            then(handed)
+        return handed
+
+    def _eagerly(self, microbatch: int, asked: ForwardCall, then: Then | None = None) -> Any:
+        inputs, target, weight, want_outputs, defer, keep, step, place = asked
+        return super().forward(
+            microbatch,
+            inputs,
+            step=step,
+            place=place,
+            target=target,
+            weight=weight,
+            want_outputs=want_outputs,
+            defer=defer,
+            keep=keep,
+            then=then,
+        )
+
+    def _kept(self, asked: ForwardCall) -> ForwardCall:
+        """A forward whose graph stays, as that of a recompute does; layers go on to be rebuilt one by one."""
+        return asked._replace(keep=self.remat == "stage")
+
+    def _light(self, microbatch: int, flight: Flight) -> LeftTree | None:
+        """A forward that keeps nothing."""
+        made = flight.like.light
+        if made is None:
+            made = flight.like.light = self._capture_forward(microbatch, flight.asked, _SHARED)
+            if made is None:
+                return None
+            self._forget(microbatch)
+        else:
+            made.take(*flight.asked[:3])
+        self._run(flight, made, flight.asked)
+        return made.handed
+
+    def _full(self, microbatch: int, flight: Flight) -> LeftTree | None:
+        """A forward whose backward can follow."""
+        number = min(self._free, default=sum(each.slot is not None for each in self._flights.values()))
+        asked, slot = flight.asked, flight.like.slots.get(number)
+        if slot is None:
+            slot = self._capture_forward(microbatch, self._kept(asked), number)
+            if slot is None:
+                return None
+            flight.like.slots[number] = slot
+        else:
+            slot.take(*asked[:3])
+        self._free.discard(number)
+        flight.number, flight.slot = number, slot
+        self._run(flight, slot, self._kept(asked))
+        flight.asked = asked._replace(inputs=None, target=None)
+        return slot.handed
+
+    def _run(self, flight: Flight, made: GraphedMicrobatch, asked: ForwardCall) -> None:
+        """Replays a forward. The first of its likeness runs eagerly too, and what that makes is what goes on."""
+        seed, like = self._seed(flight), flight.like
+        if like.trial is not None:
+            made.forward.run(seed)
+            return
+        like.trial = flight.trial = trial = Trial()
+        trial.handed = trial.timed(lambda: self._eagerly(flight.shadow, asked), graphed=False)
+        trial.timed(lambda: made.forward.run(seed), graphed=True)
+        trial.compare(trial.handed, made.handed.copied())
+
+    def _capture_forward(self, microbatch: int, asked: ForwardCall, number: int) -> GraphedMicrobatch | None:
+        draws = self._calls.draws
+        try:
+            slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
+            fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
+            versions = slot.inputs.versions + slot.target.versions
+            slot.forward, handed = captured(
+                lambda: self._eagerly(microbatch, fixed), self._pools[number], draws, draws.on_gpu
+            )
+            slot.handed = LeftTree(handed)
+            if versions != slot.inputs.versions + slot.target.versions:
+                raise UncapturableError("a layer changes its input in place")
+        except Exception as error:
+            self._failed(error, number)
+            if microbatch in self._work:
+                self._forget(microbatch)
+            return None
+        return slot
+
+    def recompute(self, microbatch: int) -> None:
+        flight = self._flights.get(microbatch)
+        if flight is None:
+            super().recompute(microbatch)
+        elif flight.slot is None and (self._likenesses.reason is not None or self._full(microbatch, flight) is None):
+            self._leave(microbatch)
+            self._eagerly(microbatch, self._kept(flight.asked))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self, microbatch: int, output_grads: Grads | None, then: Then | None = None) -> Grads:
+        found = self._half("B", microbatch, output_grads, then)
+        return super().backward(microbatch, output_grads, then) if found is None else found
+
+    def backward_input(self, microbatch: int, output_grads: Grads | None, then: Then | None = None) -> Grads:
+        found = self._half("I", microbatch, output_grads, then)
+        return super().backward_input(microbatch, output_grads, then) if found is None else found
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self._half("W", microbatch, None, None) is None:
+            super().backward_weight(microbatch)
+
+    def _half(self, name: str, microbatch: int, given: Grads | None, then: Then | None) -> Grads | None:
+        """Replays it; None: it is to run eagerly, and can."""
+        if microbatch not in self._flights:
+            return None
+        self.recompute(microbatch)
+        flight = self._flights.get(microbatch)
+        if flight is None:
+            return None
+        assert flight.slot is not None
+        grads = given or []
+        half = flight.slot.halves.get(name)
+        if half is None and microbatch in self._work and self._likenesses.reason is None:
+            half = self._capture_half(name, microbatch, flight.slot, grads)
+        elif half is not None and not half.takes(grads):
+            half = None
+        if half is None:
+            self._run_again(name, microbatch, flight, grads)
+            return None
+        added = half.added
+        if flight.trial is not None:
+            found, added = self._try(name, flight, grads, half)
+        else:
+            half.replay.run(self._seed(flight))
+            found = half.found()
+        if then is not None:
+            then(found)
+        add_grads(added)
+        if name != "I":
+            self._leave(microbatch, over=True)
+            self._judge(flight)
+        return found
+
+    def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
+        draws = self._calls.draws
+        number = self._flights[microbatch].number if name == "I" else _SHARED
+        drawing = draws.on_gpu if self.remat == "layer" and name != "W" else ()
+        try:
+            fixed = fixed_grads(grads)
+            with grads_aside(self.parameters()) as added:
+                replay, found = captured(
+                    lambda: self._backward(name, microbatch, fixed), self._pools[number], draws, drawing
+                )
+            slot.halves[name] = GraphedHalf(replay, fixed, found, added)
+        except Exception as error:
+            self._failed(error, number)
+        return slot.halves.get(name)
+
+    def _backward(self, name: str, microbatch: int, grads: Grads) -> Grads:
+        found: Grads = [] if name == "W" else super().backward_input(microbatch, grads)
+        if name != "I":
+            super().backward_weight(microbatch)
+        return found
+
+    def _judge(self, flight: Flight) -> None:
+        if (trial := flight.trial) is None:
+            return
+        assert flight.slot is not None
+        given, asked = next(iter(flight.slot.halves.values())).again(), self._asked_again(flight)
+
+        def eagerly() -> Any:
+            handed = self._eagerly(flight.shadow, asked)
+            with grads_aside(self.parameters()) as added:
+                found = self._backward("B", flight.shadow, given)
+            return handed, found, [each for _, each in added]
+
+        if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
+            self._likenesses.give_up(why, quietly=not trial.unequal)
+
+    def _asked_again(self, flight: Flight) -> ForwardCall:
+        """What a microbatch was asked, from the places where it is; another may come there."""
+        assert flight.slot is not None
+        inputs, target = flight.slot.inputs.copied(), flight.slot.target.copied()
+        return self._kept(flight.asked)._replace(inputs=inputs, target=target)
+
+    def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
+        """The forward, eagerly, and for a W the half before it, which has added its part already."""
+        assert flight.slot is not None
+        if name not in flight.slot.halves:  # and never will be: the graph that it starts from is gone
+            flight.like.slots.pop(flight.number, None)
+            self._pools.pop(flight.number, None)
+        if microbatch in self._work:
+            self._forget(microbatch)
+        self._leave(microbatch)
+        self._eagerly(microbatch, self._asked_again(flight))
+        if name == "W":
+            with grads_aside(self.parameters()):
+                super().backward_input(microbatch, flight.slot.halves["I"].again())
+
+    def _try(
+        self, name: str, flight: Flight, grads: Grads, half: GraphedHalf
+    ) -> tuple[Grads, list[tuple[nn.Parameter, Tensor]]]:
+        """What the eager run makes, which is held against the replay."""
+        trial, seed = flight.trial, self._seed(flight)
+        assert trial is not None
+        with grads_aside(self.parameters()) as added:
+            eager: Grads = trial.timed(lambda: self._backward(name, flight.shadow, grads), graphed=False)
+        trial.timed(lambda: half.replay.run(seed), graphed=True)
+        trial.compare([eager, [each for _, each in added]], [half.found(), [each for _, each in half.added]])
+        return eager, added
+
+    # -- what a graph takes for granted -------------------------------------------------------------------------------
+
+    def _why_not(self) -> str | None:
+        if self._likenesses.foreign:
+            return "it trains a parameter that none of its layers has"
+        if self._shared:
+            return "another stage uses a weight of its own too"
+        if any(cell.changing for cell in self._cells):
+            return "a layer changes a buffer"
+        return self._calls.why_no_graph() or why_not(self._likenesses.parts, self.parameters())
+
+    def _seed(self, flight: Flight) -> Callable[[int], int]:
+        asked, calls = flight.asked, self._calls
+        return lambda layer: seed_of(calls.draws.seed, asked.step, calls.first_microbatch + asked.place, layer)
+
+    def _failed(self, error: Exception, number: int) -> None:
+        self._pools.pop(number, None)  # it may have ended with the graph that was to be its first
+        self._likenesses.failed(error)
+
+    def _leave(self, microbatch: int, over: bool = False) -> None:
+        """It is no longer under way as graphs; `over`: it has got to its end."""
+        flight = self._flights.pop(microbatch)
+        if flight.slot is not None:
+            self._free.add(flight.number)
+        if flight.trial is not None:
+            if flight.shadow in self._work:
+                self._forget(flight.shadow)
+            flight.trial.over = over
+            if not over:
+                flight.like.trial = None
+
+    def finish(self, *, resting: bool = True) -> None:
+        super().finish(resting=resting)
+        self._likenesses.end()
+
+    def drop(self) -> None:
+        for microbatch, flight in list(self._flights.items()):
+            if microbatch in self._work and flight.slot is not None:  # captured in part
+                flight.like.slots.pop(flight.number, None)
+                self._pools.pop(flight.number, None)  # it may end with its graphs
+            self._leave(microbatch)
+        super().drop()
+        self._likenesses.end()

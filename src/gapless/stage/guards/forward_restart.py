@@ -1,0 +1,137 @@
+"""A forward that starts again leaves no trace of the run that did not count.
+
+As far as a user can tell, a forward runs once per microbatch. Hardly any must start again: what a first call must tell
+it tells without (`hidden_draws`), and so do weights that are used in a second way (`deferred.divert`). For the others:
+
+    first forward       all that the layers hold is noted, and put back; it tells what changes
+    later ones          what is known to change is noted: nothing, for most layers. Now and then all is, to learn more
+    one starts again    what is known is put back, and all is noted before it runs again: nothing else may change, since
+                        the run before has changed that too. This is refused, in the one step where it can happen
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+from torch import nn
+
+from gapless.errors import ConfigError, GaplessError
+from gapless.stage.batchnorm import Statistics
+from gapless.stage.saved_activations import Kept
+from gapless.stage.split.call_mode import Restart
+
+from .changing_buffers import Buffers, Marks, Taken, changed_late
+from .held_objects import Was
+from .layer_state import Held, for_replay, without_tensors
+from .state_notes import Note
+
+IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
+_ON_META = "device meta"  # what belongs to another process is there
+
+
+class Undo:
+    """What the layers of a cell hold. With `always`, every run may show that a buffer changes."""
+
+    def __init__(self, parts: Sequence[Any], statistics: Statistics, *, always: bool) -> None:
+        self.buffers = Buffers(parts, always=always)
+        self._held, self._always = Held(parts, always=always), always
+        self._statistics = statistics
+        self._taken: Taken = []
+        self._notes: list[Note] = []
+        self._changed: list[Note] = []  # what the run that counts has changed, as it was
+        self._again: tuple[str, Marks, list[Note]] | None = None
+        self._miscounted = ""
+        self._step = self._next_look = 0
+
+    def entered(self) -> Self:
+        """A forward comes, which may take several runs."""
+        self._again, self._miscounted = None, ""
+        return self
+
+    def begin(self, step: int) -> None:
+        """A run of it starts."""
+        self._step = step
+        looks = step >= self._next_look
+        self._taken, self._notes = self.buffers.taken(looks), self._held.taken(looks)
+
+    def start_again(self, why: Restart | RuntimeError, stage: int, *, guarded: bool) -> None:
+        """The run does not count, unless this is an error of the user's. `guarded`: no layer gets a leaf."""
+        if isinstance(why, RuntimeError):
+            if _ON_META in str(why):
+                raise ConfigError(
+                    f"a layer or the loss of stage {stage} uses the weights of a stage in another process, and their "
+                    "values are not here: use them in a layer of that stage, or, for a penalty on weights, give the "
+                    "optimizer weight_decay"
+                ) from why
+            if guarded or IN_PLACE_ON_LEAF not in str(why):
+                raise why
+            why = Restart("a layer changes its input in place")
+        story = f"{why} for the first time, so stage {stage} had to run this forward again, and"
+        counted = self._statistics.moved  # these count a forward once, however often it runs
+        if why.misdrawn and self._statistics.has_counted:
+            self._miscounted = story
+        self.buffers.put_back(self._taken, but=counted)
+        self._held.put_back(self._notes)
+        if self._held.is_known:
+            self._again = story, self.buffers.marks(), self._held.all()
+
+    def end(self, *, drew_anew: bool) -> Taken:
+        """The run counts. Returns what a second run for remat must start from. `drew_anew`: it was right to start again
+        for what was drawn; otherwise it was somebody else who did.
+        """
+        if self._miscounted and drew_anew:
+            self._refuse(self._miscounted, "has moved the statistics of a batch norm")
+        if self._again is not None:
+            story, marks, notes = self._again
+            changed = [*self.buffers.changed_since(marks, but=self._statistics.moved), *self._held.twice(notes)]
+            if changed:
+                self._refuse(story, f"has changed {', '.join(changed[:3])} a second time")
+        if self._step >= self._next_look:
+            self._changed = self._held.learn(self._notes)
+            self._next_look = max(self._step + 1, 2 * self._step)
+        else:
+            self._changed = self._notes
+        self._notes = []
+        return self.buffers.learn(self._taken)
+
+    def note(
+        self,
+        kept: Kept,
+        others: Iterable[Kept],
+        begun: Sequence[tuple[nn.Module, str, Was]],
+        changed: Sequence[Note] = (),
+    ) -> None:
+        """Keeps with a microbatch what layers held before its forward, for a second run, and what it has left, for the
+        backward. `begun`: attributes that it was the first to change; what is kept of others lacks them.
+        `changed`: what it has changed in objects.
+        """
+        found, lost = self._held.begun(begun, changed) if begun or changed else ([], [])
+        if lost and self._always:
+            raise ConfigError(
+                f"a forward has changed {lost[0]} in place for the first time, and remat needs to know what it was: "
+                "let the layer do so from its first call on, or make it a buffer"
+            )
+        if not self._held.changes:
+            return
+        kept.after = list(without_tensors(self._held.taken()))
+        kept.before = list(for_replay([*self._changed, *found])) if self._always else []
+        self._changed = []
+        for each in others if found else ():
+            each.after += without_tensors(found)
+            each.before += for_replay(found)
+
+    def replayed(self, kept: Kept) -> AbstractContextManager[None]:
+        """Around a second run."""
+        return self._held.replayed(kept.before)
+
+    @contextlib.contextmanager
+    def as_left(self, kept: Kept, stage: int) -> Iterator[None]:
+        """Around the backward of a microbatch."""
+        with self._held.as_left(kept.after) as changed:
+            yield
+        if changed:
+            raise changed_late(stage, changed[0])
+
+    def _refuse(self, story: str, what: str) -> None:
+        raise GaplessError(f"{story} that {what}: let the layer do so from the first step on.")

@@ -1,0 +1,306 @@
+"""What layers hold, looked at in every forward: attributes of modules, objects, lists, dicts and closures.
+
+    held by the layers of one cell    before and after a forward: one that begins to change is told, as it was
+    held by layers of two stages      against the start of the step: none may change, since another stage, which is at
+                                      another microbatch, would see it too early, too late or, in a process of its own,
+                                      never
+
+To look costs as much as to compare two lists of references. Settings that all layers hold and nobody changes, as those
+of Hugging Face's models, are looked at once per forward.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Sequence
+from operator import is_
+from random import Random
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gapless.errors import ConfigError
+from gapless.stage.split.interception import is_torchs
+
+from .shared_logs import is_log
+from .state_notes import LISTS, NOTHING, OWN, Entries, Fields, Note, changed_keys, holds_tensors, reached, visited
+
+_MOST = 4096  # entries of what is looked at in every forward; of what has more, only how many
+_MOST_VISITED = 65536
+_NUMBERS = (int, float, complex, str, bytes)
+
+
+class Holder(NamedTuple):
+    """A layer, or the loss, which comes after the last. Of layers with other `key`s one is at another microbatch."""
+
+    key: object
+    number: int
+    part: Any
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"layer {self.number} ({type(self.part).__name__})"
+
+
+class Seen:
+    """One of them as it was when it was looked at last."""
+
+    __slots__ = ("_is_dict", "_source", "_was_long", "before", "holder", "path")
+
+    def __init__(self, holder: Any, path: str) -> None:
+        self.holder, self.path = holder, path
+        self._source = holder.held if isinstance(holder, Entries) else holder
+        self._is_dict = isinstance(self._source, dict)
+        self.look()
+
+    def look(self) -> None:
+        self.before, self._was_long = self._read(), self._is_long()
+
+    def stays(self) -> bool:
+        """Whether it is as it was; what is in its place and equal is the same."""
+        try:
+            return self._read() == self.before
+        except Exception:  # tensors and the like, which do not compare
+            return False
+
+    def _read(self) -> list[Any]:
+        source: Any = self._source
+        if isinstance(source, Tensor):
+            return [source._version]
+        if isinstance(source, types.CellType):
+            try:
+                return [source.cell_contents]
+            except ValueError:  # nothing is in it yet
+                return []
+        if self._is_long():
+            return [len(source)]
+        if isinstance(source, dict):
+            return [*source, *source.values()]
+        if isinstance(source, LISTS):
+            return [*source]
+        return [source.tobytes() if source.nbytes <= _MOST else None]
+
+    def note(self) -> Note | None:
+        """What has changed of it, as it was; no content where that is not known."""
+        source, before = self._source, self.before
+        if self._is_dict and not self._was_long:
+            half = len(before) // 2
+            was = dict(zip(before[:half], before[half:], strict=True))
+            keys = [key for key in changed_keys(was, dict(source)) if not equal_numbers(was.get(key), source.get(key))]
+            if not keys:
+                return None
+            holder = Fields(self.holder.owner, keys) if isinstance(self.holder, Fields) else self.holder
+            content = {key: was.get(key, NOTHING) for key in keys} if isinstance(self.holder, Fields) else was
+            return Note(holder, f"{self.path}.{keys[0]}" if isinstance(self.holder, Fields) else self.path, content)
+        known = isinstance(source, (types.CellType, *LISTS)) and not self._was_long
+        return Note(self.holder, self.path, before if known else None)
+
+    def has_grown(self) -> bool:
+        """Whether nothing was taken away, at least."""
+        source = self._source
+        return isinstance(source, LISTS) and (self._was_long or len(source) > len(self.before))
+
+    def _is_long(self) -> bool:
+        return isinstance(self._source, (dict, *LISTS)) and len(self._source) > _MOST
+
+
+def equal_numbers(before: Any, now: Any) -> bool:
+    """Whether what has come in the place of a number or a string is the same."""
+    return type(before) is type(now) and isinstance(before, _NUMBERS) and before == now
+
+
+class Was(NamedTuple):
+    """An attribute before a forward has changed it: what it was, and what was in it, if that is what has changed."""
+
+    value: Any
+    inside: Any
+
+
+class Watched:
+    """The attributes of a module, as they were when it was looked at last."""
+
+    __slots__ = ("_held", "_inside", "_names", "_values", "module")
+
+    def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
+        self.module, self._held = module, module.__dict__
+        self._names = [name for name in self._held if name not in OWN] if names is None else list(names)
+        self.look()
+
+    def look(self) -> None:
+        self._values = [*map(self._held.get, self._names)]
+        self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
+
+    def look_anew(self) -> None:
+        self._names = [name for name in self._held if name not in OWN]
+        self.look()
+
+    def forget(self) -> None:
+        """Nobody looks until `look_anew`: what stood there may die."""
+        self._values, self._inside = [], []
+
+    def changed(self) -> list[tuple[str, Was]]:
+        """Those that were set since, or changed where they are, and what they were."""
+        held, names, values = self._held, self._names, self._values
+        inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
+        altered = {id(each): before for each, before in inside}
+        stay = len(held) == len(names) + len(OWN) and all(map(is_, map(held.get, names), values))
+        if stay and not altered:
+            return []
+        before = dict(zip(names, values, strict=True))
+        found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
+        self._names = [name for name in held if name not in OWN]
+        found += [
+            (name, Was(value, None))
+            for name in dict.fromkeys([*names, *self._names])
+            if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
+        ]
+        self.look()
+        return found
+
+
+def _inside(value: Any) -> Any:
+    """What tells of a change in place."""
+    if isinstance(value, Tensor):
+        return value._version
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
+
+
+def _same(now: Any, before: Any) -> bool:
+    return now == before if isinstance(now, int) else len(now) == len(before) and all(map(is_, now, before))
+
+
+class Objects:
+    """Those that the layers of a cell alone hold, but for what is in an attribute of a module: who looks at that sees
+    it too.
+    """
+
+    def __init__(self, key: object, modules: Collection[nn.Module]) -> None:
+        """`key` is that of its layers, and `modules` those whose attributes are looked at."""
+        self._key, self._modules = key, modules
+        self._seen: list[Seen] = []
+
+    def find(self, shared: SharedObjects) -> None:
+        """A step begins: those that were found and that nobody else holds."""
+        direct = {
+            id(value)
+            for module in self._modules
+            for value in module.__dict__.values()
+            if isinstance(value, list | dict | Tensor)
+        }
+        self._seen = [
+            Seen(holder, path)
+            for owner, (holder, path) in shared.held.get(self._key, {}).items()
+            if not (isinstance(holder, Random) or owner in direct or owner in shared.holders)
+            if not (isinstance(holder, Fields) and isinstance(holder.owner, nn.Module))
+        ]
+
+    def look(self) -> None:
+        """A forward begins."""
+        for each in self._seen:
+            each.look()
+
+    def changed(self) -> list[Note]:
+        """It has ended: what it has changed."""
+        moved = [each for each in self._seen if not each.stays()]
+        return [note for each in moved if (note := each.note()) is not None]
+
+    def forget(self) -> None:
+        """Nobody looks until they are looked for: what was held may die."""
+        self._seen = []
+
+
+class SharedObjects:
+    """Those that layers with two keys hold, and modules that two of them use."""
+
+    def __init__(self) -> None:
+        self._seen: list[Seen] = []
+        self._layers: Sequence[Holder] = ()
+        self.holders: dict[int, tuple[Holder, Holder]] = {}  # by id who holds it
+        self.held: dict[object, dict[int, tuple[Any, str]]] = {}  # what layers of a key hold, by id, and its path
+        self.lent: set[nn.Module] = set()  # modules of one stage that another one can read
+        self.modules: set[nn.Module] = set()  # of all layers
+
+    def find(self, layers: Sequence[Holder]) -> None:
+        """A step begins: looks for them, and at them."""
+        self._layers = layers
+        contained = [list(each.part.modules()) if isinstance(each.part, nn.Module) else [] for each in layers]
+        self.modules = {module for modules in contained for module in modules}
+        first: dict[int, tuple[Holder, str]] = {}
+        self._seen, self.holders, self.held, self.lent = [], {}, {}, set()
+        for each in layers:
+            own = self.held.setdefault(each.key, {})
+            for holder, path in reached(_roots([each]), self._met, most=_MOST_VISITED):
+                owner = id(_owner(holder))
+                other, its_path = first.setdefault(owner, (each, path))
+                own.setdefault(owner, (holder, path))
+                if other.key is not each.key and owner not in self.holders and not isinstance(holder, Random):
+                    self._seen.append(Seen(holder, its_path))
+                    self.holders[owner] = other, each
+
+    def _met(self, module: nn.Module) -> bool:
+        """A module that is not a part of the layer from which it is reached: those of other layers are looked at by
+        these.
+        """
+        if module in self.modules:
+            self.lent.add(module)
+            return False
+        return True
+
+    def forget(self) -> None:
+        """The step has ended."""
+        self._seen, self._layers, self.holders, self.held = [], (), {}, {}
+        self.lent, self.modules = set(), set()
+
+    def check(self) -> None:
+        """While it runs: none has changed."""
+        for each in self._seen:
+            if each.stays() or (note := each.note()) is None or (path := self._changed(note)) is None:
+                continue
+            if each.has_grown() and is_log(each.holder, visited(_roots(self._layers), self._met, most=_MOST_VISITED)):
+                self._seen = [other for other in self._seen if other is not each]
+                continue
+            raise self._refusal(note, path)
+
+    def _changed(self, note: Note) -> str | None:
+        """Which of it should not have. Tensors in attributes of layers are guarded by themselves (`stored_tensors`),
+        and what torch has in every module changes when its user says so.
+        """
+        holder = note.holder
+        if not isinstance(holder, Fields):
+            return note.path
+        keys = [key for key in holder.keys or () if not (isinstance(holder.owner, nn.Module) and key in OWN)]
+        if holder.owner in self.modules:
+            keys = [k for k in keys if not holds_tensors(holder.held.get(k)) and not holds_tensors(note.content[k])]
+        return f"{note.path.rpartition('.')[0]}.{keys[0]}" if keys else None
+
+    def _refusal(self, note: Note, path: str) -> ConfigError:
+        one, other = self.holders[id(_owner(note.holder))]
+        both, way = "layers of two stages", "put both into one stage with partition="
+        if isinstance(one.key, tuple) and isinstance(other.key, tuple) and one.key[0] is other.key[0]:
+            both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
+        return ConfigError(
+            f"{path} was changed while a step was under way, and {both} hold it, {one.name} and {other.name}, which "
+            "would see that at another time than in plain training: pass the value with the activations, give each "
+            f"layer its own, or {way}"
+        )
+
+
+def _roots(layers: Iterable[Holder]) -> list[tuple[Any, str]]:
+    """Their modules, with names."""
+    found: list[tuple[Any, str]] = []
+    known: dict[type, bool] = {}  # whether a class is torch's own, whose modules keep nothing
+    for each in layers:
+        name = type(each.part).__name__
+        parts = each.part.named_modules() if isinstance(each.part, nn.Module) else [("", each.part)]
+        for path, part in parts:
+            kind = type(part)
+            if kind not in known:
+                known[kind] = is_torchs(kind)
+            if not known[kind]:
+                found.append((part, f"{name}.{path}" if path else name))
+    return found
+
+
+def _owner(holder: Any) -> Any:
+    return holder.owner if isinstance(holder, Fields) else holder

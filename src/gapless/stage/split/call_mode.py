@@ -1,0 +1,331 @@
+"""The one function mode: it sees the torch calls of a forward, and has those in its table answered.
+
+It is there for three reasons, deferred weight gradients, seeded randomness and batch norm, and it costs a little on
+every torch call, so it is installed only where a stage splits its backward, may draw or counts statistics. Where
+another call uses a parameter whose calls are deferred, what would arrive at autograd's own accumulation is recorded too
+(`deferred.divert`), and from the next step on that parameter is left to autograd. Only where that can't be, since
+autocast has cast it or hooks wait for it, the forward starts again.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from gapless.stage.autocast import casts_are_kept, runs_low
+from gapless.stage.batchnorm import Statistics
+from gapless.stage.random.draws import Draws, checkpoints_around, device_of, draws_by_tag, own_generator
+from gapless.stage.random.hidden_draws import Touched
+
+from .deferred import Records
+
+Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_in_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_OPERATORS = frozenset((OpOverload, OpOverloadPacket))
+
+
+class Restart(BaseException):
+    """The forward of a cell must start again: something was learnt that changes its beginning. `why` is what happened;
+    `misdrawn`: and so what came after it has wrong numbers.
+    """
+
+    def __init__(self, why: str, *, misdrawn: bool = False) -> None:
+        super().__init__(why)
+        self.misdrawn = misdrawn
+
+
+class Mode(TorchFunctionMode):
+    """What handlers work with. One per stage, entered for one forward at a time."""
+
+    def __init__(self, draws: Draws, statistics: Statistics, table: Mapping[Any, Handler]) -> None:
+        super().__init__()
+        self.draws = draws
+        self.statistics = statistics
+        self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
+        self.first_call: Touched | None = None  # so does a layer in its first call, which tells whether it must
+        self.one_thread = False  # no other one of this process computes
+        self.excluded: set[int] = set()  # parameters never deferred, by id
+        self._partners: dict[int, set[int]] = {}  # weights and biases of one call, by id: they wait together
+        self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
+        self._spread = 0  # how many were excluded when these were last told of each other
+        self._records: Records | None = None
+        # Parameters used in this forward, by id; those that wait with whether autocast's cast of them was used.
+        self.deferred: dict[int, tuple[Parameter, bool]] = {}
+        self._plain: set[int] = set()
+        self.waiting: Collection[int] = ()  # parameters, by id, whose gradients wait in this step
+        self.second_use = False  # of one of these or of those deferred, by a call that autograd sees
+        self.casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
+        self.checkpoints = False  # a layer uses torch.utils.checkpoint
+        self.casts_by_itself = False  # a layer has an autocast of its own
+        self._kind = "cpu"
+        self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
+        self._table = table
+        self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
+        self._unless_deferred: set[int] = set()  # of these, those that may go on waiting if they have waited
+        self._have_waited: set[int] = set()  # parameters that some forward has deferred, by id
+        self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
+        self._own: dict[int, Tensor] = {}
+        self.modules: Sequence[nn.Module] = ()  # of the stage
+        self.leaves: Collection[int] = ()  # what this forward starts from, by id
+        self.own: Collection[int] = ()  # parameters of this forward's layers, by id
+        self.met_strangers = False  # a call of this forward was given another one
+        self.weights: Collection[int] = ()  # of all stages, by id
+        # The microbatch of this forward, its place in the step, whether remat runs it again, and those under way.
+        self.at: tuple[int, int, bool, Collection[int]] = 0, 0, False, ()
+        self.switched: dict[int, tuple[Tensor, bool]] = {}  # weights that it has frozen or thawed, by id
+        self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
+
+    @property
+    def defers_now(self) -> bool:
+        """Whether this forward defers at all."""
+        return self._records is not None
+
+    def begin(self, records: Records | None, kind: str) -> None:
+        """A forward starts; it is to record into `records`, or it defers nothing."""
+        self._records = records
+        if self._stands_for and len(self.excluded) != self._spread:
+            self._spread_exclusions()
+        self.deferred = {}
+        self._plain.clear()
+        self.second_use = self.met_strangers = False
+        self._kind = kind
+        self.casts_all = casts_are_kept()
+        if self.cast_anew:
+            self.own_casts, self._own = {}, {}
+        self.statistics.run()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:
+            args = tuple([self._cast_one(each, low) for each in args])
+            kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}
+        holds = False
+        for arg in args:  # as in `_meet`; here every microsecond counts
+            kind = type(arg)
+            if kind is Parameter:
+                holds = True
+                if id(arg) not in self.own:
+                    self.met_strangers = True
+            elif kind is list or kind is tuple:
+                holds = True
+                self._meet(arg)
+        if kwargs:
+            self._meet(kwargs.values())
+        handler = self._table.get(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs or {})
+        if type(func) in _OPERATORS and draws_by_tag(func):
+            return self.draw(func, args, kwargs or {})
+        if self._records is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kwargs:
+            return self.plain(func, args, kwargs)
+        result = func(*args)
+        if holds:
+            self._note(args, result)
+        return result
+
+    def _meet(self, args: Iterable[Any]) -> None:
+        """Whether one of these is a parameter of another place."""
+        for arg in args:
+            kind = type(arg)
+            if kind is Parameter:
+                if id(arg) not in self.own:
+                    self.met_strangers = True
+            elif kind is list or kind is tuple:
+                self._meet(arg)
+
+    def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
+        """What autocast would do with its cache, with one that lasts for this forward."""
+        if type(arg) is not Parameter or id(arg) not in self.cast_anew or arg.dtype != torch.float32:
+            return arg
+        if not torch.is_grad_enabled() or not torch.is_autocast_cache_enabled() or _in_functorch() is not None:
+            return arg
+        if self._records is not None and id(arg) in self._unless_deferred & self._have_waited - self.excluded:
+            return arg
+        made = self._own.get(id(arg))
+        if made is None:
+            made = self._own[id(arg)] = arg.to(low)
+            self.own_casts[arg] = made.grad_fn
+        return made
+
+    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call as it is; parameters in it are autograd's."""
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._records is not None:
+            self._note(args, result)
+            if kwargs:
+                self._note(tuple(kwargs.values()), result)
+        return result
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any random call: with the stage's generators in place of torch's, or with one that the layer brings."""
+        own = own_generator(kwargs)
+        if own is not None:
+            with self.draws.of_its_own(own):
+                return self.plain(func, args, kwargs)
+        if self.alone:
+            return self.plain(func, args, kwargs)
+        device = device_of(args, kwargs)
+        if self.first_call is not None and device in self.first_call.devices:
+            self.draws.count += 1
+            with self.first_call.drawing(checkpoints_around() > 0):
+                return self.plain(func, args, kwargs)
+        self.refuse_checkpoint()
+        with self.draws.swapped_in(device):
+            return self.plain(func, args, kwargs)
+
+    def _note(self, args: Sequence[Any], result: Any) -> None:
+        """Parameters whose gradient flows through this result are no longer to be deferred in this forward."""
+        for arg in args:
+            kind = type(arg)
+            if kind is Parameter:
+                if arg.requires_grad and (_needs_grad(result) or _in_functorch() is not None):  # which hides it
+                    self._plain.add(id(arg))
+                    if id(arg) in self.deferred:
+                        self.leave_to_autograd([arg])
+                    elif id(arg) in self.waiting:
+                        self.second_use = True
+            elif kind is list or kind is tuple:
+                self._note(arg, result)
+
+    def leave_to_autograd(self, parameters: Iterable[Parameter]) -> None:
+        """These are deferred in this forward, and autograd was seen to reach them too. What was recorded so far can be
+        added up with what arrives there, unless autocast has cast it, or a hook would be called for each part.
+        """
+        self.second_use = True
+        self.exclude(parameters)
+        for each in parameters:
+            if self.deferred[id(each)][1] or each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise Restart("a weight is used in a second way")
+
+    def defers(self, weight: Any, bias: Any) -> bool:
+        """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts
+        saved tensors.
+        """
+        if self._records is None or type(weight) is not Parameter or not weight.requires_grad:
+            return False
+        if id(weight) in self.excluded or id(weight) in self._plain or not torch.is_grad_enabled():
+            return False
+        if bias is not None and (type(bias) is not Parameter or id(bias) in self.excluded or id(bias) in self._plain):
+            return False
+        if (self.alone or self.first_call is not None) and forward_ad._current_level >= 0:
+            return False  # the derivative of a tangent reaches the weight too
+        return _top_hooks(False) is None and _in_functorch() is None and weight.is_floating_point()
+
+    def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
+        """Where to put the records of these; `low`: autocast has cast them."""
+        assert self._records is not None
+        for each in (weight,) if bias is None else (weight, bias):
+            known = id(each) in self.deferred
+            if low and known and not self.casts_all:
+                # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
+                self.exclude([each])
+                raise Restart("a layer uses a weight twice in an autocast of its own")
+            if low or not known:
+                self.deferred[id(each)] = (each, low)
+                self._have_waited.add(id(each))
+                if bias is not None:
+                    self._partners.setdefault(id(each), set()).update((id(weight), id(bias)))
+        return self._records.append
+
+    def exclude(self, parameters: Iterable[Parameter]) -> None:
+        """Leaves the gradients of these to autograd, and of what can't wait without them."""
+        for each in parameters:
+            self.excluded.update(self._partners.get(id(each), (id(each),)))
+
+    def stand_in(self, copies: Mapping[Parameter, Parameter]) -> None:
+        """Leaves that take the place of parameters, as versions of them: what is excluded is so in every version."""
+        self._stands_for.update((id(copy), id(of)) for copy, of in copies.items())
+        self._spread_exclusions()
+
+    def stands_in(self, leaf: Any) -> bool:
+        """Whether it takes the place of a parameter."""
+        return id(leaf) in self._stands_for
+
+    def _spread_exclusions(self) -> None:
+        """What was learnt of a leaf holds for the others that stand for the same parameter."""
+        found = {of for copy, of in self._stands_for.items() if copy in self.excluded or of in self.excluded}
+        self.excluded.update(found, (copy for copy, of in self._stands_for.items() if of in found))
+        self._spread = len(self.excluded)
+
+    def casts_anew(self, parameter: Tensor, *, unless_deferred: bool = False) -> bool:
+        """Has autocast's cast of a parameter made anew by every forward; whether that is news. `unless_deferred`: not
+        where its gradient waits. What is learnt from a forward that defers nothing must not change those that do: some
+        of their step have run, and gradients of one step either all wait or none.
+        """
+        is_news = id(parameter) not in self.cast_anew
+        self.cast_anew.add(id(parameter))
+        if not unless_deferred:
+            self._unless_deferred.discard(id(parameter))
+        elif is_news:
+            self._unless_deferred.add(id(parameter))
+        return is_news
+
+    def exclude_deferred(self) -> None:
+        """Leaves to autograd what this forward has deferred so far."""
+        if self.deferred:
+            self.excluded.update(self.deferred)
+            raise Restart("a layer asks for gradients in its forward")
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """What autocast casts to here, if it is on."""
+        return torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+
+    def stand_ins(
+        self, x: Tensor, weight: Parameter, bias: Parameter | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]:
+        """What a call runs on whose weight gradients wait, and what autocast casts to: the parameters without their
+        history, and all of them as autocast would cast them. Where x needs no gradient, the weight's stand-in asks for
+        one, so that there is a graph.
+        """
+        low = self._autocast_dtype()
+        if low is None:
+            w, b = weight.detach(), None if bias is None else bias.detach()
+        else:
+            x = x if x.dtype == torch.float64 else x.to(low)
+            w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
+        if not x.requires_grad:
+            w.requires_grad_()
+        return x, w, b, low
+
+    def _cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
+        """The parameter as autocast would cast it, kept until it changes or the step ends."""
+        if parameter.dtype == low or parameter.dtype == torch.float64 or not parameter.is_floating_point():
+            return parameter.detach()
+        known = self._casts.get(id(parameter))
+        if known is None or known[:2] != (parameter._version, low):
+            known = self._casts[id(parameter)] = (parameter._version, low, parameter.detach().to(low))
+        return known[2].detach()
+
+    def forget(self) -> None:
+        """Lets go of casts."""
+        self._casts.clear()
+
+    def refuse_checkpoint(self) -> None:
+        """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from
+        these.
+        """
+        if checkpoints_around():
+            self.alone = True
+            raise Restart("a layer draws inside of torch.utils.checkpoint")
+
+    def run_alone(self, why: str) -> None:
+        """Called before a layer does what needs torch's default generators, seeded, or no other thread beside it."""
+        if self.first_call is not None:
+            self.first_call.seen = True
+        elif not self.alone:
+            self.alone = True
+            raise Restart(why)
+
+
+def _needs_grad(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.requires_grad
+    return isinstance(result, (tuple, list)) and any(_needs_grad(value) for value in result)

@@ -1,0 +1,226 @@
+"""Weight gradients that can wait: nobody but the optimizer needs them, while another device waits for the input
+gradients.
+
+During the backward's first half each intercepted call records (parameter, function, what it needs); the second half
+computes and adds. A record holds detached tensors only: one with its history would, through the autograd graph that
+holds the records, hold itself, in a cycle that Python's collector cannot see.
+
+Autograd sums the contributions to a parameter within one backward, in the order in which they arrive, and then adds the
+sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would differ in the last bits.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+
+from gapless.errors import ConfigError
+from gapless.stage.autocast import autocast_is_on, casts_are_kept, without_autocast
+
+from .graph_task import Running
+from .reached_parameters import Reached, is_cast
+
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+class Records(list[Any]):
+    """The recorded weight gradients of one microbatch of one stage, each a tuple:
+
+    (parameter, function, what to call it with, the gradient to call it with, summed_low)
+
+    `summed_low`: contributions are added up in their own, lower precision before the cast to the parameter's, because
+    autocast casts a parameter once and caches the result.
+    """
+
+    __slots__ = ()
+
+    @property
+    def run_code_of_users(self) -> bool:
+        """Whether to add them up calls hooks, or what was given to `defer`."""
+        return any(item[1] is _call or _has_hooks(item[0]) for item in self)
+
+    def accumulate(self) -> None:
+        """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
+        if not self:
+            return
+        if autocast_is_on():
+            with without_autocast():
+                self.accumulate()
+            return
+        graded = torch.is_grad_enabled()
+        _set_grad_enabled(False)  # torch.no_grad costs ten times as much, in every W
+        try:
+            if len(self) == 1:
+                parameter, function, kept, grad, _ = self.pop()
+                value = in_grad_dtype(parameter, function(kept, grad))
+                add_grad(parameter, value, shared=function in _SHARED)
+            else:
+                self._accumulate_all()
+        finally:
+            _set_grad_enabled(graded)
+
+    def _accumulate_all(self) -> None:
+        items = self
+        left: dict[int, int] = {}  # how many contributions a parameter still gets
+        left_low: dict[int, int] = {}  # and how many of these meet before a cast
+        for item in items:
+            key = id(item[0])
+            left[key] = left.get(key, 0) + 1
+            if item[4]:
+                left_low[key] = left_low.get(key, 0) + 1
+        items.reverse()
+        sums: dict[int, _Sum] = {}
+        while items:
+            parameter, function, kept, grad, summed_low = items.pop()
+            value = function(kept, grad)
+            key = id(parameter)
+            more = left[key] = left[key] - 1
+            if more == 0 and key not in sums:
+                add_grad(parameter, in_grad_dtype(parameter, value), shared=function in _SHARED)
+                continue
+            total = sums.setdefault(key, _Sum())
+            if summed_low:
+                left_low[key] -= 1
+            total.add(value, parameter, summed_low, last=not left_low.get(key))
+            if more == 0:
+                add_grad(parameter, sums.pop(key).value())
+
+
+class _Sum:
+    """The contributions to one parameter, added in the order of their arrival."""
+
+    __slots__ = ("_high", "_low")
+
+    def __init__(self) -> None:
+        self._high: Tensor | None = None
+        self._low: Tensor | None = None
+
+    def add(self, value: Tensor, parameter: Tensor, summed_low: bool, *, last: bool) -> None:
+        """`last`: no more come that meet before the cast. The cast is made at the first use, so its gradient arrives
+        with the last contribution.
+        """
+        if summed_low and value.dtype != parameter.dtype:
+            self._low = value if self._low is None else self._low + value
+            if not last:
+                return
+            value, self._low = self._low, None
+        value = in_grad_dtype(parameter, value)
+        if self._high is not None:  # torch adds what is sparse to what is dense, and not the other way round
+            value = value + self._high if self._high.is_sparse else self._high + value
+        self._high = value
+
+    def value(self) -> Tensor:
+        assert self._high is not None
+        return self._high
+
+
+def in_grad_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
+    """As autograd casts it on its way to `.grad`: where torch knows `grad_dtype`, a parameter may say to what, or
+    None for nothing.
+    """
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    return grad if dtype is None or grad.dtype == dtype else grad.to(dtype)
+
+
+def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
+    """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
+    may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (shared and grad.is_sparse):
+        with torch.enable_grad():
+            torch.autograd.backward((get_gradient_edge(parameter),), (grad,))
+        return
+    before = parameter.grad
+    if before is not None:
+        before.add_(grad)
+    elif grad.stride() == parameter.stride():
+        parameter.grad = grad.clone() if shared else grad
+    else:
+        parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+
+
+def _has_hooks(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+recording: Running[Records] = Running()  # around a backward: where `defer` puts what is deferred
+
+
+def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
+    """For the backward of a custom autograd function: the gradient of `parameter`, now or later.
+
+    Where the backward is split, `closure` is kept for the second half and the result is None, which the function
+    returns as that gradient; anywhere else `closure` runs at once and its value is the result. So one line serves both:
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad * w, defer(ctx.parameter, lambda: (grad * x).sum(0))
+
+    The closure must hold no tensor that has a grad_fn, and not `ctx`. `parameter` is the parameter itself, not what
+    `ctx.saved_tensors` returns for it; anything but a leaf is not deferred.
+    """
+    records = recording.now()
+    if records is None or type(parameter) is not Parameter or not parameter.requires_grad:
+        return closure()
+    records.append((parameter, _call, (closure, parameter.shape), None, False))
+    return None
+
+
+def divert(
+    edges: list[GradientEdge | None] | None, parameters: Collection[int], records: Records, own_casts: Collection[Any]
+) -> None:
+    """Has the gradients of these parameters (by id) recorded that this graph would add to `.grad` itself: each part as
+    soon as autograd has it, so that all are added up in autograd's order, and in the turn of their microbatch. Of the
+    casts that autocast makes, no other graph has `own_casts`.
+    """
+    edges = edges or []
+    for number, edge in enumerate(edges):
+        leaf = None if edge is None else getattr(edge.node, "variable", None)
+        if leaf is not None and id(leaf) in parameters:
+            edges[number] = get_gradient_edge(leaf.view_as(leaf))
+    for node, number, leaf in Reached(edges).users():
+        if id(leaf) in parameters:
+            if _has_hooks(leaf):
+                raise ConfigError(
+                    f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
+                    "way, so a split backward can't call the hook in their order: remove the hook, or choose a "
+                    "schedule whose backward is not split, such as 1f1b"
+                )
+            if casts_are_kept() and is_cast(node) and node not in own_casts:
+                raise ConfigError(
+                    f"under autocast, only some microbatches use a weight of shape {tuple(leaf.shape)} in a second "
+                    "way, and a split backward can't add up what autocast has cast in their order: choose a schedule "
+                    "whose backward is not split, such as 1f1b, or use it so in every microbatch"
+                )
+            node.register_hook(functools.partial(_record, records.append, leaf, number))
+
+
+def _record(
+    append: Callable[[Any], None], leaf: Tensor, number: int, grads: tuple[Tensor | None, ...], _: Any
+) -> tuple[Tensor | None, ...] | None:
+    if grads[number] is None:
+        return None
+    append((leaf, given, grads[number], None, False))
+    return (*grads[:number], None, *grads[number + 1 :])
+
+
+def given(kept: Tensor, _: Any) -> Tensor:
+    """A contribution that is there already."""
+    return kept
+
+
+def _call(kept: tuple[Callable[[], Tensor], torch.Size], _: Any) -> Tensor:
+    closure, shape = kept
+    value = closure()
+    if value.requires_grad:
+        value = value.detach()
+    # As autograd does: what broadcasting spread is summed.
+    return value if value.shape == shape else value.sum_to_size(shape)
+
+
+_SHARED = (_call, given)

@@ -1,0 +1,236 @@
+"""What a trace could lose, the modes and settings of a model's calls: they are those of the user's loop, or refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gapless
+from gapless.errors import PartitionError
+from gapless.model.traced.piece import moved_body
+
+WIDTH = 6
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Three(nn.Module):
+    """Its middle is computed in a way of its own."""
+
+    def __init__(self, middle: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        made: Tensor = self.last(self.third(x) + self.middle(self.second, x))
+        return made
+
+
+def without_grad(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = layer(x)
+    return y
+
+
+@torch.inference_mode()
+def inferred(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y * 2 if torch.is_inference_mode_enabled() and not torch.is_grad_enabled() else y
+
+
+def inferred_then_copied(layer: nn.Module, x: Tensor) -> Tensor:
+    return inferred(layer, x).clone()
+
+
+def not_inferred(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        y: Tensor = layer(x)
+    return y
+
+
+def graded_again(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = layer(x)
+        with torch.enable_grad():
+            z = layer(y)
+        w = 2 * z
+    made: Tensor = z + w if torch.is_grad_enabled() else z
+    return made
+
+
+def switched(layer: nn.Module, x: Tensor) -> Tensor:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    y: Tensor = layer(x)
+    torch.set_grad_enabled(before)
+    return y
+
+
+def looks_at_autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return 3 * y if torch.is_autocast_enabled("cpu") else y
+
+
+def looks_at_its_dtype(layer: nn.Module, x: Tensor) -> Tensor:
+    return x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
+
+
+def looks_at_types(layer: nn.Module, x: Tensor) -> Tensor:
+    """As attention does, in many models."""
+    y = layer(x)
+    return torch.softmax(y, -1, dtype=torch.float32).to(y.dtype)
+
+
+def casts_in_part(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        y: Tensor = layer(x.float())
+        return 3 * y if torch.is_autocast_enabled("cpu") else y
+
+
+def looks_at_default_dtype(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * (2 if torch.get_default_dtype() == torch.float64 else 3)
+
+
+def looks_whether_it_is_traced(layer: nn.Module, x: Tensor) -> Tensor:
+    looks = (torch.compiler.is_compiling, torch.compiler.is_exporting, torch._dynamo.is_compiling)
+    y: Tensor = layer(x)
+    return y if not any(look() for look in looks) else 3 * y
+
+
+def bfloat16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@contextmanager
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("traced_once")
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "stage")])
+@pytest.mark.parametrize(
+    ("middle", "contexts"),
+    [
+        (without_grad, [nullcontext]),
+        (inferred_then_copied, [nullcontext]),
+        (not_inferred, [nullcontext]),
+        (graded_again, [nullcontext]),
+        (switched, [nullcontext, bfloat16]),
+        (looks_at_autocast, [nullcontext, bfloat16, nullcontext]),
+        (looks_at_its_dtype, [bfloat16, nullcontext]),
+        (looks_at_types, [bfloat16, nullcontext]),
+        (casts_in_part, [bfloat16, nullcontext]),
+        (looks_at_default_dtype, [nullcontext, double]),
+        (looks_whether_it_is_traced, [nullcontext]),
+    ],
+)
+def test_modes_and_settings_are_those_of_the_users_loop(
+    middle: Any, contexts: list[Context], schedule: str, remat: Any
+) -> None:
+    """A trace let gradients through inference mode, and told a model that autocast was off."""
+    torch.manual_seed(1)
+    model = Three(middle)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with gapless.Pipeline(
+        model, devices=2, schedule=schedule, remat=remat, microbatches=2, loss=F.mse_loss, intra_op_threads=1
+    ) as pipe:
+        for context in contexts:
+            with context():
+                losses = pipe.step(x, y).losses
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            for number, (part, goal) in enumerate(zip(x.tensor_split(2), y.tensor_split(2), strict=True)):
+                with context():
+                    loss = F.mse_loss(plain(part), goal)
+                    share = loss * 0.5
+                share.backward()
+                assert torch.equal(losses[number], loss)
+            torch.set_num_threads(before)
+            for (name, ours), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (ours.grad is None) == (other.grad is None), name
+                assert ours.grad is None or torch.equal(ours.grad, other.grad), name  # type: ignore[arg-type]
+
+
+def flash_only(layer: nn.Module, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+def double_in_part(layer: nn.Module, x: Tensor) -> Tensor:
+    with double():
+        return x + torch.ones(WIDTH)
+
+
+def seeds_itself(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return x + torch.rand(WIDTH)
+
+
+def draws_in_python(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y if random.random() < 0.5 else x
+
+
+def packs(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept.half(), lambda kept: kept.float()):
+        y: Tensor = layer(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("middle", "message"),
+    [
+        (flash_only, r"for a part of its forward it sets memory-efficient attention to False, which a trace would"),
+        (double_in_part, r"for a part of its forward it sets the default dtype to torch.float64, which a trace"),
+        (seeds_itself, r"for a part of its forward it sets the seed to 3, which a trace would lose"),
+        (draws_in_python, r"it draws from the generators of Python or NumPy, .*: draw with torch"),
+        (packs, r"saved_tensors_hooks, which a trace would lose"),
+    ],
+)
+def test_what_a_trace_would_lose_is_refused(middle: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message) as refused:
+        gapless.Pipeline(Three(middle), devices=2, microbatches=1, loss=F.mse_loss, example=torch.randn(2, WIDTH))
+    assert "cut the model by hand" in str(refused.value)
+
+
+def test_what_others_do_meanwhile_is_their_own() -> None:
+    """Torch is as it was, also after a trace that failed."""
+    kept = (torch.autograd.Function.apply, Tensor.register_hook, torch.inference_mode.__enter__)
+    with pytest.raises(PartitionError, match="would lose"):
+        gapless.Pipeline(Three(packs), devices=2, microbatches=1, loss=F.mse_loss, example=torch.randn(2, WIDTH))
+    assert kept == (torch.autograd.Function.apply, Tensor.register_hook, torch.inference_mode.__enter__)
+    assert torch.get_default_dtype() == torch.float32
+
+
+class Constant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            more = torch.ones(WIDTH, device=x.device)
+        return x + more
+
+
+def test_what_is_made_under_no_grad_is_made_on_the_device_of_its_stage() -> None:
+    """The body of such a part kept the device of the trace."""
+    trace = torch.export.export(Constant(), (torch.randn(2, WIDTH),), strict=False).module()
+    body = next(part for part in trace.children() if isinstance(part, GraphModule))
+    (made,) = moved_body(body, (torch.device("cpu"), torch.device("meta")))()
+    assert made.device.type == "meta"
+    (before,) = body()
+    assert before.device.type == "cpu"

@@ -1,0 +1,127 @@
+"""Tensors that share memory and go to the next stage together: what changes one of them changes the others, as in the
+plain loop. Each came as a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+from gapless.errors import ConfigError
+from gapless.run.ranks.wire import layout
+from gapless.stage.batch import microbatch as mb
+from tests.random_models.blocks import Do
+from tests.test_hidden_uses import WIDTH, assert_exact, linear
+
+Made = Callable[[Tensor], tuple[Tensor, Tensor]]
+HANDED: dict[str, Made] = {
+    "a tensor and its view": lambda h: (h, h[..., :3]),
+    "a view and its tensor": lambda h: (h.transpose(1, 2), h),
+    "two views": lambda h: (h[..., :4], h[..., 2:]),
+    "a view with history and one without": lambda h: (h.detach()[..., 1:], h[..., :3]),
+    "views without history": lambda h: (h.detach()[..., :4], h.detach()[..., 2:]),
+    "views of a view": lambda h: (h.view(-1, WIDTH), h.view(-1, WIDTH)[:, ::2]),
+}
+
+
+def changed(part: nn.Module, handed: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    one, other, x = handed
+    one.mul_(1.5)
+    other.sub_(0.25)
+    return part(x) * one.mean() + other.square().mean() * one.sum()  # type: ignore[no-any-return]
+
+
+def without_gradients(way: Made) -> Made:
+    return torch.no_grad()(way)
+
+
+MADE_WITHOUT_GRADIENTS: dict[str, Made] = {
+    "with its tensor": lambda h: (h, without_gradients(lambda h: (h, h[..., :3]))(h)[1]),
+    "all of its tensor": lambda h: (without_gradients(lambda h: (h, h.view(h.shape)))(h)[1], h),
+    "without its tensor": without_gradients(lambda h: (h[..., :3], h[..., 3:])),
+}
+
+
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "stage"), ("zb-h1", "layer")])
+@pytest.mark.parametrize("kind", MADE_WITHOUT_GRADIENTS)
+def test_a_view_made_under_no_grad_has_no_gradient_in_the_next_stage_either(
+    kind: str, schedule: str, remat: str
+) -> None:
+    """Torch says that it requires one: it got that of its tensor, or the step ended in an AssertionError."""
+
+    def hand_on(part: nn.Module, x: Tensor) -> Any:
+        return *MADE_WITHOUT_GRADIENTS[kind](part(x)), part(torch.tanh(x))
+
+    def used(part: nn.Module, handed: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        one, other, x = handed
+        return part(x) * one.mean() + other.square().mean() * one.sum()  # type: ignore[no-any-return]
+
+    assert_exact(
+        lambda: [linear(), Do(hand_on, linear()), Do(used, linear()), linear()],
+        schedule=schedule,
+        remat=remat,
+        partition=[2, 2],
+    )
+
+
+def passed_on(handed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    handed[1].add_(0.125)
+    return handed
+
+
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "stage"), ("zb-h1", "layer")])
+@pytest.mark.parametrize("kind", HANDED)
+def test_what_the_next_stage_changes_in_place_changes_for_all_that_share_its_memory(
+    kind: str, schedule: str, remat: str
+) -> None:
+    def hand_on(part: nn.Module, x: Tensor) -> Any:
+        return *HANDED[kind](part(x)), part(torch.tanh(x))
+
+    assert_exact(
+        lambda: [linear(), Do(hand_on, linear()), Do(passed_on), Do(changed, linear()), linear()],
+        schedule=schedule,
+        remat=remat,
+        partition=[2, 3],
+    )
+
+
+@pytest.mark.parametrize("kind", HANDED)
+def test_they_share_memory_in_another_process_too(kind: str) -> None:
+    handed = HANDED[kind](torch.randn(3, 4, WIDTH, requires_grad=True) * 1)
+    tensors, _ = layout.key_of(handed)
+    assert len(tensors) == 1
+    made = layout.TreeLayout(json.loads(json.dumps(layout.describe(handed))))
+    sent = [place.finished(each.detach().clone()) for place, each in zip(made.places, tensors, strict=True)]
+    for theirs, ours in zip(made.tree(sent), handed, strict=True):
+        assert torch.equal(theirs, ours)
+        assert theirs.requires_grad == ours.requires_grad
+        assert theirs.stride() == ours.stride()
+        assert theirs.untyped_storage().data_ptr() == sent[0].untyped_storage().data_ptr()
+
+
+def test_parts_of_one_memory_that_lie_apart_go_apart() -> None:
+    """Rows of a table, of which the rest need not travel."""
+    table = torch.randn(100, 4)
+    tensors, shape = mb.flatten((table[3], table[5], table[5]), views=True)
+    assert [len(each) for each in tensors] == [4, 4]
+    assert torch.equal(mb.unflatten(tensors, shape)[2], table[5])
+
+
+def test_memory_that_can_not_be_shared_is_refused() -> None:
+    def hand_on(part: nn.Module, x: Tensor) -> Any:
+        h = part(x)
+        return h, h.detach().view(torch.int32)
+
+    layers = [Do(hand_on, linear()), Do(lambda part, pair: part(pair[0]), linear())]
+    with (
+        gapless.Pipeline(layers, devices=2, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match=r"shapes \(2, 6\) and \(2, 6\) that share memory.*clone\(\) one of them"),
+    ):
+        pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))

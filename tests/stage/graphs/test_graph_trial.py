@@ -1,0 +1,53 @@
+"""Whether a replay may stand for an eager run."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gapless.stage.graphs.graph_trial import Trial, distance
+
+
+def runs(*results: Tensor) -> Callable[[], Tensor]:
+    following: Iterator[Tensor] = iter(results)
+    return lambda: next(following)
+
+
+def test_equal_bits_are_no_distance_and_anything_else_is_some() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert distance([x, torch.tensor([math.nan])], [x.clone(), torch.tensor([math.nan])]) == 0.0
+    assert distance([x], [torch.tensor([3.0, 4.5])]) == 0.1
+    assert distance(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])) > 0.0
+    for other in (x.double(), x[:1], torch.tensor([3.0, math.nan]), [x, x.clone()]):
+        assert distance(x, other) == math.inf
+    assert distance(torch.tensor([1]), torch.tensor([2])) == math.inf
+
+
+def test_a_replay_that_differs_is_taken_only_where_eager_runs_differ_about_as_much() -> None:
+    x = torch.ones(100)
+    trial = Trial()
+    trial.compare(x, x.clone())
+    assert trial.verdict(runs(), faster=False) is None
+    trial.compare(x, x * 1.001)
+    assert trial.verdict(runs(x, x * 1.001), faster=False) is None
+    assert not trial.unequal
+    assert (
+        trial.verdict(runs(*[x] * 33), faster=False)
+        == "a replay differs from the eager run by 0.001, and two of those by 0"
+    )
+    assert trial.unequal
+    assert trial.verdict(runs(x, x * 1.0001), faster=False)
+    half = Trial()
+    half.compare(x.bfloat16(), x.bfloat16() * 1.01)
+    assert half.verdict(runs(x.bfloat16(), torch.cat([x[1:], x[:1] * 1.01]).bfloat16()), faster=False) is None
+    assert half.verdict(runs(*[x.bfloat16()] * 33), faster=False)
+    trial.compare(x, x * math.nan)
+    assert trial.verdict(runs(x, x * math.nan), faster=False)
+
+
+def test_graphs_that_are_not_faster_are_said_so_only_where_that_was_asked() -> None:
+    trial = Trial()
+    trial.eager, trial.graphed = 1.0, 1.0
+    assert trial.verdict(runs(), faster=False) is None
+    assert "not faster" in str(trial.verdict(runs(), faster=True))
