@@ -1,5 +1,5 @@
-"""A handler that defers a weight gradient is no use to a layer or a trace that never asks it: the lists in `stage.way`
-and `model.operators` that decide who asks know every such handler.
+"""A handler that defers a weight gradient is no use to a layer or a trace that never asks it: the lists in
+`stage.split.interception` and `model.traced.operators` that decide who asks know every such handler.
 """
 
 import inspect
@@ -10,12 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from gapless.model.traced import operators
-from gapless.stage.split import interception as way
+from gapless.stage.split import interception
 from gapless.stage.split.call_table import TABLE
 
 # The files of handlers that let no weight gradient wait; a handler in any other file does.
 WITHOUT_WEIGHTS = {
-    f"gapless.stage.{name}" for name in ("batchnorm", "behind", "grad_fields", "mode", "random_calls", "table")
+    "gapless.stage.batchnorm",
+    "gapless.stage.guards.data_writes",
+    "gapless.stage.guards.grad_fields",
+    "gapless.stage.random.random_calls",
+    "gapless.stage.split.call_mode",
+    "gapless.stage.split.call_table",
 }
 DEFERRED = {function for function, handler in TABLE.items() if handler.__module__ not in WITHOUT_WEIGHTS}
 
@@ -38,7 +43,7 @@ def test_layers_of_torch_that_call_a_deferred_function_run_inside_the_mode() -> 
     modules: list[Any] = [each for each in vars(nn).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
     found = {module for module in modules if names & called(module)}
     assert {nn.Linear, nn.Embedding, nn.Conv1d, nn.ConvTranspose3d} <= found
-    assert [module for module in found if not issubclass(module, way._HEAVY)] == []
+    assert [module for module in found if not issubclass(module, interception._HEAVY)] == []
 
 
 def test_a_trace_asks_for_every_deferred_function() -> None:
