@@ -82,7 +82,7 @@ class OfDraws(Net):
 def test_what_the_batch_does_not_decide_is_refused_with_its_line(model: nn.Module) -> None:
     with (
         gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe,
-        pytest.raises(PartitionError, match=r"test_questions.py, line \d+, in forward"),
+        pytest.raises(PartitionError, match=r"test_batch_questions.py, line \d+, in forward"),
     ):
         pipe.step(masked(4), torch.randn(4, 4))
 

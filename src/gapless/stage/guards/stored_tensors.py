@@ -202,7 +202,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
     ) -> None:
         """`first` is the number of the first of these layers. `apart`: they run again without others of their stage."""
         self._stored, self.stage = stored, stage
-        key = (stage, self) if apart else stage
+        key = (stage, object()) if apart else stage
         self.layers = [
             Holder(key, number, part) for number, part in enumerate(parts, start=first) if not is_traced(part)
         ]
