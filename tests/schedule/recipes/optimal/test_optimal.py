@@ -136,8 +136,8 @@ def test_a_backward_is_whole_where_that_costs_less_and_nobody_waits() -> None:
     assert (found.value, found.proven) == (5, True)
     assert Kind.BACKWARD in found.schedule.kinds
     mixed = optimal(line(2), 2, Costs(1, 1, 1, backward=1.75), hint=make_schedule("1f1b", devices=2, microbatches=2))
-    assert mixed.proven
-    assert mixed.schedule.kinds == set(Kind("F")) | {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+    assert (mixed.value, mixed.proven) == (7, True)  # also with halves alone, so the solver may choose either
+    assert {Kind.INPUT_GRAD, Kind.WEIGHT_GRAD} <= mixed.schedule.kinds
 
 
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(s, marks=pytest.mark.slow) for s in range(12, 150))])
