@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gapless
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError, GaplessError, PartitionError
 from tests.pipelines import assert_same
 from tests.run.forked import Launch
 
@@ -225,3 +225,19 @@ def test_a_model_that_is_sharded_after_its_layers_trains(launch: Launch) -> None
 
 def test_a_model_that_is_sharded_as_a_whole_is_refused(launch: Launch) -> None:
     launch(shards, 2, "some layers")
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def refused_often() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    for _ in range(60):
+        with pytest.raises(PartitionError, match="give at least 1 layer per stage"):
+            gapless.Pipeline(
+                [nn.Linear(3, 3)], mesh=mesh, partition=[2, 7], microbatches=2, loss=F.mse_loss, timeout=60
+            )
+
+
+def test_a_rank_is_told_why_it_is_refused_though_the_other_was_quicker(launch: Launch) -> None:
+    launch(refused_often, 2)

@@ -67,6 +67,8 @@ class ManyProcesses:
             self._sums = self.groups.dp  # of gradients
             courier = self._courier = Courier(self.groups.pp, f"gapless device {position.device}", self._failed)
             self.links = self._connect(carriage)
+            # A rank that is refused closes its connections, which Gloo takes ill while another still makes them.
+            self._agreement.reach({}, self.watch.check)
         except BaseException as error:  # nobody is to believe that this rank lives on
             if courier is not None:
                 courier.close(lambda: True)
