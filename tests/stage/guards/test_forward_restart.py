@@ -3,6 +3,8 @@
 import collections
 import copy
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gapless
+from gapless.stage.random.exclusive import exclusively
 from gapless.stage.stage import Stage
 
 M = 4
@@ -177,6 +180,27 @@ def test_what_nobody_can_put_back_happens_once(way: Any) -> None:
     with gapless.Pipeline(model, devices=3, schedule="zb-h1", microbatches=M, loss=F.mse_loss) as pipe:
         pipe.step(torch.randn(8, 6), torch.randn(8, 6))
     assert len(outside) == M
+
+
+def test_a_draw_that_nobody_sees_is_noticed_though_another_thread_is_at_the_generators() -> None:
+    model, reference = Learner(unseen_draw, 2), Learner(unseen_draw, 2)
+    reference.load_state_dict(model.state_dict())
+    stage, x = Stage([model], first_layer=0, seed=0), torch.randn(4, 6)
+    there, holder = threading.Event(), threading.Thread(target=lambda: hold(there))
+    for step in range(3):
+        if step == 2:
+            holder.start()
+            there.wait()
+        torch.manual_seed(gapless.seed_of(0, step, step, 0))
+        wanted = reference(x)
+        assert torch.equal(stage.forward(step, x, step=step), wanted), step
+    holder.join()
+
+
+def hold(there: threading.Event) -> None:
+    with exclusively():
+        there.set()
+        time.sleep(0.2)
 
 
 def test_a_buffer_that_begins_to_change_changes_once_where_the_stage_is_recomputed() -> None:

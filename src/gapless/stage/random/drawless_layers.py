@@ -8,8 +8,8 @@ forward. If one of them draws then, the generators are put back to where they st
 thread of the user's, whose numbers must not come twice. To ask a generator where it stands costs as much as a small
 layer, so what one forward leaves is where the next one of its step begins.
 
-Where several threads compute, and layers of several stages begin in one step to draw so that the mode does not see it,
-one may do so while another thread has its own numbers in the generators. That goes unnoticed.
+Where several threads compute, a layer may begin to draw so that the mode does not see it just while another thread has
+its own numbers in the generators. That goes unnoticed.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .draws import default_generators, stands_at
-from .exclusive import exclusively, if_free
+from .exclusive import exclusively
 
 _MOST_MOVES = 3
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # what a batch norm of the user's own has too
@@ -55,8 +55,7 @@ class Unwatched:
 
     def begin(self, device: torch.device, *, apart: bool, allowed: bool) -> None:
         """A run of it starts. Its layers are to draw from other generators than torch's default ones, if these are kept
-        `apart`; those that draw nothing may be `allowed` to run unwatched. Where another thread uses the generators,
-        all are watched.
+        `apart`; those that draw nothing may be `allowed` to run unwatched.
         """
         self._before, self._allowed = None, allowed
         if not apart:  # a layer was seen to draw in another way than the mode sees
@@ -66,10 +65,9 @@ class Unwatched:
         if self._stood is not None and self._put_back == _PutBack.times:
             self._before = self._stood
             return
-        with if_free() as free:
-            if free:
-                self._before = [(each, each.get_state()) for each in default_generators(_devices(device))]
-                self._put_back = _PutBack.times
+        with exclusively():
+            self._before = [(each, each.get_state()) for each in default_generators(_devices(device))]
+            self._put_back = _PutBack.times
 
     def runs(self, call: Call) -> bool:
         """Whether this one needs no watching now."""

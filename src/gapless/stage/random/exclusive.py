@@ -43,18 +43,6 @@ def is_held() -> bool:
     return _mine.held > 0
 
 
-@contextlib.contextmanager
-def if_free() -> Iterator[bool]:
-    """The same where nobody is here; it does not wait."""
-    if not _mine.lock.acquire(blocking=False):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        _mine.lock.release()
-
-
 class Heirs:
     """The lock for threads that this one will wait for."""
 
