@@ -1,7 +1,7 @@
 """Imports go one way, and this file proves it from the source.
 
     errors < schedule < view < explore
-    errors < stage < model
+    errors < guards < stage < model
     {schedule, stage, model} < {plan, run} < checkpoint < pipeline < train < cli
     pipeline < hf
     all of these < benchmarks, which is not in the package
@@ -30,19 +30,20 @@ PACKAGE = ROOT / "src" / "gapless"
 BENCHMARKS = ROOT / "benchmarks"
 
 _THEORY = {"errors", "schedule"}
-_CORE = _THEORY | {"stage", "model", "units", "user_file"}
+_CORE = _THEORY | {"guards", "stage", "model", "units", "user_file"}
 _FACADE = _CORE | {"plan", "run", "checkpoint", "pipeline"}
 _USERS = _FACADE | {"_version", "distributed", "view", "zoo"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
+    "guards": {"errors", "guards"},
     "units": {"errors"},
     "user_file": {"errors", "units"},
     "schedule": _THEORY | {"units"},
     "view": _THEORY | {"view", "_version"},
     "explore": _THEORY | {"view", "explore"},
-    "stage": {"errors", "stage"},
-    "model": {"errors", "stage", "model"},
+    "stage": {"errors", "guards", "stage"},
+    "model": {"errors", "guards", "stage", "model"},
     "plan": _CORE | {"plan"},
     "run": _CORE | {"run", "_version"},
     "checkpoint": _CORE | {"run", "checkpoint", "_version"},
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
-WITHOUT_TORCH = ("errors", "units", "user_file", "schedule", "view", "explore")
+WITHOUT_TORCH = ("errors", "guards", "units", "user_file", "schedule", "view", "explore")
 COMMANDS_WITHOUT_TORCH = (
     "schedules",
     "show",

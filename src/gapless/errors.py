@@ -15,6 +15,8 @@ def printable(text: str, keep: str = "") -> str:
 class GaplessError(Exception):
     """The root of every error that gapless raises on purpose."""
 
+    guard = ""  # the name of the guard that refuses (gapless.guards); none where an argument is wrong
+
     def __str__(self) -> str:
         """Of what a message quotes nothing reaches a terminal raw."""
         return printable(super().__str__(), keep="\n\t")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from gapless.errors import ConfigError
+from gapless.errors import GaplessError
+from gapless.guards.held_state import RECOMPUTED_STATE
 from gapless.stage.compiled import is_compiled, is_traced
 
 
@@ -144,12 +145,11 @@ class Buffers:
                 yield module, name, value
 
 
-def changed_late(stage: int, name: str) -> ConfigError:
+def changed_late(stage: int, name: str) -> GaplessError:
     """A backward has met what forwards of later microbatches have changed, and it is too late to tell them."""
-    return ConfigError(
+    return RECOMPUTED_STATE.refusal(
         f"a backward of stage {stage} uses {name}, as torch.utils.checkpoint does when it runs a layer again, after "
-        "forwards of later microbatches have changed it: take what changes it out of the checkpoint, pass its value to "
-        "the checkpoint as an argument, or use remat= in place of the checkpoint"
+        "forwards of later microbatches have changed it"
     )
 
 

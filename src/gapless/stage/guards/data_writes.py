@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.nn import Parameter
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import FORWARD_BACKWARDS
 from gapless.stage.split.call_mode import Handler, Mode
 from gapless.stage.split.call_signature import bound, signature_of
 from gapless.stage.split.reached_parameters import Reached
@@ -60,11 +60,10 @@ def _backward(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     ours = {id(each) for part in mode.modules for each in part.parameters()} | set(mode.leaves)
     for leaf in _listed(leaves):
         if mode.stands_in(leaf) or id(leaf) in ours:
-            raise ConfigError(
+            raise FORWARD_BACKWARDS.refusal(
                 "a layer or the loss calls backward() in a forward, which adds to the gradient of a weight or an input "
                 f"of its stage, of shape {tuple(leaf.shape)}, in another order than plain training, and with remat "
-                "twice: pass that loss to gapless.aux_loss instead, or, for gradients that the forward itself needs, "
-                "call torch.autograd.grad"
+                "twice"
             )
     return mode.plain(func, args, kwargs)
 

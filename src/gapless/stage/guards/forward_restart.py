@@ -16,7 +16,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.guards.held_state import RECOMPUTED_STATE, RESTARTED_FORWARDS
+from gapless.guards.process_wide import UNSEEN_DRAWS
+from gapless.guards.weights_and_gradients import WEIGHTS_ELSEWHERE
 from gapless.stage.batchnorm import Statistics
 from gapless.stage.saved_activations import Kept
 from gapless.stage.split.call_mode import Restart
@@ -59,10 +61,9 @@ class Undo:
         """The run does not count, unless this is an error of the user's. `guarded`: no layer gets a leaf."""
         if isinstance(why, RuntimeError):
             if _ON_META in str(why):
-                raise ConfigError(
+                raise WEIGHTS_ELSEWHERE.refusal(
                     f"a layer or the loss of stage {stage} uses the weights of a stage in another process, and their "
-                    "values are not here: use them in a layer of that stage, or, for a penalty on weights, give the "
-                    "optimizer weight_decay"
+                    "values are not here"
                 ) from why
             if guarded or IN_PLACE_ON_LEAF not in str(why):
                 raise why
@@ -81,12 +82,12 @@ class Undo:
         for what was drawn; otherwise it was somebody else who did.
         """
         if self._miscounted and drew_anew:
-            self._refuse(self._miscounted, "has moved the statistics of a batch norm")
+            raise UNSEEN_DRAWS.refusal(f"{self._miscounted} that has moved the statistics of a batch norm")
         if self._again is not None:
             story, marks, notes = self._again
             changed = [*self.buffers.changed_since(marks, but=self._statistics.moved), *self._held.twice(notes)]
             if changed:
-                self._refuse(story, f"has changed {', '.join(changed[:3])} a second time")
+                raise RESTARTED_FORWARDS.refusal(f"{story} that has changed {', '.join(changed[:3])} a second time")
         if self._step >= self._next_look:
             self._changed = self._held.learn(self._notes)
             self._next_look = max(self._step + 1, 2 * self._step)
@@ -108,9 +109,9 @@ class Undo:
         """
         found, lost = self._held.begun(begun, changed) if begun or changed else ([], [])
         if lost and self._always:
-            raise ConfigError(
-                f"a forward has changed {lost[0]} in place for the first time, and remat needs to know what it was: "
-                "let the layer do so from its first call on, or make it a buffer"
+            raise RECOMPUTED_STATE.refusal(
+                f"a forward has changed {lost[0]} in place for the first time, and remat needs to know what it was",
+                "let the layer do so from its first call on, or make it a buffer",
             )
         if not self._held.changes:
             return
@@ -132,6 +133,3 @@ class Undo:
             yield
         if changed:
             raise changed_late(stage, changed[0])
-
-    def _refuse(self, story: str, what: str) -> None:
-        raise GaplessError(f"{story} that {what}: let the layer do so from the first step on.")

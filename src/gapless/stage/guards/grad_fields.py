@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import FORWARD_GRADS, FROZEN_WEIGHTS
 from gapless.stage.split.call_mode import Handler, Mode
 
 
@@ -19,10 +19,9 @@ def _grad(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if _is_weight(mode, weight):
         mode.behind += 1
         if _others(mode) if _is_own(mode, weight) else mode.at[1] > 0:
-            raise ConfigError(
-                "a layer or the loss asks in its forward for the .grad of a weight of shape "
-                f"{tuple(weight.shape)}, and other microbatches are under way whose gradients are not in it yet: do "
-                "so after pipe.step, or in a hook of the weight, or use microbatches=1"
+            raise FORWARD_GRADS.refusal(
+                f"a layer or the loss asks in its forward for the .grad of a weight of shape {tuple(weight.shape)}, "
+                "and other microbatches are under way whose gradients are not in it yet"
             )
     return mode.plain(func, args, kwargs)
 
@@ -40,10 +39,9 @@ def check_switched(mode: Mode, shared: Collection[Tensor]) -> None:
     mode.switched.clear()
     for weight in left:
         if _others(mode) or not _is_own(mode, weight) or any(weight is each for each in shared):
-            raise ConfigError(
+            raise FROZEN_WEIGHTS.refusal(
                 f"a forward has frozen or thawed a weight of shape {tuple(weight.shape)} with requires_grad_, and the "
-                "backward of another microbatch, or another stage, would go by that too: let the layer use "
-                "weight.detach() where the weight is not to learn, or use microbatches=1"
+                "backward of another microbatch, or another stage, would go by that too"
             )
 
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.errors import GaplessError
+from gapless.guards.held_state import SHARED_STATE
 from gapless.stage.split.interception import is_torchs
 
 from .shared_logs import is_log
@@ -274,15 +275,15 @@ class SharedObjects:
             keys = [k for k in keys if not holds_tensors(holder.held.get(k)) and not holds_tensors(note.content[k])]
         return f"{note.path.rpartition('.')[0]}.{keys[0]}" if keys else None
 
-    def _refusal(self, note: Note, path: str) -> ConfigError:
+    def _refusal(self, note: Note, path: str) -> GaplessError:
         one, other = self.holders[id(_owner(note.holder))]
         both, way = "layers of two stages", "put both into one stage with partition="
         if isinstance(one.key, tuple) and isinstance(other.key, tuple) and one.key[0] is other.key[0]:
             both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
-        return ConfigError(
+        return SHARED_STATE.refusal(
             f"{path} was changed while a step was under way, and {both} hold it, {one.name} and {other.name}, which "
-            "would see that at another time than in plain training: pass the value with the activations, give each "
-            f"layer its own, or {way}"
+            "would see that at another time than in plain training",
+            f"{SHARED_STATE.way_out}, or {way}",
         )
 
 

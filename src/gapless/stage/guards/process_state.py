@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from gapless.errors import ConfigError
+from gapless.guards.process_wide import PROCESS_SETTINGS
 from gapless.stage.autocast import autocast_is_on, clear_cache, decrement_nesting, increment_nesting
 from gapless.stage.random.draws import alone
 from gapless.stage.random.exclusive import exclusively, is_held
@@ -170,10 +170,9 @@ def _refuse_setting(name: str) -> None:
     work = _here.work
     if work is None or work.mode is None or work.mode.one_thread or _caller().startswith("gapless."):
         return
-    raise ConfigError(
-        f"a layer or the loss calls {name} in its {work.what}, and torch keeps what that sets once for all "
-        "threads, so it would hold in other stages too and perhaps not here: set it for the whole model before "
-        "the step, or run the stages in processes of their own, with mesh="
+    raise PROCESS_SETTINGS.refusal(
+        f"a layer or the loss calls {name} in its {work.what}, and torch keeps what that sets once for all threads, so "
+        "it would hold in other stages too and perhaps not here"
     )
 
 

@@ -19,7 +19,8 @@ from weakref import WeakSet
 from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.guards.held_state import STORED_TENSORS
+from gapless.guards.weights_and_gradients import LOOSE_TENSORS
 from gapless.stage.compiled import is_compiled, is_traced
 from gapless.stage.random.draws import no_users
 from gapless.stage.split.interception import is_torchs
@@ -29,10 +30,6 @@ from .state_notes import NOTHING, OWN, Note, holds_tensors
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _ELSEWHERE = object()  # stages of other processes
-_WAY_OUT = (
-    "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
-    "gapless.aux_loss"
-)
 
 
 class _Forward(threading.local):
@@ -88,10 +85,9 @@ class Stored:
                     where = (
                         f"stages {stage} and {place[0]}" if stage != place[0] else f"stage {stage} with remat='layer'"
                     )
-                    raise ConfigError(
+                    raise LOOSE_TENSORS.refusal(
                         f"layers of {where} learn one tensor of shape {tuple(tensor.shape)} that is no nn.Parameter, "
-                        "and its gradients would be added in another order than in plain training: make it an "
-                        "nn.Parameter of a module"
+                        "and its gradients would be added in another order than in plain training"
                     )
 
     def begin(self) -> None:
@@ -178,8 +174,8 @@ def _property(shown: str, name: str, owners: "set[Attributes]", *, of_tensors: b
             what, whom = "keeps a tensor in", "another stage, the loss or a backward"
             if not of_tensors:  # which a checkpoint in a backward may read
                 what, whom = "changes", "another stage or the loss"
-            raise GaplessError(
-                f"a layer {what} {shown}, and {whom} reads it, when it may belong to another microbatch: {_WAY_OUT}."
+            raise STORED_TENSORS.refusal(
+                f"a layer {what} {shown}, and {whom} reads it, when it may belong to another microbatch"
             )
         if name not in module.__dict__:
             raise AttributeError(f"{shown} is not set")
@@ -277,7 +273,7 @@ class Tripwire:
         self._why = why
 
     def _trip(self, *_: Any, **__: Any) -> NoReturn:
-        raise GaplessError(f"{self._why}, and the loss or another layer uses it: {_WAY_OUT}.")
+        raise STORED_TENSORS.refusal(f"{self._why}, and the loss or another layer uses it")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # asked by copy, pickle and the like

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.nn import Parameter
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import BACKWARD_WEIGHTS, FORWARD_WEIGHTS
 
 Versions = list[tuple[Parameter, int]]  # and how often they have changed
 
@@ -37,10 +37,10 @@ class WeightChanges:
         if self.summed_later:
             why = "with the gradient of this replica alone"
         if why:
-            raise ConfigError(
+            raise BACKWARD_WEIGHTS.refusal(
                 f"a hook has changed a weight of stage {stage} in a backward, as an optimizer does that steps in "
-                f"register_post_accumulate_grad_hook, {why}: step the optimizer after pipe.step"
-                + ("" if self.summed_later else ", or use microbatches=1")
+                f"register_post_accumulate_grad_hook, {why}",
+                None if self.summed_later else f"{BACKWARD_WEIGHTS.way_out}, or use microbatches=1",
             )
         self._read_again = versions_of([weight for weight, _ in self._read_again])
 
@@ -48,10 +48,9 @@ class WeightChanges:
         """The step is over. `resting`: the next one begins anew, or its forwards are replayed, which nobody sees."""
         before, self._read_again = self._read_again, [] if resting else self._read_again
         if _moved(before):
-            raise ConfigError(
+            raise FORWARD_WEIGHTS.refusal(
                 f"a weight of stage {stage} was changed in the middle of a step, as a forward of nn.Embedding does "
-                "with max_norm, and remat or another stage computes with it again: use remat='none', and a weight that "
-                "no other stage shares"
+                "with max_norm, and remat or another stage computes with it again"
             )
 
 

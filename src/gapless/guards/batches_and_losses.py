@@ -1,0 +1,42 @@
+"""Batches and losses."""
+
+from .guard import Guard
+
+CUT_BATCHES = Guard(
+    "what of a batch is cut",
+    "tensors that would go whole to every microbatch, or be cut along the wrong dimension",
+    "in every step",
+    "comparing the sizes of the tensors of a batch",
+    "name the tensors that are to be cut with batch_dims=, as {'x': 0} or (0, None)",
+    "a tensor that only happens to have the batch size",
+)
+LOSS_COUNTS = Guard(
+    "what a loss is a mean over",
+    "microbatches that count by their samples though the loss leaves out targets of some of them",
+    "in every step",
+    "counting the targets of -100, where the loss is not torch's own",
+    "pass loss_weight=, a function of a microbatch's target that counts it",
+    "weighted means that you write yourself; a loss that compares samples with each other",
+)
+LOSS_DIVISORS = Guard(
+    "what a cross entropy divides by",
+    "a cross entropy inside a loss of your own that divides by something else than its microbatch counts",
+    "in every step",
+    "a walk over the graph of the loss; on a GPU one small copy, which is read a step later",
+    "pass loss_weight=, a function of a microbatch's target that counts what the loss divides by",
+    "other replicas; `evaluate`; a loss that runs as a CUDA graph",
+)
+FETCHED_BATCHES = Guard(
+    "batches of Hugging Face's Trainer",
+    "a batch that `training_step` was given though the pipeline has trained on another one",
+    "in every step",
+    "one comparison of references",
+    "change batches in the data collator, or override get_batch_samples",
+)
+RESUMED_DATA = Guard(
+    "data of a resumed run",
+    "data or seeds that differ from those with which a run was saved",
+    "before the first step",
+    "comparing a few numbers",
+    "continue with the data that the run began with",
+)

@@ -1,0 +1,63 @@
+"""Ranks and streams."""
+
+from .guard import Guard
+
+SAME_CALLS = Guard(
+    "calls of all ranks",
+    "ranks that make different calls, or make them with other arguments or modes, and would take each other's messages",
+    "in every step",
+    "25 bytes in each message",
+    "all ranks make the same calls, with the same arguments",
+)
+SAME_WEIGHTS = Guard(
+    "weights of all ranks",
+    "ranks that start with different weights, as with a seed of their own",
+    "before the first step",
+    "a fingerprint of each tensor, once",
+    "call torch.manual_seed with the same number on every rank before the model is made, load the same file on every "
+    "rank, or load it with load_state_dict of the pipeline",
+    "elements that the fingerprint of a large tensor leaves out; sparse and quantized tensors",
+)
+SAME_BATCHES = Guard(
+    "batches of all ranks",
+    "ranks whose loaders shuffle differently: inputs of one sample meet targets of another",
+    "now and then",
+    "a fingerprint of the batch in the first steps, then less and less often",
+    "",
+    "batches that begin to differ later, until the next look",
+)
+UNEXCHANGED_GRADIENTS = Guard(
+    "gradients that were not exchanged",
+    "an optimizer step or a clip before replicas have exchanged the gradients of steps with sync=False",
+    "in every step",
+    "comparing version counters of parameters, with sync=False",
+    "make the last step before it one with sync=True, or drop them with the pipeline's zero_grad()",
+)
+STATIC_SHAPES = Guard(
+    "static shapes",
+    "a step whose shapes differ from those of the first one, with static_shapes=True",
+    "in every step",
+    "comparing the shapes of batches and of what stages make",
+    "leave out static_shapes",
+)
+STREAM_WEIGHTS = Guard(
+    "weights of a stream",
+    "weights that are changed, loaded or used from outside while a stream keeps older versions of them",
+    "in every step",
+    "a sum over the bytes of each parameter when a stream goes on; comparing references in every update",
+    "make a new stream, which begins with the weights as they are",
+)
+STREAM_CASTS = Guard(
+    "casts in a stream",
+    "casts that autocast keeps of weights which a stream updates",
+    "in every step",
+    "asking torch for its setting",
+    "use torch.autocast(..., cache_enabled=False)",
+)
+STREAM_ENDS = Guard(
+    "minibatches of a stream",
+    "ranks that end a stream after different numbers of minibatches",
+    "in every step",
+    "comparing the numbers when a stream ends",
+    "give all ranks as many, and drain after the same one on all",
+)

@@ -1,0 +1,58 @@
+"""What layers hold."""
+
+from .guard import Guard
+
+STORED_TENSORS = Guard(
+    "stored tensors",
+    "what a layer stores in an attribute and the loss, another stage or a backward reads, when it may be another one's",
+    "in every step",
+    "comparing references to the attributes of modules that are not torch's own, after each forward",
+    "return it from the layer with its output, or let the layer add it to the loss of its microbatch with "
+    "gapless.aux_loss",
+    "global variables; attributes of compiled layers",
+)
+SHARED_STATE = Guard(
+    "shared Python state",
+    "attributes, lists, dicts, objects and closures that layers of two stages hold and a forward changes",
+    "in every step",
+    "a walk over what the layers hold at the start of a step; comparing what is shared after each forward",
+    "pass the value with the activations, or give each layer its own",
+    "global variables, attributes of a class, `random.Random`, objects with a lock, more than 65,536 objects, entries "
+    "that are replaced in a list of more than 4096; what backward hooks change",
+)
+RESTARTED_FORWARDS = Guard(
+    "forwards that start again",
+    "what a forward changes for the first time in a run that is repeated: it would change twice",
+    "in every step",
+    "a copy of what changes, before each forward; of everything in the first step and now and then",
+    "let the layer do so from the first step on",
+)
+RECOMPUTED_STATE = Guard(
+    "state in recomputes",
+    "buffers, attributes and objects that a recompute in a backward uses after later microbatches have changed them",
+    "in every step",
+    "a copy of what changes, with each microbatch",
+    "take what changes it out of the checkpoint, pass its value to the checkpoint as an argument, or use remat= in "
+    "place of the checkpoint",
+)
+SHARED_BUFFERS = Guard(
+    "buffers of two stages",
+    "a buffer that several stages change: in another order than plain training",
+    "in every step",
+    "comparing version counters of buffers that stages share",
+    "choose a partition that keeps its layers in one stage, or give each layer a buffer of its own",
+)
+FORWARD_ORDER = Guard(
+    "the order of forwards",
+    "buffers that depend on the order of microbatches, with a schedule whose forwards are out of order",
+    "in every step",
+    "comparing the numbers of microbatches",
+    "choose a schedule with forwards in order",
+)
+CHECKPOINTED_NORMS = Guard(
+    "batch norms in checkpoints",
+    "running statistics that a recompute of torch.utils.checkpoint moves more or less often than in plain training",
+    "in every step",
+    "counting calls of batch norms inside checkpoints",
+    "take it out of the checkpoint, or use remat= in place of the checkpoint",
+)
