@@ -15,7 +15,7 @@ from gapless.stage.split.call_table import TABLE
 
 # The files of handlers that let no weight gradient wait; a handler in any other file does.
 WITHOUT_WEIGHTS = {
-    "gapless.stage.batchnorm",
+    "gapless.stage.norm.batchnorm_calls",
     "gapless.stage.guards.data_writes",
     "gapless.stage.guards.grad_fields",
     "gapless.stage.random.random_calls",

@@ -18,8 +18,8 @@ from gapless.stage.batch import plain
 from gapless.stage.batch.loss_counts import Weighed
 from gapless.stage.batch.minibatch import Minibatch
 from gapless.stage.batch.plain import PlainResult
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiled, uncompiled
+from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.random.seeds import seed_of
 
 from .layers import Layers, check_no_hooks_for_all, is_sequence

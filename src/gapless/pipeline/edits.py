@@ -7,7 +7,21 @@ from typing import Any
 from torch import nn
 
 from gapless.errors import PartitionError
+from gapless.model.layers import Layers
 from gapless.model.uses import Uses
+from gapless.pipeline.arguments import check_compiled, layers_per_stage
+
+
+def taken_over(before: Layers, partition: Sequence[int], now: Layers, *, movable: bool) -> tuple[int, ...]:
+    """Layers per stage of an edited model, whose layers may change their stages if they are `movable`."""
+    check_compiled(now.module, traced=False)
+    found = followed(before.layers, partition, now.layers)
+    if found is None and not movable:
+        raise PartitionError(
+            f"after an edit, the model has {len(now.layers)} layers in another order, so some would change their rank: "
+            "edit the model before you make the pipeline"
+        )
+    return found or layers_per_stage(now, len(partition), None)
 
 
 def followed(before: Sequence[Any], partition: Sequence[int], after: Sequence[Any]) -> tuple[int, ...] | None:

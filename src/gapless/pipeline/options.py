@@ -13,9 +13,9 @@ from gapless.pipeline.arguments import named
 from gapless.pipeline.schedules import Schedules
 from gapless.schedule.action import Schedule
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import Compiler
 from gapless.stage.graphs.graphed import Graphs
+from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.shared.tie import Tied
 
 Loss = Callable[[Any, Any], Tensor]

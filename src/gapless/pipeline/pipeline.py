@@ -41,10 +41,10 @@ from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.loss_counts import Weighed
 from gapless.stage.batch.minibatch import Minibatch, apart
 from gapless.stage.batch.share import Share
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import compiler_of, uncompiled
 from gapless.stage.devices import Devices
 from gapless.stage.graphs.graphed import Graphs
+from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.shared.tie import Tied
 from gapless.stage.stage import Remat
 

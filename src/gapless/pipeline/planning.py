@@ -18,9 +18,9 @@ from gapless.plan.profile.measure import cores
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import SearchOptions
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
+from gapless.stage.norm.running_statistics import BatchNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

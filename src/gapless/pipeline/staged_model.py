@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from gapless.errors import PartitionError
 from gapless.model.layers import Layer, Layers, check_sharded, cost_of
 from gapless.model.materialise import materialise, release
 from gapless.model.model_edits import Makeup
 from gapless.model.traced.capture import Captured, find_loss, own_loss
 from gapless.model.uses import Uses, shared_buffers, uses_of
 from gapless.pipeline.arguments import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
-from gapless.pipeline.edits import check_stay, followed
+from gapless.pipeline.edits import check_stay, taken_over
 from gapless.pipeline.options import Options
 from gapless.run.program import Program
 from gapless.run.world import Ran, World
@@ -203,24 +202,14 @@ class StagedModel:
         before, partition = self.model, self.partition
         try:
             if isinstance(before, Layers):
-                self._take_over(before, before.again())
+                self.model = now = before.again()
+                self.partition = taken_over(before, partition, now, movable=self._is_whole)
+                if uses_of(self._parts()) != self.uses:
+                    self._world.agree(self._facts())
             self._make_stages()
         except BaseException:
             self.model, self.partition, self._called = before, partition, None
             raise
-
-    def _take_over(self, before: Layers, now: Layers) -> None:
-        check_compiled(now.module, traced=False)
-        partition = followed(before.layers, self.partition, now.layers)
-        if partition is None and not self._is_whole:
-            raise PartitionError(
-                f"after an edit, the model has {len(now.layers)} layers in another order, so some would change "
-                "their rank: edit the model before you make the pipeline"
-            )
-        self.model = now
-        self.partition = partition or layers_per_stage(now, self.schedule.num_stages, None)
-        if uses_of(self._parts()) != self.uses:
-            self._world.agree(self._facts())
 
     def _make_stages(self) -> None:
         parts = self._parts()

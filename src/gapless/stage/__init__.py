@@ -7,7 +7,6 @@ A stage and its microbatches
     saved_activations  what is kept of a microbatch
     calls              the calls of a stage: layers, loss, backwards
     compiled           layers of which nothing can be seen
-    batchnorm          running statistics
     auxiliary          losses that layers add
     autocast           its state, where it must be off or replayed; `settings`: all that a layer may depend on
     devices            those that a user asks for; `intra_op`: how many threads their kernels take
@@ -16,6 +15,7 @@ The rooms
     batch              what enters a stage, what a loss counts, and the plain loop that everything is compared with
     split              how calls are seen, and weight gradients that wait for the second half of a backward
     random             seeds and draws
+    norm               batch norm in microbatches
     graphs             actions as CUDA graphs
     shared             weights that several stages use, or of which there are several versions
     guards             what could go wrong without a word

@@ -19,6 +19,8 @@ from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
 from gapless.stage.guards.process_state import AtWork, watch_torch
 from gapless.stage.guards.stored_tensors import Stored
+from gapless.stage.norm.batchnorm_calls import recomputed
+from gapless.stage.norm.running_statistics import BatchNorm, Statistics
 from gapless.stage.random.drawless_layers import Unwatched
 from gapless.stage.random.draws import Draws, alone, default_generators
 from gapless.stage.random.hidden_draws import watched
@@ -29,7 +31,6 @@ from gapless.stage.split.interception import Way, has_hooks, is_open, is_plainly
 from gapless.stage.split.linear import linear
 
 from .autocast import autocast_is_on, without_autocast
-from .batchnorm import BatchNorm, Statistics
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .saved_activations import Work
 
@@ -132,9 +133,8 @@ class Calls:
 
     def parameters_of(self, layers: range, *, with_loss: bool) -> list[nn.Parameter]:
         """Those of some of the layers, each once."""
-        parts = self.parts_of(layers, with_loss=with_loss)
-        found = [parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()]
-        return list(dict.fromkeys(found))
+        modules = (part for part in self.parts_of(layers, with_loss=with_loss) if isinstance(part, nn.Module))
+        return list(dict.fromkeys(parameter for part in modules for parameter in part.parameters()))
 
     def bare(self, target: Any) -> list[Callable[..., Any]] | None:
         """The layers, where nothing that they and the loss do needs to be seen, so that they may be called just so with
@@ -309,7 +309,7 @@ class Calls:
             self._backwards_here,
             without_autocast(),
             alone() if self.mode.alone or self._alone_now else _NOTHING,
-            self.statistics.recomputed() if self.statistics.in_checkpoints else _NOTHING,
+            recomputed(self.statistics) if self.statistics.in_checkpoints else _NOTHING,
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
             _backward(edges, grads)

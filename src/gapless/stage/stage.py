@@ -25,12 +25,12 @@ from gapless.stage.batch.plain import apply_first
 from gapless.stage.guards.changing_buffers import LateUses, Owned, changed_late, marks_of, moved
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.guards.weight_changes import WeightChanges, versions_of
+from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.random.backward_draws import BackwardMode
 from gapless.stage.shared.tie import Tie
 from gapless.stage.split.deferred import Records
 
 from .autocast import clear_casts
-from .batchnorm import BatchNorm
 from .calls import Calls
 from .cell import Stray
 from .compiled import is_traced

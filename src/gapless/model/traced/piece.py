@@ -10,9 +10,7 @@ draws) are written in the form its table knows.
 """
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.stage.compiled import Compiler
 
+from .compiled_segments import in_segments
 from .crossing import Crossing
 from .operators import COUNTING, PYTHON, Answer, answered, is_heavy, is_uncompiled
 
@@ -80,7 +79,7 @@ class Piece:
         graph.output(torch.fx.map_arg(self._kept, values.__getitem__))
         if compiler is not None:
             asks = {place, answer}
-            graph = _in_segments(
+            graph = in_segments(
                 graph, lambda node: is_uncompiled(node.target) or not asks.isdisjoint(node.all_input_nodes), compiler
             )
         return GraphModule({}, graph).forward
@@ -183,44 +182,6 @@ def moved_body(body: GraphModule, moved: Moved) -> GraphModule:
                 node.args, node.kwargs = _moved((node.args, node.kwargs), moved)
             part.recompile()
     return made
-
-
-def _in_segments(graph: Graph, own: Callable[[Node], bool], compiler: Compiler) -> Graph:
-    """The same graph, in which stretches of calls that are nobody's `own` are one compiled call each: torch.compile may
-    have what lies between the calls that a stage answers itself.
-
-        piece      linear tanh [dropout] linear gelu add [dropout] linear
-        compiled   ----------            ---------------           -----     each by itself; draws keep their seeds
-    """
-    made = Graph()
-    values: dict[Node, Node] = {}
-    for is_own, nodes in groupby(list(graph.nodes), lambda node: node.op != "call_function" or own(node)):
-        stretch = list(nodes)
-        if is_own or len(stretch) == 1:
-            for node in stretch:
-                values[node] = made.node_copy(node, values.__getitem__)
-        else:
-            _add_segment(made, stretch, values, compiler)
-    return made
-
-
-def _add_segment(made: Graph, nodes: Sequence[Node], values: dict[Node, Node], compiler: Compiler) -> None:
-    inside = set(nodes)
-    incoming = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside))
-    outgoing = [node for node in nodes if any(user not in inside for user in node.users)]
-    body = Graph()
-    copies = {node: body.placeholder(node.name) for node in incoming}
-    for node in nodes:
-        copies[node] = body.node_copy(node, copies.__getitem__)
-    body.output(tuple(copies[node] for node in outgoing))
-    compiled = compiler(GraphModule({}, body))
-
-    def segment(*given: Any) -> Any:
-        return compiled(*given)
-
-    results = made.call_function(segment, tuple(values[node] for node in incoming))
-    for number, node in enumerate(outgoing):
-        values[node] = made.call_function(operator.getitem, (results, number))
 
 
 class GraphLayer(nn.Module):

@@ -27,8 +27,8 @@ from gapless.plan.profile.sizes import fake_sizes, measured_sizes
 from gapless.plan.profile.task import Optimizer, Task, moved
 from gapless.stage.autocast import AutocastState
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.batchnorm import BatchNorm
 from gapless.stage.intra_op import intra_op_threads
+from gapless.stage.norm.running_statistics import BatchNorm
 
 _LEAST, _MOST = 5, 25  # rounds
 _MORE = 3  # times as many of stages beside each other

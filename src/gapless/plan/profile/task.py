@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gapless.model.traced.piece import GraphLayer
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.batchnorm import BatchNorm
+from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.stage import Stage
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

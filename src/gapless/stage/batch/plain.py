@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gapless.errors import GaplessError
 from gapless.stage.auxiliary import Added
-from gapless.stage.batchnorm import BatchNorm, PlainMode, Statistics
+from gapless.stage.norm.batchnorm_calls import PlainMode, recomputed
+from gapless.stage.norm.running_statistics import BatchNorm, Statistics
 from gapless.stage.random.seeds import seed_of
 
 from . import microbatch as mb
@@ -81,7 +82,7 @@ def plain_step(
             value_of_loss = value_of_loss if aux is None else value_of_loss + aux
         losses.append(value_of_loss.detach())
         outputs.append(detach(value))
-        with statistics.recomputed() if statistics.in_checkpoints else contextlib.nullcontext():
+        with recomputed(statistics) if statistics.in_checkpoints else contextlib.nullcontext():
             _backward([value_of_loss * share] if share else without_loss(value, aux))
     statistics.finish()
     if divisors is not None:

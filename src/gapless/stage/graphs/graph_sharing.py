@@ -23,13 +23,13 @@ class ForwardCall(NamedTuple):
     """The arguments of a forward."""
 
     inputs: Any
-    target: Any
-    weight: float | Tensor
-    want_outputs: bool
-    defer: bool
-    keep: bool
-    step: int
-    place: int
+    target: Any = None
+    weight: float | Tensor = 1.0
+    want_outputs: bool = True
+    defer: bool = True
+    keep: bool = False
+    step: int = 0
+    place: int = 0
 
 
 class Likeness:
@@ -56,6 +56,11 @@ class Flight:
         """The number of its eager twin, where it is tried."""
         return -1 - self.asked.place
 
+    def asked_again(self) -> ForwardCall:
+        """What it was asked, from the places where it is; another may come there."""
+        assert self.slot is not None
+        return self.asked._replace(inputs=self.slot.inputs.copied(), target=self.slot.target.copied())
+
 
 class Likenesses:
     """Of one stage, until there is a `reason` for it to run eagerly."""
@@ -70,8 +75,14 @@ class Likenesses:
         self._changes, self._in_a_row, self._failures, self._step = 0, 0, 0, -1
 
     @property
-    def captured(self) -> bool:
-        """Whether there are graphs."""
+    def described(self) -> str:
+        """Whether there are graphs, for people."""
+        if self.reason is not None:
+            return f"no graphs: {self.reason}"
+        return "graphs" if self._captured else "graphs after a few steps"
+
+    @property
+    def _captured(self) -> bool:
         return any(like.steps > _WARM_UP for like in self._known.values())
 
     def of(self, asked: ForwardCall) -> Likeness | None:
@@ -107,7 +118,7 @@ class Likenesses:
         if now == self._seen:
             self._in_a_row = 0
             return False
-        self._changes += self.captured
+        self._changes += self._captured
         self._in_a_row += 1
         if self._changes > _MOST_CHANGES or self._in_a_row > 2 * _MOST_CHANGES:
             self.give_up("what its layers are made of changes from step to step")

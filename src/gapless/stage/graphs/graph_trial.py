@@ -7,13 +7,15 @@ much, or by what rounding does.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.stage.batch import microbatch as mb
+
+from .graph_memory import Grads, GraphedHalf, grads_aside
 
 _TIMES = 4.0
 _MOST_RUNS = 32  # a sum may come out the same more often than not
@@ -41,6 +43,20 @@ class Trial:
         else:
             self.eager += seconds
         return result
+
+    def half(
+        self,
+        eagerly: Callable[[], Grads],
+        graphed: GraphedHalf,
+        seed: Callable[[int], int],
+        parameters: Sequence[nn.Parameter],
+    ) -> tuple[Grads, list[tuple[nn.Parameter, Tensor]]]:
+        """What the eager run of a backward makes, which is held against the replay."""
+        with grads_aside(parameters) as added:
+            eager: Grads = self.timed(eagerly, graphed=False)
+        self.timed(lambda: graphed.replay.run(seed), graphed=True)
+        self.compare([eager, [each for _, each in added]], [graphed.found(), [each for _, each in graphed.added]])
+        return eager, added
 
     def compare(self, one: Any, other: Any) -> None:
         """Trees of tensors."""

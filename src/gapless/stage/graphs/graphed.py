@@ -15,10 +15,11 @@ in the pool, and is added to the `.grad` of the user's after each replay.
 What can't be captured runs eagerly and is named once. If a backward can't be replayed, its forward runs again."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gapless.stage.cell import Stray
 from gapless.stage.random.draws import UncapturableError
@@ -53,9 +54,7 @@ class GraphedStage(Stage):
     @property
     def runs(self) -> str:
         """How its actions run, for people."""
-        if self._likenesses.reason is not None:
-            return f"no graphs: {self._likenesses.reason}"
-        return "graphs" if self._likenesses.captured else "graphs after a few steps"
+        return self._likenesses.described
 
     def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
         def noted(place: Place, parameter: Tensor, late: bool) -> None:
@@ -67,25 +66,9 @@ class GraphedStage(Stage):
         likenesses.number = number
         super().tie(number, ties, noted)
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        microbatch: int,
-        inputs: Any,
-        *,
-        step: int,
-        place: int | None = None,
-        target: Any = None,
-        weight: float | Tensor = 1.0,
-        want_outputs: bool = True,
-        defer: bool = True,
-        keep: bool = False,
-        then: Then | None = None,
-    ) -> Any:
-        place = microbatch if place is None else place
-        asked = ForwardCall(inputs, target, weight, want_outputs, defer, keep, step, place)
-        if self._likenesses.begin(step, self._why_not):
+    def forward(self, microbatch: int, inputs: Any, *, then: Then | None = None, **options: Any) -> Any:
+        asked = ForwardCall(inputs, **{"place": microbatch, **options})
+        if self._likenesses.begin(asked.step, self._why_not):
             self._pools, self._free = Pools(), set()
         like = self._likenesses.of(asked)
         if like is None:
@@ -93,7 +76,7 @@ class GraphedStage(Stage):
             if self.loss is not None:
                 self._loss_dtype = handed[1].dtype
             return handed
-        light = self.remat == "stage" and not keep
+        light = self.remat == "stage" and not asked.keep
         flight = self._flights[microbatch] = Flight(like, asked)
         handed = (self._light if light else self._full)(microbatch, flight)
         if handed is None:
@@ -105,19 +88,7 @@ class GraphedStage(Stage):
         return handed
 
     def _eagerly(self, microbatch: int, asked: ForwardCall, then: Then | None = None) -> Any:
-        inputs, target, weight, want_outputs, defer, keep, step, place = asked
-        return super().forward(
-            microbatch,
-            inputs,
-            step=step,
-            place=place,
-            target=target,
-            weight=weight,
-            want_outputs=want_outputs,
-            defer=defer,
-            keep=keep,
-            then=then,
-        )
+        return super().forward(microbatch, then=then, **asked._asdict())
 
     def _kept(self, asked: ForwardCall) -> ForwardCall:
         """A forward whose graph stays, as that of a recompute does; layers go on to be rebuilt one by one."""
@@ -191,8 +162,6 @@ class GraphedStage(Stage):
             self._leave(microbatch)
             self._eagerly(microbatch, self._kept(flight.asked))
 
-    # -- backward -----------------------------------------------------------------------------------------------------
-
     def backward(self, microbatch: int, output_grads: Grads | None, then: Then | None = None) -> Grads:
         found = self._half("B", microbatch, output_grads, then)
         return super().backward(microbatch, output_grads, then) if found is None else found
@@ -225,7 +194,8 @@ class GraphedStage(Stage):
             return None
         added = half.added
         if flight.trial is not None:
-            found, added = self._try(name, flight, grads, half)
+            eagerly = partial(self._backward, name, flight.shadow, grads)
+            found, added = flight.trial.half(eagerly, half, self._seed(flight), self.parameters())
         else:
             half.replay.run(self._seed(flight))
             found = half.found()
@@ -262,7 +232,7 @@ class GraphedStage(Stage):
         if (trial := flight.trial) is None:
             return
         assert flight.slot is not None
-        given, asked = next(iter(flight.slot.halves.values())).again(), self._asked_again(flight)
+        given, asked = next(iter(flight.slot.halves.values())).again(), self._kept(flight.asked_again())
 
         def eagerly() -> Any:
             handed = self._eagerly(flight.shadow, asked)
@@ -273,12 +243,6 @@ class GraphedStage(Stage):
         if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
             self._likenesses.give_up(why, quietly=not trial.unequal)
 
-    def _asked_again(self, flight: Flight) -> ForwardCall:
-        """What a microbatch was asked, from the places where it is; another may come there."""
-        assert flight.slot is not None
-        inputs, target = flight.slot.inputs.copied(), flight.slot.target.copied()
-        return self._kept(flight.asked)._replace(inputs=inputs, target=target)
-
     def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
         """The forward, eagerly, and for a W the half before it, which has added its part already."""
         assert flight.slot is not None
@@ -288,24 +252,10 @@ class GraphedStage(Stage):
         if microbatch in self._work:
             self._forget(microbatch)
         self._leave(microbatch)
-        self._eagerly(microbatch, self._asked_again(flight))
+        self._eagerly(microbatch, self._kept(flight.asked_again()))
         if name == "W":
             with grads_aside(self.parameters()):
                 super().backward_input(microbatch, flight.slot.halves["I"].again())
-
-    def _try(
-        self, name: str, flight: Flight, grads: Grads, half: GraphedHalf
-    ) -> tuple[Grads, list[tuple[nn.Parameter, Tensor]]]:
-        """What the eager run makes, which is held against the replay."""
-        trial, seed = flight.trial, self._seed(flight)
-        assert trial is not None
-        with grads_aside(self.parameters()) as added:
-            eager: Grads = trial.timed(lambda: self._backward(name, flight.shadow, grads), graphed=False)
-        trial.timed(lambda: half.replay.run(seed), graphed=True)
-        trial.compare([eager, [each for _, each in added]], [half.found(), [each for _, each in half.added]])
-        return eager, added
-
-    # -- what a graph takes for granted -------------------------------------------------------------------------------
 
     def _why_not(self) -> str | None:
         if self._likenesses.foreign:

@@ -19,7 +19,7 @@ from torch import nn
 from gapless.guards.held_state import RECOMPUTED_STATE, RESTARTED_FORWARDS
 from gapless.guards.process_wide import UNSEEN_DRAWS
 from gapless.guards.weights_and_gradients import WEIGHTS_ELSEWHERE
-from gapless.stage.batchnorm import Statistics
+from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.saved_activations import Kept
 from gapless.stage.split.call_mode import Restart
 

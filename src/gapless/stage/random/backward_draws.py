@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gapless.errors import ConfigError
-from gapless.stage.batchnorm import Statistics
+from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.split.call_mode import Handler, Mode
 
 from .draws import Draws, own_generator

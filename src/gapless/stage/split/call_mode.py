@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from gapless.stage.autocast import casts_are_kept, runs_low
-from gapless.stage.batchnorm import Statistics
+from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.random.draws import Draws, checkpoints_around, device_of, draws_by_tag, own_generator
 from gapless.stage.random.hidden_draws import Touched
 

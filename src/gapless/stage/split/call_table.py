@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.stage import batchnorm
 from gapless.stage.guards import data_writes as behind
 from gapless.stage.guards import grad_fields
+from gapless.stage.norm import batchnorm_calls
 from gapless.stage.random.random_calls import RANDOM, RECURRENT, attention, dropout, recurrent
 
 from .call_mode import Handler, Mode
@@ -38,7 +38,7 @@ TABLE: dict[Any, Handler] = {
     F.scaled_dot_product_attention: attention,
     **dict.fromkeys(RANDOM, Mode.draw),
     **dict.fromkeys(RECURRENT, recurrent),
-    **batchnorm.HANDLERS,
+    **batchnorm_calls.HANDLERS,
     **behind.HANDLERS,
     **grad_fields.HANDLERS,
     F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),

@@ -19,32 +19,22 @@ when the minibatch is over, there must have been as many. With "deferred", what 
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from gapless.errors import ConfigError
+from gapless.stage.compiled import is_compiled
 from gapless.stage.random.draws import checkpoints_around
-from gapless.stage.split.call_signature import bound, opened, signature_of
-
-from .compiled import is_compiled
 
 BatchNorm = Literal["deferred", "microbatch", "error"]
 _COUNTER = "num_batches_tracked"
-_open_backward = opened(torch.autograd.backward)
-_FUNCTIONAL = signature_of(F.batch_norm)
-_OPERATOR = dict.fromkeys(
-    ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
-)
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """What one call saw: `size` values per channel, their mean and unbiased variance; and what it is to move."""
 
     running_mean: Tensor
@@ -71,7 +61,7 @@ class Statistics:
         self._uses: dict[int, int] = {}  # of each batch norm by this microbatch, if deferred or in a checkpoint
         # In this minibatch: by batch norm and by which of its calls it is, the moments of each microbatch; by counter
         # the microbatch that moves it; and the counters as often as they moved.
-        self._moments: dict[tuple[int, int], dict[int, _Moments]] = {}
+        self._moments: dict[tuple[int, int], dict[int, Moments]] = {}
         self._movers: dict[int, int] = {}
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
@@ -91,19 +81,18 @@ class Statistics:
         if self.option == "error":
             for module in self._modules():
                 if isinstance(module, _BatchNorm) and module.training:
-                    _refuse(type(module).__name__)
+                    refuse(type(module).__name__)
 
     def run(self) -> None:
         """A run starts."""
         self._seen = 0
 
     @contextlib.contextmanager
-    def recomputed(self) -> Iterator[None]:
+    def recomputing(self) -> Iterator[None]:
         """Around a backward: what a checkpoint computes again there was counted."""
         counted, self._counted, self._recomputing = self._counted, sys.maxsize, True
         try:
-            with PlainMode(self):
-                yield
+            yield
         finally:
             self._counted, self._recomputing = counted, False
 
@@ -212,14 +201,14 @@ class Statistics:
             self._raised.append(counter)
         return True
 
-    def note(self, moments: _Moments) -> None:
+    def note(self, moments: Moments) -> None:
         """Keeps the moments of this microbatch."""
         name = id(moments.running_mean)
         use = self._uses.get(name, 0)
         self._uses[name] = use + 1
         self._moments.setdefault((name, use), {})[self._microbatch] = moments
 
-    def _move(self, group: Sequence[_Moments], factor: float) -> None:
+    def _move(self, group: Sequence[Moments], factor: float) -> None:
         """One update by the moments of all parts: n = sum of n_m; the squares about the mean of all are those about
         the mean of each part, and n_m times the square of the distance between the two.
         """
@@ -240,77 +229,6 @@ class Statistics:
         return self._weights[key]
 
 
-class Answering(Protocol):
-    """What the handlers need of a mode."""
-
-    statistics: Statistics
-
-    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call as it is."""
-
-
-class PlainMode(TorchFunctionMode):
-    """The mode of the reference loop: it answers the calls below and no others."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        super().__init__()
-        self.statistics = statistics
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.backward:  # of a checkpoint inside another
-            with self:
-                return _open_backward(*args, **kwargs or {})
-        handler = HANDLERS.get(func)
-        if handler is None or detect_fake_mode() is not None:  # a model that is being traced computes nothing
-            return self.plain(func, args, kwargs or {})
-        return handler(self, func, args, kwargs or {})
-
-    def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call as it is."""
-        return func(*args, **kwargs)
-
-
-def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`F.batch_norm`, which torch's modules call, and the operator below it, which a traced graph calls."""
-    given = bound(_FUNCTIONAL if func is F.batch_norm else _OPERATOR, args, kwargs)
-    statistics, running_mean, running_var = mode.statistics, given["running_mean"], given["running_var"]
-    statistics.asked += 1
-    if given["training"] and statistics.option == "error":
-        _refuse("batch_norm")
-    if not given["training"] or running_mean is None or running_var is None:
-        return mode.plain(func, args, kwargs)
-    counts = statistics.counts(running_mean)
-    statistics.moved.add(id(running_var))
-    if not counts:
-        statistics.computed_again(running_mean)
-        # As many tensors are saved as by the first call: a checkpoint compares that.
-        apart = given | {"running_mean": running_mean.clone(), "running_var": running_var.clone()}
-        return mode.plain(func, tuple(apart.values()), {})
-    repeats = statistics.repeats(running_mean)
-    if statistics.option != "deferred":
-        result = mode.plain(func, args, kwargs)
-        for _ in range(repeats):
-            with torch.no_grad():
-                again = given | {"momentum": statistics.factor(running_mean, given["momentum"])}
-                func(*again.values())
-        return result
-    # An update of zeros with all the weight on the new leaves the moments themselves, as the kernel computed them.
-    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    moved = given | {"running_mean": mean, "running_var": var, "momentum": 1.0}
-    result = mode.plain(func, tuple(moved.values()), {})
-    size = given["input"].numel() // given["input"].size(1)
-    statistics.note(_Moments(running_mean, running_var, given["momentum"], size, mean, var))
-    return result
-
-
-def _add(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`counter.add_(1)`, with which a batch norm counts."""
-    tensor = args[0]
-    if tensor.dim() == 0 and mode.statistics.is_counter(tensor) and not mode.statistics.raises(tensor):
-        return tensor
-    return mode.plain(func, args, kwargs)
-
-
 def _check(option: str, layers: Sequence[Any]) -> None:
     if option not in ("deferred", "microbatch", "error"):
         raise ConfigError(f"batchnorm is {option!r}, but it must be 'deferred', 'microbatch' or 'error'.")
@@ -328,14 +246,9 @@ def _check(option: str, layers: Sequence[Any]) -> None:
             )
 
 
-def _refuse(name: str) -> None:
+def refuse(name: str) -> None:
+    """What `batchnorm="error"` is for."""
     raise ConfigError(
         f"a {name} in training normalises with the moments of a microbatch, which batchnorm='error' refuses: put it in "
         "eval mode, take another norm, or choose batchnorm='deferred' or 'microbatch'."
     )
-
-
-HANDLERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys((F.batch_norm, torch.batch_norm, torch.ops.aten.batch_norm.default), _batch_norm),
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__, torch.ops.aten.add_.Tensor), _add),
-}

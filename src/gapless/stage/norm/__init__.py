@@ -1,0 +1,5 @@
+"""Batch norm in microbatches.
+
+running_statistics  what is remembered, and what must not count twice
+batchnorm_calls     the calls that move it
+"""
