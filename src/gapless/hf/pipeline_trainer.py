@@ -29,7 +29,7 @@ from gapless.hf.grouped_loader import GroupedLoader
 from gapless.hf.model_proxy import PipelinedModel, answered, call_in
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
 from gapless.hf.whole_checkpoint import begin, resumed
-from gapless.pipeline.arguments import at_least_one
+from gapless.pipeline.arguments.checks import at_least_one
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.plan.plan import Plan

@@ -3,12 +3,10 @@
 pipeline      the object that trains: a table of contents
 held_model    its model as the user sees it: parameters, state, mode
 arguments     what a user asks for, checked
-schedule_arguments  what is asked of the schedule, with what a plan brings
 options       what was asked for, and what all ranks must have been asked for alike
 schedules     the schedule for any number of microbatches
 staged_model  the model cut into stages, those of this process made, and the programs that run them
 saved         what of it goes into a checkpoint
-stream_arguments  what is asked of a stream, checked
 streaming     training without a flush: one optimizer per stage, versions, devices that flow
 edits         where layers go when the model was edited
 shares        what each of several minibatches counts in an update

@@ -9,7 +9,7 @@ from torch import nn
 from gapless.errors import PartitionError
 from gapless.model.layers import Layers
 from gapless.model.uses import Uses
-from gapless.pipeline.arguments import check_compiled, layers_per_stage
+from gapless.pipeline.arguments.checks import check_compiled, layers_per_stage
 
 
 def taken_over(before: Layers, partition: Sequence[int], now: Layers, *, movable: bool) -> tuple[int, ...]:

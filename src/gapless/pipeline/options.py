@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gapless.model.materialise import Init
 from gapless.model.traced.capture import find_loss, own_loss
 from gapless.model.traced.graph_cuts import GraphCuts
-from gapless.pipeline.arguments import named
+from gapless.pipeline.arguments.checks import named
 from gapless.pipeline.schedules import Schedules
 from gapless.schedule.action import Schedule
 from gapless.stage.batch import microbatch as mb

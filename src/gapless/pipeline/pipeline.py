@@ -18,15 +18,15 @@ from torch import nn
 from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.model.traced.capture import own_loss
-from gapless.pipeline import arguments
+from gapless.pipeline.arguments import checks as arguments
+from gapless.pipeline.arguments.schedule_arguments import ScheduleArguments
+from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
-from gapless.pipeline.schedule_arguments import ScheduleArguments
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel
-from gapless.pipeline.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.streaming import check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan

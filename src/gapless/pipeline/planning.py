@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.model.layers import Layer
-from gapless.pipeline.arguments import check_where
+from gapless.pipeline.arguments.checks import check_where
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.machine import Mesh

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError, ScheduleError
-from gapless.pipeline.arguments import fitting_schedule
+from gapless.pipeline.arguments.checks import fitting_schedule
 from gapless.plan.plan import Plan
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number

@@ -17,7 +17,7 @@ from gapless.model.materialise import materialise, release
 from gapless.model.model_edits import Makeup
 from gapless.model.traced.capture import Captured, find_loss, own_loss
 from gapless.model.uses import Uses, shared_buffers, uses_of
-from gapless.pipeline.arguments import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
+from gapless.pipeline.arguments.checks import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
 from gapless.pipeline.edits import check_stay, taken_over
 from gapless.pipeline.options import Options
 from gapless.run.program import Program

@@ -9,11 +9,7 @@ from torch import nn
 
 from gapless.errors import ConfigError
 from gapless.model.traced.capture import Captured
-from gapless.pipeline.options import Options
-from gapless.pipeline.saved.saved_model import SavedModel
-from gapless.pipeline.saved.saved_stream import SavedStream
-from gapless.pipeline.staged_model import StagedModel
-from gapless.pipeline.stream_arguments import (
+from gapless.pipeline.arguments.stream_arguments import (
     StreamArguments,
     check_asked,
     check_streamable,
@@ -22,6 +18,10 @@ from gapless.pipeline.stream_arguments import (
     refuse_loose,
     scheduler_of,
 )
+from gapless.pipeline.options import Options
+from gapless.pipeline.saved.saved_model import SavedModel
+from gapless.pipeline.saved.saved_stream import SavedStream
+from gapless.pipeline.staged_model import StagedModel
 from gapless.run.one_process import OneProcess
 from gapless.run.streams.correction import check_predictable
 from gapless.run.streams.replicas.replica_threads import pair_of

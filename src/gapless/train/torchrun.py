@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gapless.distributed import init_process_group
 from gapless.errors import ConfigError, GaplessError
-from gapless.pipeline.arguments import check_system
+from gapless.pipeline.arguments.checks import check_system
 from gapless.train.config.config import Config
 from gapless.units import show_count
 

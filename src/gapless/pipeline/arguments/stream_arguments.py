@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gapless.errors import ConfigError
 from gapless.model.traced.capture import Captured
-from gapless.pipeline.arguments import at_least_one, one_of
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.streams.nesterov import DelayedNesterov
+
+from .checks import at_least_one, one_of
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]

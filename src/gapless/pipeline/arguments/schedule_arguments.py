@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gapless.errors import ConfigError
-from gapless.pipeline.arguments import at_least_one
 from gapless.plan.asynchronous.replicate import Replication
 from gapless.plan.plan import Plan
 from gapless.run.world import World
@@ -15,6 +14,8 @@ from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import RECIPES
 from gapless.stage.stage import Remat
 from gapless.units import show_count
+
+from .checks import at_least_one
 
 
 class ScheduleArguments(NamedTuple):
