@@ -30,20 +30,21 @@ PACKAGE = ROOT / "src" / "gapless"
 BENCHMARKS = ROOT / "benchmarks"
 
 _THEORY = {"errors", "schedule"}
-_CORE = _THEORY | {"guards", "stage", "model", "units", "user_file"}
+_CORE = _THEORY | {"guards", "stage", "model", "slow_work", "units", "user_file"}
 _FACADE = _CORE | {"plan", "run", "checkpoint", "pipeline"}
 _USERS = _FACADE | {"_version", "distributed", "view", "zoo"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
     "guards": {"errors", "guards"},
+    "slow_work": set(),
     "units": {"errors"},
     "user_file": {"errors", "units"},
     "schedule": _THEORY | {"units"},
     "view": _THEORY | {"view", "_version"},
     "explore": _THEORY | {"view", "explore"},
     "stage": {"errors", "guards", "stage"},
-    "model": {"errors", "guards", "stage", "model"},
+    "model": {"errors", "guards", "slow_work", "stage", "model"},
     "plan": _CORE | {"plan"},
     "run": _CORE | {"run", "_version"},
     "checkpoint": _CORE | {"run", "checkpoint", "_version"},
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
-WITHOUT_TORCH = ("errors", "guards", "units", "user_file", "schedule", "view", "explore")
+WITHOUT_TORCH = ("errors", "guards", "slow_work", "units", "user_file", "schedule", "view", "explore")
 COMMANDS_WITHOUT_TORCH = (
     "schedules",
     "show",

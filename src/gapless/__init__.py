@@ -5,7 +5,8 @@ The names below load when they are first used: looking at schedules never import
 
 The packages, from the lowest to the highest; each says in its own `__init__` what its files are:
 
-errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a file of theirs
+errors    what users are told; `units`: bytes and seconds as people write them; `user_file`: reading a file of theirs;
+          `slow_work`: a word while they wait
 guards    what would make numbers wrong without a word: one table
 schedule  theory, without torch: actions, schedules, costs, verify and simulate
 view      drawings of schedules and timelines

@@ -143,8 +143,18 @@ def _asked(node: Node) -> dict[str, Any]:
 
 
 def loss_in(outputs: Any, kind: type[T]) -> T | None:
-    """The loss that a model computes itself: `.loss`, `["loss"]`, or the one thing it returns."""
+    """The loss that a model computes itself: `.loss`, `["loss"]`, the one scalar in a tuple, or the one thing that it
+    returns.
+    """
     if isinstance(outputs, kind):
         return outputs
     found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, tuple | list):
+        scalars = [each for each in outputs if _is_scalar(each)]
+        found = scalars[0] if len(scalars) == 1 else None
     return found if isinstance(found, kind) else None
+
+
+def _is_scalar(value: Any) -> bool:
+    value = value.meta.get("val") if isinstance(value, Node) else value
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -10,6 +10,6 @@ saved         what of it goes into a checkpoint
 streaming     training without a flush: one optimizer per stage, versions, devices that flow
 edits         where layers go when the model was edited
 shares        what each of several minibatches counts in an update
-result        what a step leaves
+result        what a step leaves; `short_tracebacks`: what is seen of an error in it
 planning      from a model to a plan, and what the links between ranks take
 """

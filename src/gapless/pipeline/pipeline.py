@@ -19,6 +19,7 @@ from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.model.traced.capture import own_loss
 from gapless.pipeline.arguments import checks as arguments
+from gapless.pipeline.arguments.habits import batch_of, check_model, explained, not_here
 from gapless.pipeline.arguments.schedule_arguments import ScheduleArguments
 from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
@@ -26,6 +27,7 @@ from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Schedules
 from gapless.pipeline.shares import shares_of
+from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained, make_stream
 from gapless.plan.asynchronous.replicate import Replication
@@ -62,7 +64,8 @@ class Pipeline(HeldModel):
                        `dp` and `tp`. Every rank makes the same calls
     schedule           a name from `gapless schedules`, a Schedule, a Plan (which also sets microbatches, partition,
                        remat and costs) or a Replication (which also sets partition and replicas)
-    microbatches       how many parts a minibatch is cut into
+    microbatches       how many parts a minibatch is cut into. By default four for each device, or as few of these as
+                       leave a bubble below 10%
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
@@ -95,6 +98,7 @@ class Pipeline(HeldModel):
     graphs             on GPUs: run actions as CUDA graphs. True, False, or "auto" for where they are faster
     """
 
+    @explained
     def __init__(
         self,
         model: nn.Module | Sequence[Callable[..., Any]],
@@ -128,6 +132,7 @@ class Pipeline(HeldModel):
         static_shapes: bool = False,
         graphs: Graphs = False,
     ) -> None:
+        check_model(model)
         carriage = Carriage(transport, static_shapes)
         self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, carriage, schedule)
         self.devices = self._world.devices
@@ -142,8 +147,11 @@ class Pipeline(HeldModel):
             asked = ScheduleArguments(schedule, microbatches, partition, replicas, remat, costs, stages_per_device)
             schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(model, self._world, traced)
             assert not isinstance(schedule, Replication)
+            schedules = Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas)
+            if microbatches is None:
+                microbatches = schedules.default_microbatches()
             self._options = Options(
-                Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas),
+                schedules,
                 arguments.at_least_one("microbatches", microbatches),
                 own_loss if loss is None else loss,
                 loss_weight,
@@ -167,9 +175,10 @@ class Pipeline(HeldModel):
                 self._staged.prepared([apart(mb.split(example, self.microbatches, batch_dims)[0])])
         self._called_as_a_whole = None if layers is not None else model
 
+    @short_tracebacks
     def step(
         self,
-        inputs: Any,
+        inputs: Any = None,
         target: Any = None,
         *,
         weight: float | Fraction = 1.0,
@@ -177,10 +186,12 @@ class Pipeline(HeldModel):
         cut: bool = True,
         outputs: bool = False,
         scaler: Any = None,
+        **batch: Any,
     ) -> Result:
         """Runs forward and backward of a minibatch. Gradients are added to `.grad`; step the optimizer yourself.
 
         inputs   a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments)
+        batch    the same as keywords: `step(**batch)`
         target   what the loss compares with; leave it out if the model returns its own loss
         weight   for a minibatch spread over several steps: this step's share of it. Its losses are multiplied by it
                  (`shares` computes it)
@@ -189,18 +200,19 @@ class Pipeline(HeldModel):
         outputs  also return the model's outputs
         scaler   a torch.amp.GradScaler, which scales the losses
         """
+        inputs = batch_of(inputs, batch, "step")
         self._options.schedules.check_steps()
         arguments.check_step(scaler, one_process=self._world.one_process)
         with self._world.call("in a step"):  # what is refused in it is told to the other ranks
-            share, batch = Share.of(weight, sync), self._batch(inputs, target, cut)
+            share, cuts = Share.of(weight, sync), self._batch(inputs, target, cut)
             self._staged.follow()
-            prepared = self._staged.prepared([apart(part) for part in batch.parts])
-            counted = self._staged.weighed(batch, prepared)
-            program = self._staged.program(len(batch.parts), inference=False, recorded=self.timeline)
-            weights = self._world.weights(program, batch.inputs, batch.target, counted, share)
+            prepared = self._staged.prepared([apart(part) for part in cuts.parts])
+            counted = self._staged.weighed(cuts, prepared)
+            program = self._staged.program(len(cuts.parts), inference=False, recorded=self.timeline)
+            weights = self._world.weights(program, cuts.inputs, cuts.target, counted, share)
             factors = arguments.scaled(weights, scaler, self._staged.last_device)
-            program.give(prepared, batch.targets, factors, step=self.steps, want_outputs=outputs)
-            result = self._run(program, weights, batch if outputs else None, counted)
+            program.give(prepared, cuts.targets, factors, step=self.steps, want_outputs=outputs)
+            result = self._run(program, weights, cuts if outputs else None, counted)
             self.steps += 1
         return result
 
@@ -211,6 +223,7 @@ class Pipeline(HeldModel):
         self._options.schedules.check_steps()
         return shares_of(self._world, self._staged, batches)
 
+    @explained
     def stream(
         self,
         *,
@@ -242,22 +255,25 @@ class Pipeline(HeldModel):
         stream.owner = self
         return stream
 
-    def evaluate(self, inputs: Any, target: Any = None, *, cut: bool = True, outputs: bool = True) -> Result:
+    @short_tracebacks
+    def evaluate(
+        self, inputs: Any = None, target: Any = None, *, cut: bool = True, outputs: bool = True, **batch: Any
+    ) -> Result:
         """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is as in `step`."""
+        inputs = batch_of(inputs, batch, "evaluate")
         check_drained(self._streams)
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
-            batch = self._batch(inputs, target, cut)
+            cuts = self._batch(inputs, target, cut)
             self._staged.follow()
             with in_eval_mode(self._staged.module):
                 with torch.no_grad():
-                    prepared = self._staged.prepared(batch.parts)
-                counted = self._staged.weighed(batch, prepared) if has_loss else Weighed([*map(float, batch.sizes)])
-                program = self._staged.program(len(batch.parts), inference=True)
-                both = batch.inputs, batch.target
-                weights = self._world.weights(program, *both, counted, Share())
-                program.give(prepared, batch.targets if has_loss else ())
-                return self._run(program, weights, batch if outputs else None, counted)
+                    prepared = self._staged.prepared(cuts.parts)
+                counted = self._staged.weighed(cuts, prepared) if has_loss else Weighed([*map(float, cuts.sizes)])
+                program = self._staged.program(len(cuts.parts), inference=True)
+                weights = self._world.weights(program, cuts.inputs, cuts.target, counted, Share())
+                program.give(prepared, cuts.targets if has_loss else ())
+                return self._run(program, weights, cuts if outputs else None, counted)
 
     def _batch(self, inputs: Any, target: Any, cut: bool) -> Minibatch:
         check_no_hooks_for_all(self._called_as_a_whole)
@@ -273,9 +289,9 @@ class Pipeline(HeldModel):
         number = None if counted.summed else float(sum(counted.numbers))
         return Result(ran.losses, ran.weights if ran.losses else (), merged, ran.timeline, number)
 
-    def __call__(self, inputs: Any, target: Any = None, *, outputs: bool = True) -> Result:
+    def __call__(self, inputs: Any = None, target: Any = None, *, outputs: bool = True, **batch: Any) -> Result:
         """As `evaluate`: `pipe(x).outputs` are the model's. To train, call `step`."""
-        return self.evaluate(inputs, target, outputs=outputs)
+        return self.evaluate(inputs, target, outputs=outputs, **batch)
 
     @property
     def stopping(self) -> bool:
@@ -293,6 +309,9 @@ class Pipeline(HeldModel):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise not_here(self, name)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gapless.errors import GaplessError
 from gapless.schedule.timeline import Timeline
 from gapless.stage.batch.plain import sum_in_order
 
@@ -41,4 +42,16 @@ class Result:
 
     @cached_property
     def loss(self) -> Tensor | None:
-        return sum_in_order(self.losses, self.weights) if self.losses else None
+        if not self.losses:
+            return None
+        loss: Any = sum_in_order(self.losses, self.weights)
+        loss.backward = _told  # not part of what is saved or copied of it
+        loss.__getstate__ = dict
+        return loss  # type: ignore[no-any-return]
+
+
+def _told(*_: Any, **__: Any) -> None:
+    raise GaplessError(
+        "there is nothing to go back through: step has computed the gradients already, and evaluate computes none; "
+        "leave out loss.backward()"
+    )

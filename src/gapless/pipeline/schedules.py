@@ -11,8 +11,11 @@ from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.placement import Placement, replicated
 from gapless.schedule.recipes import find_recipe, make_schedule
+from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective
 from gapless.stage.stage import Remat
+
+_LARGE = 0.1  # a bubble
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ class Schedules:
         if Kind.RECOMPUTE in schedule.kinds:  # it says itself what is recomputed
             again = []
         return lowered(schedule, self.costs, Passes(fuse=True, recompute=again))
+
+    def default_microbatches(self) -> int:
+        """Four for each device, or as few of these as leave a bubble below a tenth. A smaller batch has fewer."""
+        asked, devices = self.asked, self.num_devices
+        if isinstance(asked, Schedule | Plan):
+            return asked.num_microbatches if isinstance(asked, Schedule) else asked.microbatches
+        if self.streams:
+            return 1 if asked == "pipedream" else devices
+        if find_recipe(asked).is_searched:  # which takes its time for every number
+            return 2 * devices
+        each = (times * devices for times in range(1, 4))
+        enough = (count for count in each if simulate(self.made(count), self.costs).bubble < _LARGE)
+        return next(enough, 4 * devices)
 
     def placement_of(self, schedule: Schedule) -> Placement:
         """Where its stages are: a schedule of few microbatches does not name all replicas."""

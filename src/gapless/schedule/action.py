@@ -169,6 +169,15 @@ class Schedule:
         return cls.of(_parse_csv(text), name=name)
 
 
+def check_schedule(schedule: object, call: str) -> None:
+    """It is one, and not its name."""
+    if isinstance(schedule, str):
+        raise ScheduleError(
+            f"{call} takes a Schedule, and {schedule!r:.40} is a string: give it "
+            f"make_schedule({schedule!r:.40}, devices=4, microbatches=8), or Schedule.parse(...) of a text"
+        )
+
+
 def parse_action(token: str, where: str = "") -> Action:
     """An action as `2F0`; `where` begins the error."""
     found = _ACTION.fullmatch(token)

@@ -6,7 +6,7 @@ one message at a time. Where transfers are written out, a message leaves once it
 (where a bandwidth is given, receives count as posted in time).
 """
 
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Action, Kind, Schedule, check_schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import Milestones, replay
 from gapless.schedule.routes import MAKERS, SENDS, Routes
@@ -18,6 +18,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, name: str = "") -> 
     """When each action starts and ends with these costs, as a Timeline. Without costs every forward, input gradient and
     weight gradient takes one unit of time. Raises ScheduleError for a schedule that would hang.
     """
+    check_schedule(schedule, "simulate")
     costs = costs or Costs()
     flat = unrolled(schedule)
     starts, ends = _played(schedule, costs) if flat is None else _run(flat, schedule, costs)

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import BACKWARDS, TRANSFERS, Action, Kind, Schedule
+from gapless.schedule.action import BACKWARDS, TRANSFERS, Action, Kind, Schedule, check_schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.asynchronous.weights import unmade_versions
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
@@ -59,6 +59,7 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     num_microbatches  how many there should be, if you know
     num_stages        the same for stages
     """
+    check_schedule(schedule, "verify")
     _refuse_strangers(schedule)
     refuse_holes(schedule)
     places, violations = _places(schedule)

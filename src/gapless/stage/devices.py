@@ -12,7 +12,7 @@ Devices = int | str | torch.device | Sequence[torch.device | str]
 
 
 def torch_devices(devices: Devices) -> list[torch.device]:
-    """A number stands for GPUs where there are as many, and for threads of the CPU elsewhere; "cuda" for all GPUs."""
+    """A number stands for GPUs, and where there are none for threads of the CPU; "cuda" for all GPUs."""
     if isinstance(devices, str | torch.device):
         return _named(devices)
     if isinstance(devices, int):
@@ -20,9 +20,13 @@ def torch_devices(devices: Devices) -> list[torch.device]:
             raise ConfigError(f"devices is {devices!r}, but it must be a whole number of at least 1")
         if devices > _MOST:
             raise ConfigError(f"devices is {devices:,}, but a process has at most {_MOST:,}: use ranks, or fewer")
-        if torch.cuda.device_count() >= devices:
-            return [torch.device("cuda", index) for index in range(devices)]
-        return [torch.device("cpu")] * devices
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < devices:
+            raise ConfigError(
+                f"devices is {devices}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: use devices='cuda' "
+                f"for all of them, ['cuda:0'] * {devices} to share one, or ['cpu'] * {devices} for threads of the CPU"
+            )
+        return [torch.device("cuda", index) for index in range(gpus and devices)] or [torch.device("cpu")] * devices
     made = [_torch_device(device) for device in devices]
     if not made:
         raise ConfigError("devices is an empty list, but it must have at least 1, as ['cpu', 'cpu']")

@@ -19,6 +19,7 @@ from gapless.errors import ConfigError, PartitionError
 from gapless.model.layers import check_initialised
 from gapless.model.materialise import named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
+from gapless.slow_work import slow_work
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.loss_counts import Weighed, told
 from gapless.stage.batch.minibatch import Minibatch
@@ -137,12 +138,21 @@ class Captured:
             self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         here = self._in_one_place()
-        with self.edition.reading(here) as reads:
+        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(here) as reads:
             trace = trace_settled(here, flat, spec, reads)
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1
         return len(traces) - 1
+
+    def _why_again(self, modes: tuple[Any, ...]) -> str:
+        if not self.num_traces:
+            return ""
+        if not self.edition.traces:
+            return "again, since it was edited"
+        if all(its_modes != modes for its_modes, _ in self.edition.traces):
+            return "again, since it is in another mode, such as train or eval"
+        return "again, for a batch of another kind"
 
     def never_set(self) -> list[tuple[nn.Module, str]]:
         """Attributes in which the forward of the model stores tensors: where it was traced, it never does."""
@@ -267,7 +277,7 @@ def own_loss(outputs: Any, target: Any = None) -> Tensor:
     loss = find_loss(outputs)
     if loss is None:
         raise ConfigError(
-            f"the model returned a {type(outputs).__name__} without a loss, and no loss= was given: pass one, or a "
-            "batch with labels if the model takes them"
+            f"the model returned a {type(outputs).__name__} without a loss, and no loss= was given: pass one (for an "
+            "element of what it returns, loss=lambda out, y: out[1]), or a batch with labels if the model takes them"
         )
     return loss

@@ -44,6 +44,11 @@ class Recipe:
     stages_per_device: tuple[int, ...] | None = (1,)
     synchronous: bool = True
 
+    @property
+    def is_searched(self) -> bool:
+        """Whether it is the outcome of a search, which may take a while."""
+        return self.name in ("auto", "optimal")
+
 
 def _plain(function: Callable[[int, int], Schedule]) -> Callable[[Request], Schedule]:
     return lambda request: function(request.devices, request.microbatches)

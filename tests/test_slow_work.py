@@ -1,0 +1,32 @@
+"""A word while the user waits."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from gapless import slow_work
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (io.StringIO, "gapless: tracing (again): 0 s\n"),
+        (Terminal, "gapless: tracing (again) ... 0 s\n"),
+    ],
+)
+def test_long_work_is_named(monkeypatch: pytest.MonkeyPatch, file: type[io.StringIO], said: str) -> None:
+    monkeypatch.setattr(slow_work, "_LONG", 0.05)
+    for rank, pause, wanted in (("0", 0.2, said), ("1", 0.2, ""), ("0", 0.0, "")):
+        monkeypatch.setenv("RANK", rank)
+        written = file()
+        monkeypatch.setattr(sys, "stderr", written)
+        with slow_work.slow_work("tracing", "again"):
+            time.sleep(pause)
+        assert written.getvalue() == wanted
