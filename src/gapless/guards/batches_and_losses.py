@@ -15,7 +15,7 @@ LOSS_COUNTS = Guard(
     "microbatches that count by their samples though the loss leaves out targets of some of them",
     "in every step",
     "counting the targets of -100, where the loss is not torch's own",
-    "pass loss_weight=, a function of a microbatch's target that counts it",
+    "pass loss_weight=, a function of a microbatch's target that counts what the mean is over",
     "weighted means that you write yourself; a loss that compares samples with each other",
 )
 LOSS_DIVISORS = Guard(

@@ -23,7 +23,8 @@ SAME_BATCHES = Guard(
     "ranks whose loaders shuffle differently: inputs of one sample meet targets of another",
     "now and then",
     "a fingerprint of the batch in the first steps, then less and less often",
-    "",
+    "give all ranks of a pipeline the same batch, from a loader that is shuffled alike on every rank "
+    "(generator=torch.Generator().manual_seed(0)), and other batches only to other replicas (dp)",
     "batches that begin to differ later, until the next look",
 )
 UNEXCHANGED_GRADIENTS = Guard(
@@ -38,7 +39,7 @@ STATIC_SHAPES = Guard(
     "a step whose shapes differ from those of the first one, with static_shapes=True",
     "in every step",
     "comparing the shapes of batches and of what stages make",
-    "leave out static_shapes",
+    "give all steps batches of one shape (a DataLoader with drop_last=True does), or leave out static_shapes",
 )
 STREAM_WEIGHTS = Guard(
     "weights of a stream",

@@ -95,6 +95,6 @@ NOT_FINITE = Guard(
     "an update with NaN or infinite gradients, in streams, replicas and `gapless train`",
     "in every step",
     "one sum over the gradients of an update, or the loss",
-    "lower the learning rate, or clip with clip=",
+    "a smaller learning rate or clip=1.0 may help",
     "`pipe.step`, where the optimizer is yours",
 )

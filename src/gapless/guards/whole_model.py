@@ -21,7 +21,7 @@ MODEL_EDITS = Guard(
     "layers, parameters or a forward of its own that a model gets after its pipeline was made, and nobody would run",
     "in every step",
     "about 0.5 us per parameter",
-    "make a new pipeline",
+    "edit the model before you make the pipeline",
 )
 IGNORED_HOOKS = Guard(
     "hooks for all modules",
@@ -42,5 +42,6 @@ EMPTY_WEIGHTS = Guard(
     "parameters and buffers of a model on the meta device that `init=` has not filled",
     "before the first step",
     "filling them with NaN first",
-    "give init= a function that fills every parameter and buffer, also those that no checkpoint has",
+    "give init= a function of a module and its name that fills every parameter and buffer, also those that no "
+    "checkpoint has",
 )

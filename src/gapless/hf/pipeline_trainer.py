@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
 from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import FETCHED_BATCHES
 from gapless.hf.grouped_loader import GroupedLoader
 from gapless.hf.model_proxy import PipelinedModel, answered, call_in
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
@@ -138,9 +139,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if not self._losses:
             self._losses = self._trained(self._batches or [inputs], num_items_in_batch)
         if self._batches and self._batches[len(self._batches) - len(self._losses)] is not inputs:
-            raise ConfigError(
-                "training_step got another batch than the one that was fetched, and the pipeline has trained on that: "
-                "change batches in the data collator, or override get_batch_samples"
+            raise FETCHED_BATCHES.refusal(
+                "training_step got another batch than the one that was fetched, and the pipeline has trained on that"
             )
         loss = self._losses.pop(0)
         if not self._losses:

@@ -8,6 +8,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from gapless.errors import ConfigError, PartitionError
+from gapless.guards.whole_model import IGNORED_HOOKS, LEFT_OUT_PARAMETERS, MODEL_EDITS
 
 Layer = Callable[..., Any]
 
@@ -54,9 +55,10 @@ class Layers:
         model, by_hand = self._given
         more = more_than_its_layers(model) if by_hand is None else None
         if more is not None:
-            raise ConfigError(
+            raise MODEL_EDITS.refusal(
                 f"this {type(model).__name__} was a sequence when the pipeline was made, but has {more} now, which "
-                "the pipeline would ignore: make a new pipeline"
+                "the pipeline would ignore",
+                "make a new pipeline",
             )
         if by_hand is not None or isinstance(model, nn.Module | Sequence):
             return Layers(model, by_hand)
@@ -140,9 +142,8 @@ def check_no_hooks_for_all(model: Any) -> None:
     of it instead. Layers in a list are called one by one, as their user would.
     """
     if _has_any_global_hook() and isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        raise ConfigError(
-            f"hooks for all modules would never see this {type(model).__name__}, as a pipeline calls only its parts: "
-            "register them on the modules they are for, or remove them during the step"
+        raise IGNORED_HOOKS.refusal(
+            f"hooks for all modules would never see this {type(model).__name__}, as a pipeline calls only its parts"
         )
 
 
@@ -164,9 +165,10 @@ def _check_owned(layers: Sequence[Layer], model: Any) -> None:
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
             if parameter not in owned:
-                raise PartitionError(
-                    f"layer {number} has the parameter {name}, which the model does not have: its gradient would never "
-                    "reach the optimizer"
+                raise LEFT_OUT_PARAMETERS.refusal(
+                    f"layer {number} has the parameter {name}, which the model does not have",
+                    "its gradient would never reach the optimizer",
+                    PartitionError,
                 )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from gapless.errors import CheckpointError, ConfigError
+from gapless.guards.whole_model import EMPTY_WEIGHTS
 
 Init = Callable[[nn.Module, str], None] | Mapping[str, Tensor] | str | os.PathLike[str]
 
@@ -94,10 +95,7 @@ def _reset(owners: Mapping[nn.Module, str]) -> None:
         else:
             reset()
     if without:
-        raise ConfigError(
-            f"no reset_parameters in {', '.join(without)}: give init= a function of a module and its name that fills "
-            "the parameters and buffers of these too"
-        )
+        raise EMPTY_WEIGHTS.refusal(f"no reset_parameters in {', '.join(without)}")
 
 
 def _load(model: nn.Module, made: Mapping[int, Tensor], source: Any) -> None:
@@ -151,10 +149,7 @@ def _check_filled(model: nn.Module, made: Mapping[int, Tensor]) -> None:
     names = {id(tensor): name for name, tensor in reversed(list(named_tensors(model)))}
     forgotten = [names.get(key, "?") for key, tensor in made.items() if _is_marked(tensor)]
     if forgotten:
-        raise ConfigError(
-            f"init= left {', '.join(forgotten)} without values: a function given as init= must fill every parameter "
-            "and buffer, also those that no checkpoint has"
-        )
+        raise EMPTY_WEIGHTS.refusal(f"init= left {', '.join(forgotten)} without values")
 
 
 def _mark(dtype: torch.dtype) -> Any:

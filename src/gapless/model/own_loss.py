@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import LOSS_COUNTS
 from gapless.model.traced.operators import draws, needed
 from gapless.model.traced.piece import home_of
 from gapless.model.traced.trace import Trace
@@ -109,10 +109,10 @@ def weighed_by(
     first = rows[0]
     for row in rows[1:]:
         if not _same_shares(row, first):
-            raise ConfigError(
+            raise LOSS_COUNTS.refusal(
                 f"the model's own loss has {len(rows)} parts, which count different shares of the microbatches "
-                f"({_shown(first)} and {_shown(row)} of their targets), so no weight of a microbatch is right for "
-                "both: pass loss=, a function of the outputs and the target, or loss_weight= to choose one"
+                f"({_shown(first)} and {_shown(row)} of their targets), so no weight of a microbatch is right for both",
+                "pass loss=, a function of the outputs and the target, or loss_weight= to choose one",
             )
     return Weighed(samples if _same_shares(first, samples) else first)
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gapless.errors import ConfigError, PartitionError
+from gapless.errors import PartitionError
+from gapless.guards.weights_and_gradients import SECOND_USES, WEIGHTS_ELSEWHERE
 from gapless.stage.compiled import is_traced
 from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.shared.tie import Away, Place, Tie, Tied
@@ -85,10 +86,9 @@ def tie(
             known = next((each for each in ties if each.parameter is parameter), None)
             owners = uses.get(parameter, [])
             if absent := [stage for stage in owners if stage not in stages]:
-                raise ConfigError(
+                raise WEIGHTS_ELSEWHERE.refusal(
                     f"stage {place[0]} uses the parameter {names.get(parameter, 'of another layer')}, which belongs "
-                    f"to stage {absent[0]} in another process, and its values are not here: use it in a layer of that "
-                    "stage, or, for a penalty on weights, give the optimizer weight_decay"
+                    f"to stage {absent[0]} in another process, and its values are not here"
                 )
             if known is None:
                 seen = nobodys.setdefault(parameter, [])
@@ -111,10 +111,9 @@ def tie(
             for stage in known.followers:
                 stages[stage].exclude(parameter)
             if late and any(stages[stage].split for stage in known.stages):
-                raise ConfigError(
+                raise SECOND_USES.refusal(
                     f"under autocast, stage {place[0]} uses {known.name}, which belongs to another stage, in some "
-                    "microbatches only, and a split backward would cast its gradient elsewhere than plain training: "
-                    "choose a schedule whose backward is not split, such as 1f1b, or use it in every microbatch"
+                    "microbatches only, and a split backward would cast its gradient elsewhere than plain training"
                 )
 
     for number, stage in stages.items():

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gapless.errors import PartitionError
+from gapless.guards.whole_model import MODEL_EDITS
 from gapless.model.layers import Layers
 from gapless.model.uses import Uses
 from gapless.pipeline.arguments.checks import check_compiled, layers_per_stage
@@ -17,9 +18,9 @@ def taken_over(before: Layers, partition: Sequence[int], now: Layers, *, movable
     check_compiled(now.module, traced=False)
     found = followed(before.layers, partition, now.layers)
     if found is None and not movable:
-        raise PartitionError(
-            f"after an edit, the model has {len(now.layers)} layers in another order, so some would change their rank: "
-            "edit the model before you make the pipeline"
+        raise MODEL_EDITS.refusal(
+            f"after an edit, the model has {len(now.layers)} layers in another order, so some would change their rank",
+            kind=PartitionError,
         )
     return found or layers_per_stage(now, len(partition), None)
 
@@ -54,8 +55,9 @@ def check_stay(before: Uses, after: Uses, devices: Sequence[int], names: Mapping
         there = {devices[stage] for stage in before.get(parameter, stages)}
         new = sorted({devices[stage] for stage in stages} - there)
         if new:
-            raise PartitionError(
+            raise MODEL_EDITS.refusal(
                 f"after an edit of the model, device {new[0]} uses {names.get(parameter, 'a parameter')}, which only "
-                f"device {min(there)} has trained: edit the model before you make the pipeline, or load "
-                "pipe.state_dict() into a new model and make a new pipeline"
+                f"device {min(there)} has trained",
+                f"{MODEL_EDITS.way_out}, or load pipe.state_dict() into a new model and make a new pipeline",
+                PartitionError,
             )

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import WEIGHTS_ELSEWHERE
+from gapless.guards.whole_model import MODEL_EDITS
 from gapless.model.traced.capture import Captured
 from gapless.pipeline.arguments.stream_arguments import (
     StreamArguments,
@@ -150,7 +152,7 @@ def _cut(
     minibatch = Minibatch.cut(inputs, target, count, *dims, needed=has_first or traced)
     prepared = _prepared(staged, minibatch, stream)
     if staged.stages is not made_of:
-        raise ConfigError("the model was edited since the stream was made: make a new stream")
+        raise MODEL_EDITS.refusal("the model was edited since the stream was made", "make a new stream")
     counted = staged.weighed(minibatch, prepared)
     counted.check_kept()
     weights = Share().shares(counted.numbers, sum(counted.numbers), summed=counted.summed)
@@ -188,7 +190,6 @@ def check_drained(streams: Iterable[Stream], *, whole: bool = False) -> None:
 
 
 def _refuse_stray(place: Place, *_: object) -> NoReturn:
-    raise ConfigError(
-        f"a layer or the loss of stage {place[0]} uses weights of another stage, which are at another minibatch: use "
-        "them in a layer of that stage, or, for a penalty on weights, give the optimizer weight_decay"
+    raise WEIGHTS_ELSEWHERE.refusal(
+        f"a layer or the loss of stage {place[0]} uses weights of another stage, which are at another minibatch"
     )

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.errors import ConfigError
+from gapless.guards.process_wide import COMPILED_DRAWS
 from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
 from gapless.stage.guards.process_state import AtWork, watch_torch
@@ -105,7 +106,6 @@ class Calls:
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
                 self.mode.exclude(layer.parameters())
-
         for layer in layers:
             if is_traced(layer):
                 layer.bind(self.place, self.answer, split=split, exclude=self.mode.exclude)  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ class Calls:
             note_rows(error, outputs, target)
             raise
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
-            raise ConfigError("a compiled loss draws random numbers, which can't be seeded: leave it uncompiled.")
+            raise COMPILED_DRAWS.refusal("a compiled loss draws random numbers, which can't be seeded")
         check_scalar(result)
         if self.divisors is not None:
             self.divisors.note(work.step, work.weight, outputs, result)

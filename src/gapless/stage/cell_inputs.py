@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError
+from gapless.guards.passed_tensors import CHANGED_INPUTS
 
 
 class Intake:
@@ -55,18 +55,17 @@ class Intake:
             if leaf._version == version:
                 continue
             if numbers is None:
-                raise GaplessError(
+                raise CHANGED_INPUTS.refusal(
                     "a layer has changed its input in place, and its forward must start again, since something in it "
-                    "was seen for the first time: make it return a new tensor."
+                    "was seen for the first time"
                 )
             leaf.detach().copy_(numbers)
 
     def learn(self, changed: bool, *, seen: bool) -> None:
         """Learns from a run whether the layers change their input."""
         if changed and not seen:
-            raise GaplessError(
-                "under autocast, a layer changed its input in place for the first time, which can't be "
-                "undone: make it return a new tensor."
+            raise CHANGED_INPUTS.refusal(
+                "under autocast, a layer changed its input in place for the first time, which can't be undone"
             )
         self.tried = True
         self.guarded = self.guarded or changed

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError
+from gapless.guards.passed_tensors import CHANGED_INPUTS
 from gapless.stage.batch import microbatch as mb
 
 from .autocast import AutocastState
@@ -54,9 +55,9 @@ class RematCell(Cell):
             each.buffers += self._undo.buffers.begun_now()
         intake.tried = True
         if intake.guarded and not was_copied:
-            raise GaplessError(
-                "a layer changed its input in place for the first time, but remat needs that input again: "
-                "use remat='none' for its stage, or make it return a new tensor."
+            raise CHANGED_INPUTS.refusal(
+                "a layer changed its input in place for the first time, but remat needs that input again",
+                f"{CHANGED_INPUTS.way_out}, or use remat='none' for its stage",
             )
         self._kept[work.microbatch] = kept
         if then is not None:

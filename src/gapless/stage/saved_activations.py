@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import GaplessError
+from gapless.guards.passed_tensors import CHANGED_VIEWS
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.aliases import has_history
 from gapless.stage.batch.plain import detach, without_loss
@@ -25,11 +26,11 @@ from .autocast import AutocastState
 
 _NO_BASE = (
     "a layer changes its input in place; it comes from another stage and is a view of a tensor of another type there, "
-    "so its gradient can't go where it goes in plain training: make the layer return a new tensor"
+    "so its gradient can't go where it goes in plain training"
 )
 _USED_BETWEEN = (
     "a layer changes its input in place; it is a view that was made some stages before, and a stage between uses it "
-    "too, so its gradients would be added in another order than in plain training: make the layer return a new tensor"
+    "too, so its gradients would be added in another order than in plain training"
 )
 
 
@@ -138,12 +139,12 @@ class Kept:
         for number in marked:
             base, grad = self.bases.get(number), grads[number]
             if base is None or grad is None:
-                raise ConfigError(_NO_BASE)
+                raise CHANGED_VIEWS.refusal(_NO_BASE)
             edges[number], found[number] = base.edge, base.grad(grad)
             if base.source is not None:  # itself an input, so the gradient goes on to the stage before
                 others = [edge for other, edge in enumerate(self.edges) if other != number]
                 if get_gradient_edge(self.leaves[base.source]).node in nodes_of(others):
-                    raise ConfigError(_USED_BETWEEN)
+                    raise CHANGED_VIEWS.refusal(_USED_BETWEEN)
                 self.changed = {*self.changed, base.source}
         self.edges, self.looked_at = edges, True
         return found

@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import GaplessError
+from gapless.guards.held_state import FORWARD_ORDER, SHARED_BUFFERS
+from gapless.guards.weights_and_gradients import SAVED_TENSORS
 from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first
 from gapless.stage.guards.changing_buffers import LateUses, Owned, changed_late, marks_of, moved
@@ -249,10 +251,10 @@ class Stage:
         except RuntimeError as error:
             if _CHANGED_SINCE not in str(error):
                 raise
-            raise ConfigError(
+            raise SAVED_TENSORS.refusal(
                 f"the backward of stage {self._number} for microbatch {work.place} needs a tensor that was changed in "
                 "place since its forward, most likely a weight or a buffer that the forward of a later microbatch has "
-                "changed: let the layer compute with a clone() of it, as in F.linear(x, weight.clone())"
+                "changed"
             ) from error
         self._step_back = work.step
         if before is not None:
@@ -310,16 +312,15 @@ class Stage:
         changing = {*self._changing()}
         for (module, name), shown in self._shared_buffers.items():
             if (module, name) in changing or id(module._buffers[name]) in statistics.moved:
-                raise ConfigError(
+                raise SHARED_BUFFERS.refusal(
                     f"several stages have the buffer {shown} and change it, and they would do so in another order than "
-                    "plain training: choose a partition that keeps its layers in one stage, or give each layer a "
-                    "buffer of its own"
+                    "plain training"
                 )
         self._weight_changes.finish(self._number, resting=resting)
         if not self.forwards_in_order and (changing or statistics.moves):
-            raise ConfigError(
+            raise FORWARD_ORDER.refusal(
                 f"the schedule runs the forwards of stage {self._number} out of microbatch order, but its layers "
-                "change buffers that depend on that order: choose a schedule with forwards in order"
+                "change buffers that depend on that order"
             )
         statistics.finish(whole=not self._work)
         if self._calls.divisors is not None:

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
+from gapless.guards.whole_model import LOST_IN_TRACE, TRACED_STATE
 from gapless.model.code_origin import is_users
 from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
 from gapless.model.fidelity.own_backward import OwnBackwards
@@ -109,9 +110,10 @@ def trace_settled(
             trace = Trace(model, flat, spec)
             if not trace.changes(reads):
                 return trace
-        raise PartitionError(
+        raise TRACED_STATE.refusal(
             f"the forward of {type(model).__name__} changes {changed[0].before.path}, and a trace of it would keep the "
-            "value of its first batch: make it a buffer that the forward changes in place, or pass a list of layers"
+            "value of its first batch",
+            kind=PartitionError,
         )
     except BaseException:
         for each in changed:
@@ -157,7 +159,7 @@ def _export(
             own.put_back(module, model)
             return module, questions.asked, _named_in(model, stored), changed
         except LostError as error:
-            raise PartitionError(_refusal(model, error)) from error
+            raise LOST_IN_TRACE.refusal(_refusal(model, error), "", PartitionError) from error
         except Exception as error:
             last = error
         finally:
@@ -227,7 +229,7 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     )
     return (
         f"torch.export can't trace {type(model).__name__}: {message[:300]} ({_place_of(error)}). {change}, or "
-        "cut the model by hand: Pipeline(model, layers=[...]) with callables that together are the model"
+        f"{LOST_IN_TRACE.way_out}"
     )
 
 

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import LOOSE_TENSORS
+from gapless.guards.whole_model import LEFT_OUT_PARAMETERS
 from gapless.model.traced.capture import Captured
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel
@@ -113,9 +115,10 @@ def refuse_loose(parts: Iterable[Any], stage: int) -> None:
             if name not in ("_parameters", "_buffers", "_modules") and any(
                 isinstance(each, Tensor) and each.is_leaf and each.requires_grad and each not in known for each in held
             ):
-                raise ConfigError(
+                raise LOOSE_TENSORS.refusal(
                     f"{type(module).__name__}.{name} at stage {stage} has tensors that learn but are no parameters of "
-                    "the model, so a stream has no versions of them: use nn.Parameter, or nn.ParameterList"
+                    "the model, so a stream has no versions of them",
+                    "use nn.Parameter, or nn.ParameterList",
                 )
 
 
@@ -128,9 +131,8 @@ def optimizer_of(make: MakeOptimizer, parameters: list[nn.Parameter], stage: int
         raise ConfigError("LBFGS runs the model several times for an update, which a stream can't: use another")
     given = {id(each) for group in made.param_groups for each in group["params"]}
     if given != {id(each) for each in parameters}:
-        raise ConfigError(
-            f"the optimizer of stage {stage} has {len(given)} parameters, but the stage has {len(parameters)} others: "
-            "make it from the parameters that it is given, and from all of them"
+        raise LEFT_OUT_PARAMETERS.refusal(
+            f"the optimizer of stage {stage} has {len(given)} parameters, but the stage has {len(parameters)} others"
         )
     return made
 

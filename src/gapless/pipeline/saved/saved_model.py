@@ -13,6 +13,7 @@ from gapless.checkpoint.opened import Opened
 from gapless.checkpoint.pieces import DTYPES
 from gapless.checkpoint.random_state import random_state, set_random_state
 from gapless.errors import CheckpointError, printable
+from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.world import Gathering, World
@@ -79,9 +80,11 @@ class SavedModel(NamedTuple):
             way = "stream.load" if facts["kind"] == "stream" else "pipe.load"
             raise CheckpointError(f"{opened.shown} was saved by a {facts['kind']}, not by a {kind}: load it with {way}")
         if facts["seed"] != self.options.seed:
-            raise CheckpointError(
+            raise RESUMED_DATA.refusal(
                 f"{opened.shown} was trained with seed={facts['seed']}, and this pipeline has "
-                f"seed={self.options.seed}, so its random numbers would be others: make it with seed={facts['seed']}"
+                f"seed={self.options.seed}, so its random numbers would be others",
+                f"make it with seed={facts['seed']}",
+                CheckpointError,
             )
         module, loss = self.staged.module, self.loss
         state = _read(opened, "model", module.state_dict(keep_vars=True), self.world.state(module, whole=False))

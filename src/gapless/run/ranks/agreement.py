@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import TransportError
+from gapless.guards.between_ranks import SAME_CALLS
 from gapless.run.ranks.wire.call_stamp import disagreement
 
 _OFTEN = 0.005  # seconds between two looks, at first
@@ -75,7 +76,7 @@ class Agreement:
             while not self._there(here + "objection"):
                 time.sleep(_OFTEN)
             self.refused = True
-            raise ConfigError(self._store.get(here + "objection").decode())
+            raise SAME_CALLS.refusal(self._store.get(here + "objection").decode(), "")
 
     def _there(self, key: str) -> bool:
         return bool(self._store.check([key]))

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import ConfigError, GaplessError, TransportError
+from gapless.guards.between_ranks import SAME_WEIGHTS
 from gapless.run.program import Program
 from gapless.run.ranks.fingerprints import differ, fault_of_batches, fingerprints, is_compared, row_of, saved_tensors
 from gapless.run.ranks.mesh_position import Groups, MeshPosition
@@ -88,20 +89,19 @@ class Consistency:
             self._refuse(self._fault_of_weights())
             self.started, self._tensors, self._versions, self._unequal = True, {}, {}, {}
 
-    def _fault_of_weights(self) -> str:
+    def _fault_of_weights(self) -> GaplessError | None:
         if not self._unequal:
-            return ""
+            return None
         same = torch.tensor([[float(self._is_as_it_was(name)), 0.0] for name in self._unequal], dtype=torch.float64)
         rows = of_each(self._pp, same)
         untouched = [name for number, name in enumerate(self._unequal) if all(row[number, 0] for row in rows)]
         if not untouched:
-            return ""
+            return None
         one, other = (self._position.pp_ranks[device] for device in self._unequal[untouched[0]])
         more = f" and {len(untouched) - _MOST_NAMED} more" if len(untouched) > _MOST_NAMED else ""
-        return (
+        return SAME_WEIGHTS.refusal(
             f"the ranks do not start with the same weights: {', '.join(untouched[:_MOST_NAMED])}{more} differ between "
-            f"rank {one} and rank {other}; call torch.manual_seed with the same number on every rank before the model "
-            "is made, load the same file on every rank, or load it with load_state_dict of the pipeline"
+            f"rank {one} and rank {other}"
         )
 
     def _is_as_it_was(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class Consistency:
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def agreed(self, fault: str = "", *, ready: bool = True) -> bool:
+    def agreed(self, fault: GaplessError | None = None, *, ready: bool = True) -> bool:
         """Whether all ranks of the mesh are ready. All of them refuse if they are in different calls, or if any has a
         fault: one that went on would be a step ahead of it. Whatever else they do together comes after this: it is as
         long as `Shares` in all calls, since Gloo ends a process that gets more than it has asked for.
@@ -149,10 +149,12 @@ class Consistency:
                     elif not fault and int(row[9]) != rank:
                         fault = different(Call.of(row[2:9]), found, rank, int(row[9]))
                     elif not fault and row[0]:
-                        fault = f"rank {rank} has refused this step, so no rank begins it: its error says why"
+                        fault = ConfigError(
+                            f"rank {rank} has refused this step, so no rank begins it: its error says why"
+                        )
                 ready = all(row[1] for row in rows)
         if fault:
-            raise ConfigError(fault)
+            raise fault
         return ready
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -209,12 +211,14 @@ class Consistency:
         """Lets go of the groups."""
         self._pp = self._dp = None
 
-    def _refuse(self, fault: str) -> None:
+    def _refuse(self, fault: GaplessError | None) -> None:
         """On all ranks of the mesh, if any row has a fault."""
         if self._dp is not None:
             faults = of_each(self._dp, torch.tensor([[float(bool(fault)), 0.0]], dtype=torch.float64))
             others = [str(self._position.dp_ranks[place]) for place, row in enumerate(faults) if row[0, 0]]
             if others and not fault:
-                fault = f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
+                fault = ConfigError(
+                    f"the ranks of rank {others[0]}'s pipeline got different batches or weights: its error says how"
+                )
         if fault:
-            raise ConfigError(fault)
+            raise fault

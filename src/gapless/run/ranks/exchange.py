@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gapless.errors import ConfigError
+from gapless.guards.between_ranks import UNEXCHANGED_GRADIENTS
 from gapless.run.program import Batch
 from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
@@ -55,18 +55,17 @@ class Pending:
         """Raises if somebody has changed the weights since."""
         changed = sum(parameter._version != version for parameter, version in self._versions)
         if changed:
-            raise ConfigError(
-                f"{changed} of {len(self._versions)} parameters changed after {self._words()}, before the "
-                "replicas exchanged gradients, so their weights differ now: load them again, and make the last step "
-                "before optimizer.step() one with sync=True"
+            raise UNEXCHANGED_GRADIENTS.refusal(
+                f"{changed} of {len(self._versions)} parameters changed after {self._words()}, before the replicas "
+                "exchanged gradients, so their weights differ now",
+                "load them again, and make the last step before optimizer.step() one with sync=True",
             )
 
     def check_nothing(self, call: str) -> None:
         """Raises if a call needs gradients that are complete."""
         if self.steps:
-            raise ConfigError(
-                f"{call} came after {self._words()}, whose gradients the replicas have not exchanged yet: make the "
-                "last step before it one with sync=True, or drop them with the pipeline's zero_grad()"
+            raise UNEXCHANGED_GRADIENTS.refusal(
+                f"{call} came after {self._words()}, whose gradients the replicas have not exchanged yet"
             )
 
     def _words(self) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gapless.errors import GaplessError
+from gapless.guards.between_ranks import SAME_BATCHES
 from gapless.stage.batch import microbatch as mb
 
 _FIRST = 8  # calls in which batches are compared; then at each power of two, and
@@ -32,17 +34,15 @@ def row_of(inputs: Any, target: Any, numbers: Sequence[float]) -> Tensor:
     return torch.cat([_row(inputs), _row(target), fingerprints([torch.tensor(numbers, dtype=torch.float64)])])
 
 
-def fault_of_batches(one: Tensor, other: Tensor, call: str, first: int, last: int) -> str:
-    """In words, if there is one: the rank with the first stage has batch `one`, that with the last stage the other."""
+def fault_of_batches(one: Tensor, other: Tensor, call: str, first: int, last: int) -> GaplessError | None:
+    """If there is one: the rank with the first stage has batch `one`, that with the last stage the other."""
     unequal = differ(one, other)
     # All of the batch of one rank, or all of the other's, is a batch: augmented inputs, say, that only one uses.
     if not (bool(unequal[:_MOST].any()) and bool(unequal[_MOST:].any())):
-        return ""
-    return (
+        return None
+    return SAME_BATCHES.refusal(
         f"the ranks got different batches in {call}: rank {first}, which has the first stage, takes its inputs from "
-        f"one and rank {last}, which has the last, its targets from another; give all ranks of a pipeline the same "
-        "batch, from a loader that is shuffled alike on every rank (generator=torch.Generator().manual_seed(0)), and "
-        "other batches only to other replicas (dp)"
+        f"one and rank {last}, which has the last, its targets from another"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.guards.between_ranks import UNEXCHANGED_GRADIENTS
 from gapless.run.clip import local
 from gapless.run.ranks.wire.call_stamp import Call, different, row_length
 from gapless.run.ranks.wire.groups import of_each
@@ -68,7 +68,7 @@ class Shares(Sequence[float]):
             for rank, (_, _, *theirs) in zip(self._ranks, rows, strict=True):
                 call = Call.of(theirs[:7])._replace(microbatches=self._call.microbatches)
                 if fault := different(self._call, call, self._ranks[self._replica], rank):
-                    raise ConfigError(fault)
+                    raise fault
             self._counted.check_kept([row[1] for row in rows])
             numbers = [row[_HEAD : _HEAD + int(row[0])] for row in rows]
             total = sum(number for row in numbers for number in row)
@@ -132,9 +132,9 @@ class Buckets:
             if now is grad and now._version == version:
                 continue
             if now is not None and local(now).any():
-                raise ConfigError(
-                    "gradients changed after a step with sync=False, while those of an earlier exchange were set "
-                    "aside: call zero_grad() before the first step with sync=False"
+                raise UNEXCHANGED_GRADIENTS.refusal(
+                    "gradients changed after a step with sync=False, while those of an earlier exchange were set aside",
+                    "call zero_grad() before the first step with sync=False",
                 )
             self._before[each] = None
 

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError
 from gapless.run.lanes import CudaLane, Parcel
 from gapless.run.ranks.fingerprints import fault_of_batches, is_compared, row_of
 from gapless.run.ranks.many_processes import ManyProcesses
@@ -84,7 +83,7 @@ class BatchComparison:
             self.passed[source] += 1
             ranks = self._ranks[source], self._ranks[target]
             if fault := fault_of_batches(theirs, own, f"minibatch {minibatch} of a stream", *ranks):
-                raise ConfigError(fault)
+                raise fault
 
     def _ends(self, minibatch: int) -> tuple[int, int]:
         """The devices that take its inputs and its targets."""

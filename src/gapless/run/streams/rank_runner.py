@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError, noted_place
+from gapless.guards.between_ranks import SAME_CALLS
 from gapless.run.lanes import CudaLane
 from gapless.run.ranks.many_processes import ManyProcesses
 from gapless.run.ranks.watch.blame import in_short, is_lost
@@ -75,9 +76,9 @@ class RankRunner:
             if fault:
                 raise ConfigError(f"rank {rank} can't go on with its stream: {fault}")
             for name, one, other in differences(rows[0][0], theirs):
-                raise ConfigError(
+                raise SAME_CALLS.refusal(
                     f"the ranks disagree about their stream: {name} is {one} on rank {self._ranks[0]} and {other} on "
-                    f"rank {rank}; all ranks make the same calls, with the same arguments"
+                    f"rank {rank}"
                 )
 
     def start(self, devices: Sequence[StreamDevice]) -> None:

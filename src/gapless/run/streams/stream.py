@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError, GaplessError, TransportError
+from gapless.guards.between_ranks import STREAM_CASTS
 from gapless.run.streams.stream_device import END, Fed, StreamDevice
 from gapless.run.streams.stream_runner import LEAVES, Stopped, StreamRunner, counts, is_whole, met, why_stopped
 from gapless.run.streams.stream_state import State, loading, state_of
@@ -106,9 +107,7 @@ class Stream:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise ConfigError("a stream computes gradients, but they are switched off here: run it outside no_grad")
         if autocast_is_on() and torch.is_autocast_cache_enabled():
-            raise ConfigError(
-                "autocast keeps casts of weights that a stream updates: use torch.autocast(..., cache_enabled=False)"
-            )
+            raise STREAM_CASTS.refusal("autocast keeps casts of weights that a stream updates")
         if self.is_running and settings() != self._settings:
             self.drain()
 

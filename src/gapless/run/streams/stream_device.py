@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError, note_place
+from gapless.errors import note_place
+from gapless.guards.between_ranks import STREAM_WEIGHTS
 from gapless.run.streams.buffer_rollback import BufferRollback
 from gapless.run.streams.stage_replicas import Grads, StageReplicas
 from gapless.run.streams.updater import Updater
@@ -243,9 +244,9 @@ class StreamDevice:
         self.gradient = versions.grads(self.rule.version(minibatch))
         for parameter in versions.parameters:
             if parameter.grad is not None:
-                raise GaplessError(
-                    "a parameter has got a gradient that belongs to no version of it: let nothing but the layers of "
-                    "a stage use its weights while a stream runs"
+                raise STREAM_WEIGHTS.refusal(
+                    "a parameter has got a gradient that belongs to no version of it",
+                    "let nothing but the layers of a stage use its weights while a stream runs",
                 )
         self.update_seconds += time.thread_time() - began
         self._meet()

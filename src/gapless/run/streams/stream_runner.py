@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from gapless.errors import ConfigError, TransportError
+from gapless.errors import TransportError
+from gapless.guards.between_ranks import STREAM_ENDS
 from gapless.run.streams.stream_device import End, Fed, StreamDevice
 
 Made = TypeVar("Made")
@@ -122,7 +123,7 @@ def why_stopped(
     if all(len(row) == 1 for row in rows) and max(feds) - min(feds) <= 1:
         return None
     least, most = (choose(stages, key=lambda each: each.fed) for choose in (min, max))
-    return ConfigError(
+    return STREAM_ENDS.refusal(
         f"rank {least.rank} has ended the stream after {least.fed} minibatches and rank {most.rank} after "
-        f"{most.fed}, and {counts(stages)}: give all ranks as many, and drain after the same one on all"
+        f"{most.fed}, and {counts(stages)}"
     )

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
+from gapless.guards.between_ranks import STREAM_WEIGHTS
 from gapless.run.named_state import like, load_named_state, named_state, plain
 from gapless.run.streams.stage_replicas import Grads
 from gapless.run.streams.stream_device import StreamDevice
@@ -255,9 +256,9 @@ class _Saved:
         for name, parameter in zip(held.names, held.parameters, strict=True):
             if self._weights.get(name, "") not in ("", _fingerprint(parameter)):
                 whose = "loss's own state too, which is not in the model's" if _of_loss(name) else "model's state first"
-                raise ConfigError(
-                    f"the weights of stage {number} are not those that the state was taken with ({name}): load the "
-                    f"{whose}, and then the stream's"
+                raise STREAM_WEIGHTS.refusal(
+                    f"the weights of stage {number} are not those that the state was taken with ({name})",
+                    f"load the {whose}, and then the stream's",
                 )
 
     def load(self, device: StreamDevice) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gapless.errors import GaplessError
+from gapless.guards.weights_and_gradients import NOT_FINITE
 from gapless.run.streams.correction import lr_by_delay, predictions, scaled_lr
 
 
@@ -45,9 +46,9 @@ class Updater:
         if self.clip is not None:
             self._norm = nn.utils.get_total_norm(own)
         if not (_are_finite(own) if self.clip is None else math.isfinite(self._norm.item())):
-            raise GaplessError(
+            raise NOT_FINITE.refusal(
                 f"a gradient of minibatch {self.minibatch} at stage {self.stage} is not finite, and its update was not "
-                "made: lower the learning rate, or clip with clip="
+                "made"
             )
 
     def step(self) -> None:

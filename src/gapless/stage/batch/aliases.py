@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError
+from gapless.guards.passed_tensors import SHARED_MEMORY
 
 
 class View(NamedTuple):
@@ -106,9 +106,9 @@ def _base_of(members: list[Tensor]) -> Tensor | None:
             return members[0].detach().as_strided([(max(ends) - min(starts)) // size], [1], min(starts) // size)
     if graded:
         shapes = " and ".join(str(tuple(each.shape)) for each in members[:2])
-        raise ConfigError(
+        raise SHARED_MEMORY.refusal(
             f"a layer hands on tensors of shapes {shapes} that share memory, but not as views of one tensor that goes "
-            "to the next stage: clone() one of them"
+            "to the next stage"
         )
     return None
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import CUT_BATCHES, LOSS_COUNTS
 from gapless.stage.split.interception import has_hooks, is_plainly_called
 
 from . import microbatch as mb
@@ -63,10 +64,11 @@ class Weighed:
     def check_kept(self, others: Sequence[float] = ()) -> None:
         """Raises if it matters what the loss takes its mean over; `others` are the shares of other replicas."""
         if any(not share == self.kept for share in (self.kept, *others)):
-            raise ConfigError(
+            raise LOSS_COUNTS.refusal(
                 f"targets of {IGNORED} are spread unevenly over the microbatches, and gapless can't tell whether the "
-                "loss averages over the other targets only: pass loss_weight=, a function that counts what the mean is "
-                f"over, as lambda target: (target != {IGNORED}).sum(); without a target it gets the microbatch's inputs"
+                "loss averages over the other targets only",
+                f"{LOSS_COUNTS.way_out}, as lambda target: (target != {IGNORED}).sum(); without a target it gets the "
+                "microbatch's inputs",
             )
 
 
@@ -83,9 +85,9 @@ def weighed(loss: Any, loss_weight: mb.LossWeight, batch: Minibatch) -> Weighed:
     if reduction == "sum":
         return Weighed([1.0] * len(counts), summed=True)
     if code not in _OVER_SAMPLES | _OVER_TARGETS:
-        raise ConfigError(
-            f"gapless does not know what the mean of {_name_of(code)} is over: pass loss_weight=, a function of a "
-            "microbatch's target that counts it, such as len for samples"
+        raise LOSS_COUNTS.refusal(
+            f"gapless does not know what the mean of {_name_of(code)} is over",
+            f"{LOSS_COUNTS.way_out}, such as len for samples",
         )
     if code in _OVER_TARGETS and reduction == "mean" and _are_classes(came):
         ignored, weight = known.get("ignore_index"), known.get("weight")
@@ -104,10 +106,10 @@ def _refuse_rows(weights: Sequence[Any], targets: Sequence[Any]) -> None:
             if not isinstance(weight, Tensor) or not isinstance(target, Tensor) or weight.dim() < target.dim():
                 continue
             if target.dim() and weight.size(weight.dim() - target.dim()) > 1:
-                raise ConfigError(
+                raise CUT_BATCHES.refusal(
                     f"the loss has a weight of shape {tuple(weight.shape)} for a target of shape "
-                    f"{tuple(target.shape)}, which is a row for each sample, and it would go whole to every "
-                    "microbatch: give the weights with the target, and a loss that takes them from there"
+                    f"{tuple(target.shape)}, which is a row for each sample, and it would go whole to every microbatch",
+                    "give the weights with the target, and a loss that takes them from there",
                 )
 
 

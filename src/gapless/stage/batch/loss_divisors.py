@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import LOSS_DIVISORS
 
 from . import microbatch as mb
 
@@ -81,11 +81,10 @@ class Divisors:
             abs(a * other - b * weight) <= most * abs(a * other) for a, b in zip(divisors, others, strict=True)
         ):
             return
-        raise ConfigError(
+        raise LOSS_DIVISORS.refusal(
             f"the loss divides by {_shown(others)} in one microbatch and by {_shown(divisors)} in another (targets "
             f"that count, or the weights of their classes), but by their samples these count {other:.4g} and "
-            f"{weight:.4g} of the minibatch: pass loss_weight=, a function of a microbatch's target that counts what "
-            "the loss divides by"
+            f"{weight:.4g} of the minibatch"
         )
 
 
@@ -102,9 +101,8 @@ def _cross_entropies(start: Any, ends: set[Any]) -> Iterator[Any]:
         seen.add(node)
         name = node.name()
         if _UNREADABLE in name:
-            raise ConfigError(
-                "the loss calls F.linear_cross_entropy in chunks, whose graph does not tell what it divides by: pass "
-                "loss_weight=, a function of a microbatch's target that counts it"
+            raise LOSS_DIVISORS.refusal(
+                "the loss calls F.linear_cross_entropy in chunks, whose graph does not tell what it divides by"
             )
         if name in _CROSS_ENTROPIES:
             if node._saved_reduction == _MEAN:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import CUT_BATCHES
 
 from .aliases import View, with_views
 
@@ -101,7 +102,7 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
     kind = type(leaf).__name__
     if isinstance(leaf, set | frozenset):
         if any(isinstance(each, Tensor) for each in leaf):
-            raise ConfigError(f"a {kind} of tensors has no fixed order: pass a list or a dict.")
+            raise CUT_BATCHES.refusal(f"a {kind} of tensors has no fixed order", "pass a list or a dict")
         return
     if isinstance(leaf, Mapping):
         held, way_out = leaf, ""
@@ -113,8 +114,8 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         way_out = "register it with torch.utils._pytree.register_pytree_node, or "
     hidden = [str(name) for name, value in held.items() if isinstance(value, Tensor)]
     if hidden:
-        raise ConfigError(
-            f"{kind} holds tensors ({', '.join(hidden)}) that a pipeline can't see: {way_out}pass a dict."
+        raise CUT_BATCHES.refusal(
+            f"{kind} holds tensors ({', '.join(hidden)}) that a pipeline can't see", f"{way_out}pass a dict"
         )
 
 
@@ -163,10 +164,9 @@ def samples(inputs: Any, target: Any, batch_dims: Any = None) -> int:
     votes = {each: sum(tensor.size(0) == each for tensor in (*tensors, *targets)) for each in sizes_of}
     others = max(number for each, number in votes.items() if each != size)
     if shared != {size} and (len(shared) == 1 or votes[size] < others + bool(targets)):
-        raise ConfigError(
+        raise CUT_BATCHES.refusal(
             "the first dimensions of the inputs differ, and gapless can't tell which of them counts the samples: "
-            f"inputs{_shapes(inputs)}{f'; target{_shapes(target)}' if targets else ''}; name the tensors that are to "
-            "be cut with batch_dims=, as {'x': 0} or (0, None)"
+            f"inputs{_shapes(inputs)}{f'; target{_shapes(target)}' if targets else ''}"
         )
     return size
 
@@ -218,19 +218,19 @@ def _refuse_rows_of_a_microbatch(tensors: Sequence[Tensor], size: int, count: in
     rows = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
     fitting = [number for number in rows if number in sizes(size, count)]
     if fitting and size not in rows:
-        raise ConfigError(
+        raise CUT_BATCHES.refusal(
             f"the target has {fitting[0]} rows for {size} samples, which is as many as one of the {count} microbatches "
-            "has, so each of them would get all rows: give the target one row per sample, or say with target_dims "
-            "where to cut it."
+            "has, so each of them would get all rows",
+            "give the target one row per sample, or say with target_dims where to cut it",
         )
 
 
 def _refuse_arrays(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if type(leaf).__module__ == "numpy" and leaf.ndim > 0:
-            raise ConfigError(
-                f"the batch has a numpy array of shape {leaf.shape}, which would go whole to every microbatch: pass "
-                "torch.from_numpy of it."
+            raise CUT_BATCHES.refusal(
+                f"the batch has a numpy array of shape {leaf.shape}, which would go whole to every microbatch",
+                "pass torch.from_numpy of it",
             )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gapless.errors import ConfigError
+from gapless.guards.passed_tensors import CHANGED_VIEWS
 
 
 def was_view(tensor: Tensor) -> bool:
@@ -93,10 +93,11 @@ class Viewed:
             reached = nodes_of(edges)
             for _, before in found:
                 if before in reached:
-                    raise ConfigError(
+                    raise CHANGED_VIEWS.refusal(
                         f"a layer of stage {stage} uses its input and changes it in place afterwards; it comes from "
                         "another stage and is a view there, so its gradients would be added in another order than in "
-                        "plain training: make the layer return a new tensor, or clone() the input before"
+                        "plain training",
+                        f"{CHANGED_VIEWS.way_out}, or clone() the input before",
                     )
         return {number for number, _ in found}
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gapless.errors import ConfigError
+from gapless.guards.held_state import CHECKPOINTED_NORMS
 from gapless.stage.compiled import is_compiled
 from gapless.stage.random.draws import checkpoints_around
 
@@ -99,10 +100,9 @@ class Statistics:
     def finish(self, *, whole: bool = True) -> None:
         """The minibatch is over: what was deferred moves the running statistics. `whole`: no other is under way."""
         if whole and any(self._to_come.values()):
-            raise ConfigError(
+            raise CHECKPOINTED_NORMS.refusal(
                 "a batch norm inside torch.utils.checkpoint was not computed again as often as it has checkpoints "
-                "around it, so its running statistics are not those of plain training: take it out of the checkpoint, "
-                "or use remat= in place of the checkpoint"
+                "around it, so its running statistics are not those of plain training"
             )
         with torch.no_grad() if self._moments else contextlib.nullcontext():
             for parts in self._moments.values():
@@ -142,10 +142,10 @@ class Statistics:
     def repeats(self, running_mean: Tensor) -> int:
         """How often the backward makes the call again that is being made, and counts."""
         if id(running_mean) in self._uses and self.option != "deferred":
-            raise ConfigError(
+            raise CHECKPOINTED_NORMS.refusal(
                 "a batch norm inside torch.utils.checkpoint is used twice in one forward, and which use the backward "
-                "computes again first is not known: give each use a batch norm of its own, or use remat= in place of "
-                "the checkpoint"
+                "computes again first is not known",
+                "give each use a batch norm of its own, or use remat= in place of the checkpoint",
             )
         times = checkpoints_around()
         self.in_checkpoints = self.in_checkpoints or times > 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gapless.errors import ConfigError
+from gapless.guards.process_wide import BACKWARD_DRAWS, SHARED_GENERATORS
 from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.split.call_mode import Handler, Mode
 
@@ -38,16 +38,15 @@ class BackwardMode(Mode):
         if not _runs_again():
             name = getattr(func, "__name__", func)
             if own is None:
-                raise ConfigError(
+                raise BACKWARD_DRAWS.refusal(
                     f"a hook, or the backward of a function, calls {name}, which draws from torch's default generator, "
-                    "and in a pipeline the numbers of the plain loop can't be had there: draw in the forward and keep "
-                    "what was drawn, or give each hook a torch.Generator of its own"
+                    "and in a pipeline the numbers of the plain loop can't be had there"
                 )
             if self._users.setdefault(own, self) is not self:
-                raise ConfigError(
+                raise SHARED_GENERATORS.refusal(
                     f"a hook, or the backward of a function, calls {name} with a torch.Generator that a forward or "
-                    "another stage draws from too, in another order than plain training: give each hook a generator "
-                    "of its own"
+                    "another stage draws from too, in another order than plain training",
+                    "give each hook a generator of its own",
                 )
         return self.plain(func, args, kwargs)
 

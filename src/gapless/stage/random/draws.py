@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gapless.errors import GaplessError
+from gapless.guards.process_wide import SHARED_GENERATORS
 
 from .exclusive import exclusively
 from .seeds import seed_of
@@ -107,10 +107,8 @@ class Draws:
         """
         self.count += 1
         if self._users.setdefault(generator, self) is not self:
-            raise GaplessError(
-                "layers of several stages draw from one torch.Generator, and who comes first depends on the clock: "
-                "give the layers of each stage a generator of their own, or draw from torch's default one, which "
-                "gapless seeds for every layer."
+            raise SHARED_GENERATORS.refusal(
+                "layers of several stages draw from one torch.Generator, and who comes first depends on the clock"
             )
         if self._captured is not None:
             raise UncapturableError("a layer draws from a generator of its own")

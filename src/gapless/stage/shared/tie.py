@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import GRADIENT_HOOKS, TIED_GRADIENTS
 from gapless.stage.split.deferred import add_grad
 from gapless.stage.split.graph_task import Running
 
@@ -149,9 +149,9 @@ class Tie:
         self._held = None
         parameter = self.parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ConfigError(
-                f"{self.name} is shared by several stages and has a hook, which would see parts of its gradient: "
-                "choose a partition that keeps its uses in one stage, or remove the hook"
+            raise GRADIENT_HOOKS.refusal(
+                f"{self.name} is shared by several stages and has a hook, which would see parts of its gradient",
+                f"{GRADIENT_HOOKS.way_out}, or choose a partition that keeps its uses in one stage",
             )
         if parameter.requires_grad and self._handle is None:
             self._node = get_gradient_edge(parameter).node
@@ -230,9 +230,9 @@ class Tie:
         if not self._summed:
             caught = self._caught.get(now, Sums())
             if caught.high is not None:
-                raise ConfigError(
+                raise TIED_GRADIENTS.refusal(
                     f"{self.name} is shared by several stages, and its gradient came twice in one backward, as it does "
-                    "from torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False"
+                    "from torch.utils.checkpoint with use_reentrant=True"
                 )
             self._caught[now] = caught._replace(high=grad)
         elif stage in self._sums:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.errors import ConfigError
+from gapless.guards.between_ranks import STREAM_WEIGHTS
+from gapless.guards.weights_and_gradients import FORWARD_WEIGHTS, GRADIENT_HOOKS
 from gapless.stage.compiled import is_traced
 
 Leaves = list[nn.Parameter]
+_SYNCHRONOUS = "use a schedule that is synchronous"
 
 
 class Versions:
@@ -40,7 +42,9 @@ class Versions:
         for parameter in self.parameters:
             _check(parameter)
             if parameter.grad is not None:
-                raise ConfigError("a parameter has a gradient from before the stream: drop it with zero_grad()")
+                raise STREAM_WEIGHTS.refusal(
+                    "a parameter has a gradient from before the stream", "drop it with zero_grad()"
+                )
         self._free: list[list[nn.Parameter]] = [[] for _ in self.parameters]  # leaves without data, to be used again
         self.newest = 0
         self._installed = -1  # the user's own
@@ -84,16 +88,14 @@ class Versions:
         for parameter, left in zip(self.parameters, self._left, strict=True):
             _check(parameter)
             if self._mark(parameter) != left:
-                raise ConfigError(
+                raise STREAM_WEIGHTS.refusal(
                     "weights were changed or loaded since the stream was drained, or another stream has trained them, "
-                    "but it still has older versions of them: make a new stream, which begins with the weights as they "
-                    "are"
+                    "but it still has older versions of them"
                 )
         found = _places(self._layers)
         if set(found) != set(self.parameters):
-            raise ConfigError(
-                "a batch of a new kind uses other parameters than those before it, of which a stage has no versions: "
-                "make a new stream"
+            raise STREAM_WEIGHTS.refusal(
+                "a batch of a new kind uses other parameters than those before it, of which a stage has no versions"
             )
         self._places = [found[each] for each in self.parameters]
         for leaves in (*self._known.values(), *zip_longest(*self._free)):
@@ -164,9 +166,10 @@ class Versions:
                 if self._mark(parameter) != left
             ]
         if changed:
-            raise ConfigError(
+            raise FORWARD_WEIGHTS.refusal(
                 f"a forward has changed the weight {changed[0]}, as nn.Embedding does with max_norm, but a stream has "
-                "several versions of it, which would differ: do without, or use a schedule that is synchronous"
+                "several versions of it, which would differ",
+                f"do without, or {_SYNCHRONOUS}",
             )
 
     def grads(self, version: int) -> list[Tensor | None]:
@@ -258,12 +261,13 @@ def _sums(parameter: nn.Parameter) -> tuple[int, ...]:
 def _check(parameter: nn.Parameter) -> None:
     """Refuses what a version of a parameter would not have."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ConfigError(
-            "a parameter has a hook, which would not see the gradients of its versions: remove the hook, or use a "
-            "schedule that is synchronous"
+        raise GRADIENT_HOOKS.refusal(
+            "a parameter has a hook, which would not see the gradients of its versions",
+            f"{GRADIENT_HOOKS.way_out}, or {_SYNCHRONOUS}",
         )
     if type(parameter) is not nn.Parameter or parameter.__dict__:
-        raise ConfigError(
+        raise STREAM_WEIGHTS.refusal(
             f"a parameter is a {type(parameter).__name__} or has attributes of its own, which its versions would not "
-            "have: use a plain nn.Parameter, or a schedule that is synchronous"
+            "have",
+            f"use a plain nn.Parameter, or {_SYNCHRONOUS}",
         )

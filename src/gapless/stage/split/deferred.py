@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import SECOND_USES
 from gapless.stage.autocast import autocast_is_on, casts_are_kept, without_autocast
 
 from .graph_task import Running
@@ -186,16 +186,15 @@ def divert(
     for node, number, leaf in Reached(edges).users():
         if id(leaf) in parameters:
             if _has_hooks(leaf):
-                raise ConfigError(
+                raise SECOND_USES.refusal(
                     f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
-                    "way, so a split backward can't call the hook in their order: remove the hook, or choose a "
-                    "schedule whose backward is not split, such as 1f1b"
+                    "way, so a split backward can't call the hook in their order",
+                    f"remove the hook, or {SECOND_USES.way_out}",
                 )
             if casts_are_kept() and is_cast(node) and node not in own_casts:
-                raise ConfigError(
+                raise SECOND_USES.refusal(
                     f"under autocast, only some microbatches use a weight of shape {tuple(leaf.shape)} in a second "
-                    "way, and a split backward can't add up what autocast has cast in their order: choose a schedule "
-                    "whose backward is not split, such as 1f1b, or use it so in every microbatch"
+                    "way, and a split backward can't add up what autocast has cast in their order"
                 )
             node.register_hook(functools.partial(_record, records.append, leaf, number))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import GRADIENT_HOOKS
 
 T = TypeVar("T")
 
@@ -37,9 +37,10 @@ class Turns:
         """
         parameters = self._parameters()
         if any(each._post_accumulate_grad_hooks for each in parameters):
-            raise ConfigError(
+            raise GRADIENT_HOOKS.refusal(
                 "a parameter has a hook that runs after its gradient is added, but this schedule runs backwards out "
-                "of microbatch order and adds gradients later: choose another schedule, or remove the hook"
+                "of microbatch order and adds gradients later",
+                f"{GRADIENT_HOOKS.way_out}, or choose another schedule",
             )
         before = [each.grad for each in parameters]
         for each in parameters:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
+from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config, Part
@@ -98,9 +99,10 @@ class WindowFeed(Feed):
 
     def seek(self, position: Position) -> None:
         if (before := position.get("windows", self._count)) != self._count:
-            raise ConfigError(
+            raise RESUMED_DATA.refusal(
                 f"data: {self._corpus.name} had {before:,} windows to train on when the run was saved, and has "
-                f"{self._count:,} now: go on with the same data, of which as much is held out for evaluation"
+                f"{self._count:,} now",
+                f"{RESUMED_DATA.way_out}, of which as much is held out for evaluation",
             )
         super().seek(position)
 
@@ -200,9 +202,9 @@ class FunctionFeed(Feed):
         found = self._each(own.call(self._function, self._part, config, **offered), done if skips else 0)
         for number in range(0 if skips else done):
             if next(found, None) is None:
-                raise ConfigError(
+                raise RESUMED_DATA.refusal(
                     f"{self._part.key}: {self._part.name} gave {done:,} batches in pass {self._pass + 1} before, but "
-                    f"only {number:,} now: go on with the data that the run began with"
+                    f"only {number:,} now"
                 )
         return found
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GaplessError
+from gapless.guards.weights_and_gradients import NOT_FINITE
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.schedule.timeline import Timeline
@@ -190,7 +191,7 @@ class Trainer:
                 norm, wrong = self._change_weights()
         self.skipped = self.skipped + 1 if wrong else 0
         if self.skipped > self.skip + (_SCALES if self.scaler is not None and math.isfinite(loss) else 0):
-            raise NotFiniteError(f"{wrong}; a smaller learning rate or clip = 1.0 may help")
+            raise NOT_FINITE.refusal(wrong, kind=NotFiniteError)
         if self.scheduler is not None and not wrong:
             self.scheduler.step()
         now = time.perf_counter()

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from gapless.errors import ConfigError
+from gapless.guards.between_ranks import SAME_CALLS
 from gapless.run.ranks.watch.ring import Neighbour, Ring, Words
-from gapless.run.ranks.wire.call_stamp import SAME
 
 _KEPT = 64  # calls
 
@@ -87,7 +87,8 @@ class RollCall:
         mine = self._doing.get(number, theirs)
         if mine != theirs:
             both = ", and ".join(f"rank {who} is {doing}" for who, doing in sorted(((self._me, mine), (rank, theirs))))
-            self._tell("other", None, f"the ranks make different calls: in their call {number}, {both}; {SAME}")
+            fact = f"the ranks make different calls: in their call {number}, {both}"
+            self._tell("other", None, SAME_CALLS.message(fact))
 
     def _note_refused(self, words: Words) -> None:
         self._refused[words["refused"]] = words

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gapless.errors import ConfigError
+from gapless.errors import GaplessError
+from gapless.guards.between_ranks import SAME_CALLS
 
-SAME = "all ranks make the same calls, with the same arguments"
 _SHOWN = 80  # characters of a value
 _MOST_SHOWN = 5
 
@@ -45,7 +45,7 @@ def disagreement(one: Mapping[str, Any], other: Mapping[str, Any], first: int, m
         f"{name} is {one} on rank {first} and {other} on rank {me}" for name, one, other in found[:_MOST_SHOWN]
     )
     more = f"; and {len(found) - _MOST_SHOWN} more differences" if len(found) > _MOST_SHOWN else ""
-    return f"the ranks disagree: {each}{more}; {SAME}" if found else ""
+    return SAME_CALLS.message(f"the ranks disagree: {each}{more}") if found else ""
 
 
 KINDS = (
@@ -131,16 +131,17 @@ class Stamp:
         self.call = call._replace(number=call.number & 0xFFFFFFFF, microbatches=call.microbatches & 0xFFFF)
         self.now = _FIELDS.pack(*self.call)
 
-    def refuse(self, stamp: bytes, me: int, other: int) -> ConfigError:
+    def refuse(self, stamp: bytes, me: int, other: int) -> GaplessError:
         """A message came that was sent in another call."""
-        return ConfigError(different(self.call, Call(*_FIELDS.unpack(stamp)), me, other))
+        fault = different(self.call, Call(*_FIELDS.unpack(stamp)), me, other)
+        return fault or SAME_CALLS.refusal(f"rank {me} and rank {other} make different calls")
 
 
-def different(mine: Call, theirs: Call, me: int, other: int) -> str:
+def different(mine: Call, theirs: Call, me: int, other: int) -> GaplessError | None:
     """How two calls differ, if they do."""
     if mine[:2] != theirs[:2]:
         each = [
             f"rank {rank} is {call.doing} in its call {call.number}" for rank, call in ((me, mine), (other, theirs))
         ]
-        return f"the ranks make different calls: {', and '.join(each)}; {SAME}"
-    return "" if mine == theirs else disagreement(theirs.facts(), mine.facts(), other, me)
+        return SAME_CALLS.refusal(f"the ranks make different calls: {', and '.join(each)}")
+    return None if mine == theirs else SAME_CALLS.refusal(disagreement(theirs.facts(), mine.facts(), other, me), "")

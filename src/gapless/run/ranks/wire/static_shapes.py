@@ -15,8 +15,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from gapless.errors import ConfigError
+from gapless.errors import GaplessError
+from gapless.guards.between_ranks import STATIC_SHAPES
 from gapless.stage.batch import microbatch as mb
+
+_PROMISE = "static_shapes=True says that all steps have the shapes of the first one"
 
 
 class StaticShapes:
@@ -25,7 +28,7 @@ class StaticShapes:
     def __init__(self) -> None:
         self._first: weakref.WeakKeyDictionary[object, list[str | None]] = weakref.WeakKeyDictionary()
 
-    def agreed(self, program: object, inputs: Any, target: Any, ask: Callable[[str], bool]) -> bool:
+    def agreed(self, program: object, inputs: Any, target: Any, ask: Callable[[GaplessError | None], bool]) -> bool:
         """What all ranks answer before a step begins. They are asked with the fault of its batch, if it has one: a rank
         need not have all of it, and may have another one than the ranks that use theirs, so others may find none. If
         they refuse, the step was not the first one.
@@ -36,23 +39,18 @@ class StaticShapes:
         return answer
 
 
-def _fault(found: list[str | None], first: list[str | None]) -> str:
+def _fault(found: list[str | None], first: list[str | None]) -> GaplessError | None:
     for word, now, before in zip(("inputs", "targets"), found, first, strict=True):
         if now is not None and before is not None and now != before:
-            return (
-                f"static_shapes=True says that all steps have the shapes of the first one, and the {word} of this one "
-                f"are {now}, where they were {before}: give all steps batches of one shape (a DataLoader with "
-                "drop_last=True does), or leave out static_shapes"
-            )
-    return ""
+            return STATIC_SHAPES.refusal(f"{_PROMISE}, and the {word} of this one are {now}, where they were {before}")
+    return None
 
 
-def another_shape(tree: Any) -> ConfigError:
+def another_shape(tree: Any) -> GaplessError:
     """What a stage has made is not what it made in the first step, though its inputs are alike."""
-    return ConfigError(
-        "static_shapes=True says that all steps have the shapes of the first one, and a stage has now made "
-        f"{_shapes(tree)}, which it had not at this place of the first step: leave out static_shapes (strides, "
-        "constants and what wants a gradient have to be the same, too)"
+    return STATIC_SHAPES.refusal(
+        f"{_PROMISE}, and a stage has now made {_shapes(tree)}, which it had not at this place of the first step",
+        "leave out static_shapes (strides, constants and what wants a gradient have to be the same, too)",
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gapless.errors import ConfigError
+from gapless.guards.weights_and_gradients import WEIGHTS_ELSEWHERE
 from gapless.run.streams.replicas.order import Move, Order
 from gapless.run.streams.replicas.replica import Replica
 from gapless.run.streams.replicas.replica_state import buffers_of, copy_state, put_buffers
@@ -88,9 +88,10 @@ class Asp:
         """The same for a gradient that comes without its replica, which leaves the buffers to the caller."""
         for (name, parameter), grad in zip(self._parameters, grads, strict=True):
             if parameter.grad is not None:
-                raise ConfigError(
+                raise WEIGHTS_ELSEWHERE.refusal(
                     f"the loss or a layer uses {name} of the model itself, but replicas have copies of it, and its "
-                    "gradient would be lost: use what the layer has as its own, or weight_decay for a penalty"
+                    "gradient would be lost",
+                    "use what the layer has as its own, or weight_decay for a penalty",
                 )
             parameter.grad = None if grad is None else grad.to(parameter.device)
         try:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gapless.errors import ConfigError, GaplessError
+from gapless.guards.weights_and_gradients import NOT_FINITE
+from gapless.guards.whole_model import MODEL_EDITS
 from gapless.model.layers import is_sequence
 from gapless.run.clip import clip_grad_norm
 from gapless.run.streams.replicas.replica_state import copy_state
@@ -43,9 +45,9 @@ class Replica:
         ours = [(name, each.shape, each.dtype) for name, each in self.module.named_parameters()]
         theirs = [(name, each.shape, each.dtype) for name, each in model.named_parameters()]
         if ours != theirs or len(list(self.module.modules())) != len(list(model.modules())):
-            raise ConfigError(
-                f"this {type(model).__name__} has other layers or parameters than when its replicas were made: make "
-                "new ones"
+            raise MODEL_EDITS.refusal(
+                f"this {type(model).__name__} has other layers or parameters than when its replicas were made",
+                "make new ones",
             )
         for mine, its in zip(self.module.modules(), model.modules(), strict=True):
             mine.training = its.training
@@ -81,9 +83,8 @@ class Replica:
             if grad is not None and grad.is_sparse:
                 raise GaplessError(f"the gradient of {name} is sparse, which replicas can't take: use sparse=False")
             if grad is not None and not grad.isfinite().all():
-                raise GaplessError(
-                    f"the gradient of {name} is not finite, with a loss of {float(loss)}, and was not applied: a "
-                    "smaller learning rate or clip=1.0 may help"
+                raise NOT_FINITE.refusal(
+                    f"the gradient of {name} is not finite, with a loss of {float(loss)}, and was not applied"
                 )
 
 

@@ -7,6 +7,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gapless.errors import ConfigError
+from gapless.guards.whole_model import LEFT_OUT_PARAMETERS
 from gapless.model.layers import check_initialised
 from gapless.model.materialise import on_meta
 
@@ -113,9 +114,10 @@ def made_optimizer(make: Any, parameters: list[nn.Parameter]) -> Optimizer:
     known = set(parameters)
     strangers = [each for group in made.param_groups for each in group["params"] if each not in known]
     if strangers:
-        raise ConfigError(
+        raise LEFT_OUT_PARAMETERS.refusal(
             f"the optimizer has {len(strangers)} parameters that it was not given, so the replicas' updates would miss "
-            "them: make it from the parameters that the function gets, lambda params: torch.optim.SGD(params, lr=0.1)"
+            "them",
+            "make it from the parameters that the function gets, lambda params: torch.optim.SGD(params, lr=0.1)",
         )
     return made
 
