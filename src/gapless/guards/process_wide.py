@@ -45,3 +45,11 @@ PROCESS_SETTINGS = Guard(
     "functions of torch's C module that were imported by name; backwards on a GPU; backwards of stages with compiled "
     "layers",
 )
+CALLERS_MODES = Guard(
+    "modes of the caller",
+    "function modes, dispatch modes and saved-tensor hooks that are entered around a step: the threads of the devices "
+    "do not have them",
+    "in every step",
+    "three questions to torch when a step begins",
+    "enter it in the forward of the layers that need it",
+)

@@ -18,7 +18,7 @@ def execute(program: Program, team: Team) -> None:
         team.left()
     team.left = program.forget
     program.channels.begin()
-    state = CallerState()
+    state = CallerState(saves=not program.inference)
     failures: list[BaseException] = []
     profiled = torch.autograd.profiler._is_profiler_enabled
 
