@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import gapless
-from tests import reference
+from tests import reference, watched
 from tests.programs import Programs
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +117,12 @@ def test_every_schedule_has_a_section() -> None:
 
     titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.MULTILINE)
     assert [title for title in titles if title in RECIPES] == list(RECIPES)
+
+
+def test_what_is_watched_is_made_from_the_table_of_guards() -> None:
+    found = watched.PAGE.read_text("utf-8")
+    assert found == watched.page(found), "make it anew: python -m tests.watched"
+    assert watched.section() in found
 
 
 def test_the_reference_is_made_from_the_docstrings() -> None:

@@ -143,9 +143,9 @@ def met(
     """What each rank has to say, when all are well and have the `same`; otherwise all of them raise."""
     words = "" if fault is None else _words(fault, doing, folder)
     rows = gathering.everywhere([words, same, own])
-    if isinstance(fault, OSError | GaplessError):
+    if isinstance(fault, OSError | GaplessError) and not isinstance(fault, CheckpointError):
         raise CheckpointError(words) from (fault if isinstance(fault, OSError) else None)
-    if fault is not None:  # the user's own
+    if fault is not None:  # the user's own, or one that knows its guard
         raise fault
     for rank, (told, _, _) in zip(gathering.ranks, rows, strict=True):
         if told:

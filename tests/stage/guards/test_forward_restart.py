@@ -225,16 +225,17 @@ class Late(nn.Module):
         return x * (1 + self.number)
 
 
+class Both(Learner):
+    first = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls >= self.start:
+            self.first += 1
+        return super().forward(x)
+
+
 def test_what_begins_to_change_in_a_forward_that_starts_again_is_refused() -> None:
     # It has changed twice by then, and nobody knows what it was.
-    class Both(Learner):
-        first = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.calls >= self.start:
-                self.first += 1
-            return super().forward(x)
-
     torch.manual_seed(5)
     stage = Stage([Both(gradient_inside, 5)], first_layer=0, split=True)
     x = torch.randn(2, 6, requires_grad=True)
