@@ -4,26 +4,20 @@ else is refused.
 """
 
 import contextlib
-import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-
-from gapless.stage.guards.held_objects import Seen
-from gapless.stage.guards.state_notes import OWN, Fields, Note, content_of, holds_tensors, reached, write
 
 from .thread_patches import instead
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_UNSEEN = (Tensor, random.Random)
-_OF_A_TRACE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
@@ -32,17 +26,14 @@ class LostError(Exception):
 
 
 @contextlib.contextmanager
-def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """While it holds, this thread may do nothing that a trace loses. The attributes in which modules store tensors
-    meanwhile are put into `stored`: nothing will store them when the trace runs.
-    """
+def nothing_lost() -> Iterator[None]:
+    """While it holds, this thread may do nothing that a trace loses."""
     drawn = _drawn_outside()
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (Tensor, "register_hook", _refuse_hook),
         (saved_tensors_hooks, "__enter__", _enter_without_hooks_of_ones_own),
         (torch.inference_mode, "__enter__", _enter_inference),
         (torch.inference_mode, "__exit__", _leave_inference),
-        (nn.Module, "__setattr__", functools.partial(_note, stored)),
     ]
     with contextlib.ExitStack() as stack:
         for each in replaced:
@@ -56,59 +47,6 @@ def nothing_lost(stored: list[tuple[nn.Module, str]]) -> Iterator[None]:
         )
 
 
-class Changed(NamedTuple):
-    """What a forward has changed in attributes, lists and objects: as it was, and what it has left there."""
-
-    before: Note
-    after: Any
-
-    def put_back(self) -> None:
-        if self.before.content is not None:
-            write(self.before.holder, self.before.content)
-
-    def set_again(self) -> None:
-        write(self.before.holder, self.after)
-
-    def matters(self, reads: Mapping[nn.Module, Collection[str]]) -> bool:
-        """Whether the forward may go by it. Of what is in objects and lists nobody knows whether it is read."""
-        holder = self.before.holder
-        owner = holder.owner if isinstance(holder, Fields) else None
-        return not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in self.before.content)
-
-    def can_stay(self) -> bool:
-        """Whether what it has left means something after the trace."""
-        left = [*self.after.values()] if isinstance(self.after, dict) else self.after
-        known = self.before.content is not None and isinstance(left, list)
-        return known and not any(isinstance(each, _OF_A_TRACE) or holds_tensors(each) for each in left)
-
-
-@contextlib.contextmanager
-def state_put_back(model: nn.Module, changed: list[Changed]) -> Iterator[None]:
-    """Around its forward: what that changes is put back, and into `changed`. A trace has it as it was for this one
-    batch, and changes nothing when it runs. Tensors in attributes are `stored`.
-    """
-    found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
-    try:
-        yield
-    finally:
-        for each in found:
-            if not each.stays() and (note := each.note()) is not None:
-                changed += [Changed(part, content_of(part.holder)) for part in _parts(note)]
-        for one in changed:
-            one.put_back()
-
-
-def _parts(note: Note) -> Iterator[Note]:
-    """What counts of it, each attribute of a module by itself."""
-    holder, path, content = note
-    if not isinstance(holder, Fields) or not isinstance(holder.owner, nn.Module):
-        yield note
-        return
-    for name in [name for name in holder.keys or () if name not in OWN]:
-        if not holds_tensors(holder.held.get(name)) and not holds_tensors(content[name]):
-            yield Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
-
-
 def _refuse_hook(*_: Any, **__: Any) -> Any:
     raise LostError("register_hook of a tensor, which a trace would lose")
 
@@ -118,12 +56,6 @@ def _enter_without_hooks_of_ones_own(original: Any, hooks: Any) -> Any:
     if type(hooks) is saved_tensors_hooks:
         raise LostError("saved_tensors_hooks, which a trace would lose")
     return original(hooks)
-
-
-def _note(stored: list[tuple[nn.Module, str]], original: Any, module: nn.Module, name: str, value: Any) -> None:
-    original(module, name, value)
-    if isinstance(value, Tensor) and name in module.__dict__:
-        stored.append((module, name))
 
 
 def _enter_inference(original: Any, mode: Any) -> None:

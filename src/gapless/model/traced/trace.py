@@ -28,10 +28,11 @@ from gapless.errors import PartitionError
 from gapless.guards.whole_model import LOST_IN_TRACE, TRACED_STATE
 from gapless.model.code_origin import is_users
 from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
+from gapless.model.fidelity.forward_state import Changed, ForwardState
 from gapless.model.fidelity.own_backward import OwnBackwards
 from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
 from gapless.model.fidelity.traced_forward import in_forward
-from gapless.model.fidelity.untraceable import Changed, LostError, nothing_lost, state_put_back
+from gapless.model.fidelity.untraceable import LostError, nothing_lost
 from gapless.stage.auxiliary import traced
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.settings import settings
@@ -49,7 +50,8 @@ class Trace:
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
         with exclusively():  # while torch traces, functions of its own are replaced for all threads
-            self.module, self._questions, self.stored, self._changed = _export(model, flat, spec)
+            self.module, self._questions, state = _export(model, flat, spec)
+        self.stored, self._changed = _named_in(model, state.stored), state.changed
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -128,7 +130,7 @@ def _kind(leaf: Any) -> Any:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
-) -> tuple[GraphModule, list[BatchQuestion], set[tuple[str, str]], list[Changed]]:
+) -> tuple[GraphModule, list[BatchQuestion], ForwardState]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
@@ -140,15 +142,14 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            questions, stored, own = Questions(flat), list[tuple[nn.Module, str]](), OwnBackwards()
-            changed: list[Changed] = []
+            questions, state, own = Questions(flat), ForwardState(), OwnBackwards()
             with (
                 own.kept(),
                 traced(),
                 _without_torchs_report(),
                 as_called(model),
                 spelled_out(model, kwargs),
-                in_forward(model, functools.partial(_watched, model, stored, changed, questions)),
+                in_forward(model, functools.partial(_watched, model, state, questions)),
             ):
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
@@ -157,7 +158,7 @@ def _export(
             last = None  # an error holds the frames it went through, and so itself
             module = program.module()
             own.put_back(module, model)
-            return module, questions.asked, _named_in(model, stored), changed
+            return module, questions.asked, state
         except LostError as error:
             raise LOST_IN_TRACE.refusal(_refusal(model, error), "", PartitionError) from error
         except Exception as error:
@@ -169,10 +170,8 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched(
-    model: nn.Module, stored: list[tuple[nn.Module, str]], changed: list[Changed], questions: Questions
-) -> Iterator[None]:
-    with state_put_back(model, changed), nothing_lost(stored), questions:
+def _watched(model: nn.Module, state: ForwardState, questions: Questions) -> Iterator[None]:
+    with state.put_back(model), nothing_lost(), questions:
         yield
 
 

@@ -1,0 +1,115 @@
+"""What a forward changes in Python: numbers, flags, lists, objects, and attributes in which it stores tensors.
+
+A trace has all of it as it was for one batch, and changes nothing when it runs.
+"""
+
+import contextlib
+import random
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gapless.stage.guards.held_objects import Seen
+from gapless.stage.guards.state_notes import OWN, Fields, Note, content_of, holds_tensors, reached, write
+
+from . import thread_patches
+
+_UNSEEN = (Tensor, random.Random)
+_OF_A_TRACE = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class ForwardState:
+    """What the forward of one trace has changed, and in which attributes it has stored tensors."""
+
+    def __init__(self) -> None:
+        self.changed: list[Changed] = []
+        self.stored: list[tuple[nn.Module, str]] = []
+        self._torchs: set[tuple[nn.Module, str]] = set()  # attributes that torch has set itself
+
+    @contextlib.contextmanager
+    def put_back(self, model: nn.Module) -> Iterator[None]:
+        """Around the forward of a model: what that changes is noted, and put back."""
+        found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
+        try:
+            with thread_patches.instead(nn.Module, "__setattr__", self._set):
+                yield
+        finally:
+            moved: list[Note] = []
+            for each in found:
+                if not each.stays() and (note := each.note()) is not None:
+                    moved += _parts(note)
+            changed = [Changed(part, content_of(part.holder)) for part in moved]
+            self.changed += [each for each in changed if self._counts(each)]
+            for one in changed:
+                one.put_back()
+
+    def _set(self, original: Any, module: nn.Module, name: str, value: Any) -> None:
+        original(module, name, value)
+        if name not in module.__dict__:
+            return
+        if isinstance(value, Tensor):
+            self.stored.append((module, name))
+        elif _by_torch():
+            self._torchs.add((module, name))
+
+    def _counts(self, changed: "Changed") -> bool:
+        """Of attributes of modules neither tensors, which are `stored`, nor what torch keeps there itself, as an LSTM
+        keeps what it makes of its parameters.
+        """
+        holder, content = changed.before.holder, changed.before.content
+        if not isinstance(holder, Fields) or not isinstance(holder.owner, nn.Module):
+            return True
+        return any(
+            not (holds_tensors(now) or holds_tensors(content[name]) or (holder.owner, name) in self._torchs)
+            for name, now in changed.after.items()
+        )
+
+
+class Changed(NamedTuple):
+    """What a forward has changed in attributes, lists and objects: as it was, and what it has left there."""
+
+    before: Note
+    after: Any
+
+    def put_back(self) -> None:
+        if self.before.content is not None:
+            write(self.before.holder, self.before.content)
+
+    def set_again(self) -> None:
+        write(self.before.holder, self.after)
+
+    def matters(self, reads: Mapping[nn.Module, Collection[str]]) -> bool:
+        """Whether the forward may go by it. Of what is in objects and lists nobody knows whether it is read."""
+        holder = self.before.holder
+        owner = holder.owner if isinstance(holder, Fields) else None
+        return not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in self.before.content)
+
+    def can_stay(self) -> bool:
+        """Whether what it has left means something after the trace."""
+        left = [*self.after.values()] if isinstance(self.after, dict) else self.after
+        known = self.before.content is not None and isinstance(left, list)
+        return known and not any(isinstance(each, _OF_A_TRACE) or holds_tensors(each) for each in left)
+
+
+def _parts(note: Note) -> Iterator[Note]:
+    """Each attribute of a module by itself."""
+    holder, path, content = note
+    if not isinstance(holder, Fields) or not isinstance(holder.owner, nn.Module):
+        yield note
+        return
+    for name in [name for name in holder.keys or () if name not in OWN]:
+        yield Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
+
+
+def _by_torch() -> bool:
+    """Whether an attribute is set by a module of torch, whoever inherits from it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name == "__setattr__" or frame.f_globals.get("__name__") == thread_patches.__name__
+    ):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.")
