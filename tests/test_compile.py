@@ -108,7 +108,7 @@ def test_a_pipeline_compiles_each_layer_and_keeps_the_names() -> None:
         assert cold > 0
         pipe.step(torch.randn(4, 6), torch.randn(4, 6))
         assert pipe.compile_seconds == cold, "what is compiled once stays compiled"
-        assert f"2 compiled in {pipe._staged.stages[0].compile_seconds:.1f} s" in repr(pipe)
+        assert f"2 compiled in {pipe._staged.stages[0].calls.compile_seconds:.1f} s" in repr(pipe)
         x = torch.randn(4, 6)
         assert torch.allclose(pipe.evaluate(x).outputs, model.eval()(x))
     assert not any(is_compiled(layer) for layer in model), "the user's model stays as it is"

@@ -11,7 +11,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "restrictions.md"
 _TITLE = "## What is watched\n"
 _INTRODUCTION = """
 Each of these would give other numbers than the plain loop without an error. The pipeline looks for them, and raises an
-error that names the way out; `error.guard` is the name in the first column. The tables are made from the code.
+error that names the way out; `error.guard` is the name in the first column. `print(pipe)` names the guards that can't
+look in that pipeline. The tables are made from the code.
 """
 _HEADER = "| guard | watches for | looks | costs | does not notice |\n|---|---|---|---|---|\n"
 

@@ -50,7 +50,7 @@ FORWARD_BACKWARDS = Guard(
     "an entry in the table of intercepted calls; a walk over the graph of that backward",
     "pass that loss to gapless.aux_loss instead, or, for gradients that the forward itself needs, call "
     "torch.autograd.grad",
-    "compiled layers",
+    "compiled layers; layers that run without interception and begin later",
 )
 LOOSE_TENSORS = Guard(
     "learning tensors that are no parameters",

@@ -116,7 +116,7 @@ class HeldModel:
     @property
     def compile_seconds(self) -> float:
         """Seconds spent in calls that compiled layers: the cold start."""
-        return sum(stage.compile_seconds for stage in self._staged.stages.values())
+        return sum(stage.calls.compile_seconds for stage in self._staged.stages.values())
 
     def __repr__(self) -> str:
         return "\n".join([*self._staged.described(), *self._world.described()])

@@ -30,6 +30,7 @@ from gapless.stage.batch.minibatch import Minibatch
 from gapless.stage.batch.plain import sum_in_order
 from gapless.stage.compiled import compiled
 from gapless.stage.graphs.graphed import GraphedStage
+from gapless.stage.guards.blind_spots import unwatched
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.stage import Stage
 from gapless.units import show_count
@@ -106,7 +107,10 @@ class StagedModel:
             remat = ""
             if (work := self.stages.get(stage)) is not None:
                 remat = f", remat {work.remat}" if work.remat != "none" else ""
-                remat += f", {work.num_compiled} compiled in {work.compile_seconds:.1f} s" if work.num_compiled else ""
+                calls = work.calls
+                remat += (
+                    f", {calls.num_compiled} compiled in {calls.compile_seconds:.1f} s" if calls.num_compiled else ""
+                )
                 remat += f", {work.runs}" if isinstance(work, GraphedStage) else ""
             name = f"layers {first} to {first + count - 1}" if count > 1 else f"layer {first}"
             if isinstance(self.model, Captured):
@@ -119,6 +123,8 @@ class StagedModel:
             first += count
         if not self.stages:
             yield "  to be traced and cut when the first batch comes"
+        others = {"processes": not self._world.one_process, "replicas": self._world.num_replicas > 1}
+        yield from (f"  {each}" for each in unwatched([*self.stages.values()], **others))
 
     def batch_of(self, inputs: Any, target: Any, *, cut: bool) -> Minibatch:
         """What a caller gives, in microbatches; without `cut` it is a list of them already."""
@@ -220,7 +226,7 @@ class StagedModel:
         self._programs.clear()
         self.stages = self._made()
         self._adopt(parts)
-        if count := sum(stage.num_compiled for stage in self.stages.values() if stage.split):
+        if count := sum(stage.calls.num_compiled for stage in self.stages.values() if stage.split):
             warnings.warn(
                 f"{count} compiled layers are in stages with a split backward: compiled layers can't defer their "
                 "weight gradients, so these are computed with the input gradients",

@@ -79,7 +79,7 @@ class Calls:
         modules = self.mode.modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
-        self.num_compiled = len(self._compiled)  # of the layers
+        self.num_compiled = len(self._compiled)  # of the layers: their weight gradients do not wait
         if is_compiled(loss):
             self._compiled[_LOSS] = CompiledCalls(loss)
         self._cold = False  # something was compiled in this step
@@ -94,7 +94,7 @@ class Calls:
         self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
         self._backwards_here = AtWork(self.mode, "backward") if self.is_open and not self._compiled else self._aside
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)
-        self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
+        self.unwatched = self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
         outside = outside and self._loss_way is Way.OUTSIDE and not _holds_tensors(loss)
         self._bare: list[Any] | None = None

@@ -165,14 +165,9 @@ class Stage:
         return len(self._work)
 
     @property
-    def num_compiled(self) -> int:
-        """How many of the layers are compiled; their weight gradients do not wait."""
-        return self._calls.num_compiled
-
-    @property
-    def compile_seconds(self) -> float:
-        """What the calls lasted in which layers were compiled."""
-        return self._calls.compile_seconds
+    def calls(self) -> Calls:
+        """How its layers are called, and what is known of them."""
+        return self._calls
 
     def forward(
         self,

@@ -8,4 +8,5 @@ stored_tensors    tensors that layers keep in attributes, where nobody should re
 weight_changes    weights that change while a step runs; `grad_fields`: their `.grad` and `.requires_grad`
 data_writes       `.data` of a weight, and backwards of a layer's own
 process_state     what torch keeps once for all threads, whenever a layer touches it
+blind_spots       where these can't look
 """

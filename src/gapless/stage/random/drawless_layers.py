@@ -38,7 +38,7 @@ class Unwatched:
     """
 
     def __init__(self, *, unknown: bool, is_open: bool) -> None:
-        self._is_open = is_open
+        self._is_open, self._unknown = is_open, unknown
         self._known: set[Call] = set()
         self._allowed = False
         self._before: Stood | None = None
@@ -48,6 +48,16 @@ class Unwatched:
         self._doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
         self._suspects: set[Call] = set()
         self.has_settled = False  # it was a layer of this forward that has moved them
+
+    @property
+    def trusted(self) -> set[int]:
+        """The numbers of those that run so."""
+        return {number for number, _ in self._known}
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether there was something to look for, and too often it was somebody else who has drawn."""
+        return self._unknown and not self._looks
 
     def enter(self) -> None:
         """A forward comes, which may take several runs."""
