@@ -48,8 +48,10 @@ def test_stages_are_named_where_a_device_has_several(gapless: Command) -> None:
 def test_the_grid_fits_the_width(gapless: Command, monkeypatch: pytest.MonkeyPatch, name: str, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     drawn = gapless(f"show {name} --devices 12 --microbatches 40").out.split("\n\n")[0]
-    assert all(len(line) <= columns for line in drawn.splitlines())
-    assert len(drawn.splitlines()) == 12
+    lines = drawn.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert [int(line.split()[0]) for line in lines[:12]] == list(range(12))
+    assert len(lines) == 12 or lines[12].startswith("1 column = ")
 
 
 def test_a_narrow_column_shows_what_takes_the_time(gapless: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
     0 F0 F1 F2 F3 ......... B0--- B1--- B2--- B3---
     1    F0 F1 F2 F3 ... B0--- B1--- B2--- B3---
 
-Coloured on a terminal, plain otherwise; it fits the width it is given. Where actions get too narrow for their label
-they keep their letter, and where even that has no room a column shows what the device does for most of its time.
+Coloured on a terminal, plain otherwise; it fits the width it is given. Where actions of a kind get too narrow for their
+numbers, all of them keep their letter. Where even that has no room, a column shows what its device does for most of its
+time, and a line says how much time that is.
 """
 
 import math
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Number
@@ -34,14 +37,25 @@ def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     schedule = timeline.schedule
     margin = len(str(schedule.num_devices - 1)) + 1
     columns = max(10, width - margin)
-    scale = _scale(timeline, columns)
+    scale, shortest = _scale(timeline, columns), _shortest(timeline)
+    crowded = scale * shortest < 1 - 1e-9
     # Stages are named where a device has several and every action has the room, so that a grid has one kind of label.
-    staged = schedule.num_stages > schedule.num_devices and scale * _shortest(timeline) >= _label_width(schedule)
-    first = float(timeline.start)
+    staged = schedule.num_stages > schedule.num_devices and scale * shortest >= _label_width(schedule)
+    rows = [
+        _columns(timeline, device, scale) if crowded else _cells(timeline, device, scale, staged)
+        for device in range(schedule.num_devices)
+    ]
+    labelled = _with_room(chain.from_iterable(rows))
     lines = []
-    for device in range(schedule.num_devices):
-        cells = _cells(timeline, device, first, scale, columns, staged)
+    for device, row in enumerate(rows):
+        cells = [
+            (kind, _label(label if kind in labelled else str(kind), wide) if kind else _IDLE * wide)
+            for kind, label, wide in row
+        ]
         lines.append(f"{device:>{margin - 1}} " + "".join(_painted(cells, colour)).rstrip())
+    if crowded:
+        said = f"1 column = {1 / scale:.3g} of time, and shows what took most of it; `--html` shows every action"
+        lines += textwrap.wrap(said, width)
     return "\n".join(lines)
 
 
@@ -64,39 +78,54 @@ def _label_width(schedule: Schedule) -> int:
     return stage + 1 + len(str(max(0, schedule.num_microbatches - 1)))
 
 
+Block = tuple[Kind | None, str, int]  # what is done, its label, and for how many columns
 Cell = tuple[Kind | None, str]
 
 
-def _cells(timeline: Timeline, device: int, first: float, scale: float, columns: int, staged: bool) -> Iterator[Cell]:
-    """(kind, text) runs that fill the row from left to right."""
-    at = 0
-    crowd: defaultdict[Kind, float] = defaultdict(float)  # time since the last column that was drawn
+def _cells(timeline: Timeline, device: int, scale: float, staged: bool) -> list[Block]:
+    """From left to right, each action in at least one column."""
+    at, first = 0, float(timeline.start)
+    blocks: list[Block] = []
     for action, start, end in timeline.spans(device):
-        left, right = round((float(start) - first) * scale), round((float(end) - first) * scale)
-        left, right = min(left, columns), min(right, columns)
-        if action.kind not in _COLOURS:
+        left, right = (math.floor((float(when) - first) * scale + 0.5) for when in (start, end))
+        if action.kind not in _COLOURS or right <= left:
             continue
-        crowd[action.kind] += float(end - start)
-        if right <= max(at, left):
-            continue  # narrower than a column: the next one that reaches a new column shows what took longest
         if left > at:
-            yield None, _IDLE * (left - at)
-            at = left
-        kind = max(crowd, key=crowd.__getitem__) if right - at == 1 else action.kind
-        crowd.clear()
-        short = f"{action.kind}{action.microbatch}"
-        labels = [str(action), short] if staged else [short]
-        yield kind, _label(labels, kind, right - at)
+            blocks.append((None, "", left - at))
+        blocks.append((action.kind, str(action) if staged else f"{action.kind}{action.microbatch}", right - left))
         at = right
+    return blocks
 
 
-def _label(labels: Sequence[str], kind: Kind, width: int) -> str:
-    """The longest of the labels that leaves a gap to the next action, else one that just fits, else the letter."""
-    for room in (width - 1, width):
-        for label in labels:
-            if len(label) <= room:
-                return label.ljust(room, "-") + " " * (width - room)
-    return str(kind) + "-" * (width - 1)
+def _columns(timeline: Timeline, device: int, scale: float) -> list[Block]:
+    """Column by column, what took most of its time: actions are narrower than that."""
+    first, shares = float(timeline.start), defaultdict[int, defaultdict[Kind, float]](lambda: defaultdict(float))
+    for action, start, end in timeline.spans(device):
+        left, right = ((float(when) - first) * scale for when in (start, end))
+        for column in range(math.floor(left), math.ceil(right)) if action.kind in _COLOURS else ():
+            shares[column][action.kind] += min(right, column + 1) - max(left, column)
+    blocks: list[Block] = []
+    for column in range(max(shares, default=-1) + 1):
+        busy = shares[column]
+        kind = max(busy, key=busy.__getitem__, default=None)
+        is_idle = kind is None or 1 - sum(busy.values()) > busy[kind]
+        blocks.append((None if is_idle else kind, "", 1))
+    return blocks
+
+
+def _with_room(blocks: Iterable[Block]) -> set[Kind]:
+    """The kinds of which every action has the room for its label: numbers are on all of a kind or on none."""
+    found: dict[Kind, bool] = {}
+    for kind, label, width in blocks:
+        if kind is not None:
+            found[kind] = found.get(kind, True) and 0 < len(label) <= width
+    return {kind for kind, fits in found.items() if fits}
+
+
+def _label(label: str, width: int) -> str:
+    """With a gap to the next action where there is room for one."""
+    room = width - 1 if len(label) < width else width
+    return label.ljust(room, "-" if len(label) > 1 else " ") + " " * (width - room)
 
 
 def _painted(cells: Iterable[Cell], colour: bool) -> list[str]:
