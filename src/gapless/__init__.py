@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from gapless.schedule.verify import verify as verify
     from gapless.stage.auxiliary import aux_loss as aux_loss
     from gapless.stage.random.seeds import seed_of as seed_of
+    from gapless.view.comparison import compare as compare
+    from gapless.view.comparison import schedules as schedules
 
 _HOMES = {
     "AsyncReplicas": "gapless.run.streams.replicas.async_replicas",
@@ -55,10 +57,12 @@ _HOMES = {
     "Schedule": "gapless.schedule.action",
     "Timeline": "gapless.schedule.timeline",
     "aux_loss": "gapless.stage.auxiliary",
+    "compare": "gapless.view.comparison",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.planning",
     "plain_step": "gapless.model.reference",
+    "schedules": "gapless.view.comparison",
     "seed_of": "gapless.stage.random.seeds",
     "simulate": "gapless.schedule.simulate",
     "verify": "gapless.schedule.verify",
@@ -74,10 +78,12 @@ __all__ = [
     "Timeline",
     "__version__",
     "aux_loss",
+    "compare",
     "make_plan",
     "make_schedule",
     "measure_links",
     "plain_step",
+    "schedules",
     "seed_of",
     "simulate",
     "verify",

@@ -83,3 +83,13 @@ def test_the_page_has_every_schedule_of_the_terminal_and_says_what_was_left_out(
     assert '"rows":"overview"' in html
     for name, reason in told["refused"].items():
         assert f'<th scope="row">{name}</th><td>{escape(reason)}</td>' in html
+
+
+def test_only_those_that_are_named(gapless: Command) -> None:
+    found = json.loads(gapless("compare --schedules zb-h1,1f1b,pipedream --json").out)
+    assert [each["schedule"] for each in found["schedules"]] == ["zb-h1", "1f1b", "pipedream"]
+    assert gapless("compare --schedules 1f1b,zbv") == (
+        2,
+        "",
+        "gapless: there is no schedule named 'zbv'; did you mean zb-v?\n",
+    )

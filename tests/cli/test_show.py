@@ -114,3 +114,11 @@ def test_a_picture_that_is_refused_leaves_no_other_file_unwritten(gapless: Comma
     assert err == f"wrote {trace}\ngapless: {refusal}\n"
     assert trace.exists()
     assert not picture.exists()
+
+
+def test_several_are_drawn_together(gapless: Command, tmp_path: Path) -> None:
+    out = gapless(f"show gpipe 1f1b zb-v --svg {tmp_path / 'all.svg'}").out
+    assert [line for line in out.splitlines() if line in ("gpipe", "1f1b", "zb-v")] == ["gpipe", "1f1b", "zb-v"]
+    drawn = (tmp_path / "all.svg").read_text()
+    assert all(f">{name}" in drawn for name in ("gpipe", "1f1b", "zb-v"))
+    assert gapless("show gpipe 1f1b --format csv").err == "gapless: --format csv prints one schedule: name one\n"

@@ -105,9 +105,13 @@ def file_to_write(path: str) -> str:
     return path
 
 
-def add_name(parser: argparse.ArgumentParser) -> None:
-    """Which schedule, for commands that take one."""
-    parser.add_argument("schedule", metavar="SCHEDULE", help="a name from `gapless schedules`, or a schedule file")
+def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Which schedule, for commands that take one, or `several`."""
+    told = "a name from `gapless schedules`, or a schedule file"
+    if several:
+        parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help=told + "; several are drawn together")
+    else:
+        parser.add_argument("schedule", metavar="SCHEDULE", help=told)
     add_values(parser, ("--time-limit", _number, 60, "S", "optimal: seconds to search"))
 
 
@@ -156,11 +160,10 @@ def _request(arguments: argparse.Namespace, name: str, costs: Costs) -> Request:
     return Request(**asked | {"costs": costs, "replicas": arguments.replicas if name == "pipedream" else None})
 
 
-def schedule_of(arguments: argparse.Namespace) -> tuple[Schedule, Costs, Number | None]:
-    """The schedule asked for, by its name or in a file, after the passes; its costs and the memory limit."""
+def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Costs, Number | None]:
+    """The schedule of that name, or in that file, after the passes; its costs and the memory limit."""
     costs = Costs(**given(arguments, Costs))
     limit = limit_of(arguments, costs)
-    name = arguments.schedule
     is_file = os.path.exists(name) or os.sep in name or name.endswith((".txt", ".csv", ".json"))
     if name not in recipes.RECIPES and is_file:
         schedule = read_schedule(name)

@@ -1,8 +1,9 @@
-"""`gapless show`: draw a schedule, or print it."""
+"""`gapless show`: draw schedules, or print one."""
 
 import argparse
 
 from gapless.cli import options, terminal
+from gapless.errors import ConfigError
 from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -13,34 +14,46 @@ EXAMPLE = "gapless show zb-v --devices 4 --microbatches 8"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Which schedule, and how to print it."""
-    options.add_name(parser)
+    """Which schedules, and how to print them."""
+    options.add_name(parser, several=True)
     parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="how to print it (default grid)")
     options.add_all(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """A grid by default; pictures and files where they are asked for."""
-    schedule, costs, limit = options.schedule_of(arguments)
     form = arguments.format or ("json" if arguments.json else "grid")
+    if form != "grid" and len(arguments.schedules) > 1:
+        raise ConfigError(f"--{'json' if arguments.json else f'format {form}'} prints one schedule: name one")
     wanted = arguments.html or arguments.svg or arguments.perfetto
-    timeline = simulate(schedule, costs) if form == "grid" or wanted or limit is not None else None
-    if timeline is not None:
-        if misfit := options.misfit(timeline, limit):
-            terminal.complain(misfit)
-        options.write_pictures(arguments, [timeline], limit)
+    found = [options.schedule_of(arguments, name) for name in arguments.schedules]
+    limit = found[0][2]
+    if form == "grid" or wanted or limit is not None:
+        timelines = [simulate(schedule, costs) for schedule, costs, _ in found]
+        for timeline in timelines:
+            if misfit := options.misfit(timeline, limit):
+                terminal.complain(misfit)
+        options.write_pictures(arguments, timelines, limit)
+    schedule = found[0][0]
     if form == "text":
         terminal.say(schedule.text())
     elif form == "csv":
         terminal.say(schedule.csv(), end="")
     elif form == "json":
         terminal.print_json(schedule.to_json())
-    elif timeline is not None:
-        colour = terminal.on_terminal()
-        terminal.draw(text.grid(timeline, terminal.width(), colour))
-        terminal.draw(f"\n{text.key(schedule, colour)}")
-        terminal.say(summary(timeline))
+    else:
+        for number, timeline in enumerate(timelines):
+            if len(timelines) > 1:
+                terminal.say(f"{chr(10) if number else ''}{timeline.name}")
+            _draw(timeline)
     return 0
+
+
+def _draw(timeline: Timeline) -> None:
+    colour = terminal.on_terminal()
+    terminal.draw(text.grid(timeline, terminal.width(), colour))
+    terminal.draw(f"\n{text.key(timeline.schedule, colour)}")
+    terminal.say(summary(timeline))
 
 
 def summary(timeline: Timeline) -> str:

@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The figures; a schedule above the memory limit is an error."""
-    schedule, costs, limit = options.schedule_of(arguments)
+    schedule, costs, limit = options.schedule_of(arguments, arguments.schedule)
     timeline = simulate(schedule, costs)
     if misfit := options.misfit(timeline, limit):
         raise ScheduleError(misfit)

@@ -30,6 +30,20 @@ class Timeline:
     costs: Costs = field(default_factory=Costs)
     name: str = ""
 
+    def __repr__(self) -> str:
+        """Three lines: what it is, how long it takes, what it holds."""
+        schedule = self.schedule
+        sizes = (
+            f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+        )
+        shown = {name: f"{plain(getattr(self, name)):.6g}" for name in ("makespan", "span", "work")}
+        times = ", ".join(f"{name} {value}" for name, value in shown.items())
+        return (
+            f"Timeline of {self.name or 'a schedule'}: {sizes}, {schedule.num_actions:,} actions\n"
+            f"  {times}; bubble {float(self.bubble):.1%}, span bubble {float(self.span_bubble):.1%}\n"
+            f"  peak of each device: {', '.join(f'{plain(peak):.6g}' for peak in self.peak)}"
+        )
+
     @cached_property
     def start(self) -> Number:
         """The first start of all. Drawings count from it, so that measured and simulated ones have the same axis."""

@@ -2,6 +2,7 @@
 
 legend    what each kind of action is called, and its colour
 text      grids, tables and figures for a terminal
+comparison  schedules side by side, ranked
 figures   numbers as people read them, and their units
 needs     who waits for whom, as numbers
 columns   a timeline packed for the page

@@ -22,6 +22,7 @@ from gapless.errors import ConfigError, GaplessError
 from gapless.train.config.config import Config, read_config
 from gapless.train.data.feed import make_feeds
 from gapless.train.job import build
+from gapless.train.run import saver
 from gapless.train.run.evaluation import mean_loss
 from gapless.train.run.metrics import read_metrics
 from gapless.train.run.run_folder import RunFolder, folder_of
@@ -166,6 +167,16 @@ def test_the_command_line_finds_the_checkpoints_of_a_run(tmp_path: Path, capsys:
 def test_minutes_count_too(tmp_path: Path) -> None:
     run(config_of(tmp_path, "checkpoint.minutes=1e-9", "checkpoint.keep=9"), tmp_path / "run")
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 6
+
+
+@pytest.mark.parametrize(("options", "saves"), [((), 6), (("checkpoint.every=4",), 2)])
+def test_a_run_saves_by_time_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], saves: int
+) -> None:
+    assert saver._MINUTES == 10
+    monkeypatch.setattr(saver, "_MINUTES", 1e-9)
+    run(config_of(tmp_path, *options, "checkpoint.keep=9"), tmp_path / "run")
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == saves
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:

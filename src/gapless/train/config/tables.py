@@ -227,18 +227,18 @@ class EvaluateKeys:
 class CheckpointKeys:
     """What is kept, to go on later. A run saves at its end too, on SIGTERM and on Ctrl-C.
 
-    every = 100  save after so many updates | at the end only
-    minutes = 10  save after so many minutes | at the end only
+    every = 100  save after so many updates | by time
+    minutes = 10  save after so many minutes | 10, unless `every` is given
     keep = 2  how many of the latest are kept
     best = true  keep the one with the best evaluation too
-    background = false  write from a copy, in a thread of its own, while training goes on
+    background = true  write from a copy, in a thread of its own, while training goes on
     """
 
     every: Whole | None = None
     minutes: Positive | None = None
     keep: Whole = 2
     best: Truth = True
-    background: Truth = False
+    background: Truth = True
 
 
 @dataclass(frozen=True)

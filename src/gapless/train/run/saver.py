@@ -14,6 +14,8 @@ from gapless.train.run.evaluation import EarlyStop
 from gapless.train.run.trainer import Callback, Trainer
 from gapless.train.torchrun import Ranks
 
+_MINUTES = 10.0  # between two saves, unless told otherwise
+
 
 class Saver(Callback):
     """Saves before the next step begins, when the step before it has been evaluated. On ranks all save, and the first
@@ -43,9 +45,10 @@ class Saver(Callback):
     def _is_time(self, step: int) -> bool:
         if self._keys.every is not None and step % self._keys.every == 0:
             return True
-        if self._keys.minutes is None:
+        minutes = self._keys.minutes or (_MINUTES if self._keys.every is None else None)
+        if minutes is None:
             return False
-        return self._ranks.decided(time.monotonic() - self._since >= 60 * self._keys.minutes)
+        return self._ranks.decided(time.monotonic() - self._since >= 60 * minutes)
 
     def _save(self, trainer: Trainer) -> None:
         begin = time.perf_counter()
