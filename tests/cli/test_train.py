@@ -116,8 +116,8 @@ def test_a_loss_that_is_not_finite_ends_it_with_exit_code_1(gapless: Command, tm
     assert code == 1
     assert out.startswith("Pipeline: ")
     assert err == (
-        "gapless: stopped after 0 of 6 steps: the loss of step 1 is nan, in microbatch 0 of 4; a smaller learning rate "
-        "or clip = 1.0 may help\n"
+        "gapless: stopped after 0 of 6 steps: the loss of step 1 is nan, in microbatch 0 of 4: a smaller learning rate "
+        "or clip=1.0 may help\n"
     )
 
 

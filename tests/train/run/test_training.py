@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_keeps_its_threads_unless_told_otherwise(tmp_path: Pa
 
 def test_what_is_held_out_may_not_change_since_the_order_of_the_data_would(tmp_path: Path) -> None:
     run(config_of(tmp_path, "train.steps=1", text=GPT), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"had .* windows to train on when the run was saved, and has .* now: go on"):
+    with pytest.raises(ConfigError, match=r"had .* windows to train on when the run was saved, and has .* now; continue"):
         run(config_of(tmp_path, "train.steps=2", "evaluate.every=1", text=GPT), tmp_path / "run")
 
 
@@ -224,7 +224,7 @@ def test_updates_whose_loss_is_not_finite_are_left_out_and_counted(tmp_path: Pat
 
 def test_too_many_of_them_end_it_and_name_the_step_and_the_microbatch(tmp_path: Path) -> None:
     config = config_of(tmp_path, "loss.name=mine.py:late_nan", "pipeline.schedule=gpipe")
-    with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan, in microbatch 1 of 4; a smaller learning"):
+    with pytest.raises(NotFiniteError, match=r"the loss of step 2 is nan, in microbatch 1 of 4: a smaller learning"):
         run(config, tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
