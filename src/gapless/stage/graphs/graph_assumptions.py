@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gapless.stage.compiled import is_traced
+from gapless.stage.guards.state_notes import content_of
 from gapless.stage.settings import settings
 from gapless.stage.split.interception import has_hooks
 
@@ -76,7 +77,7 @@ def _inside(part: Any) -> Sequence[Any]:
     if isinstance(part, functools.partial):
         return [part.func, *part.args, *part.keywords.values()]
     closure = getattr(part, "__closure__", None) or ()
-    cells = [cell.cell_contents for cell in closure if _is_filled(cell)]
+    cells = [each for cell in closure for each in content_of(cell)]
     defaults = [*(getattr(part, "__defaults__", None) or ()), *(getattr(part, "__kwdefaults__", None) or {}).values()]
     bound = getattr(part, "__self__", None)
     if callable(part) and (cells or defaults or bound is not None):
@@ -84,14 +85,6 @@ def _inside(part: Any) -> Sequence[Any]:
     kind = type(part)
     own = getattr(part, "__dict__", None) if kind.__module__.partition(".")[0] not in ("builtins", "torch") else None
     return list(own.values()) if isinstance(own, dict) else []
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _backends() -> tuple[Any, ...]:

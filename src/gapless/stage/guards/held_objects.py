@@ -24,9 +24,23 @@ from gapless.guards.held_state import SHARED_STATE
 from gapless.stage.split.interception import is_torchs
 
 from .shared_logs import is_log
-from .state_notes import LISTS, NOTHING, OWN, Entries, Fields, Note, changed_keys, holds_tensors, reached, visited
+from .state_notes import (
+    LISTS,
+    MOST,
+    NOTHING,
+    OWN,
+    Entries,
+    Fields,
+    Note,
+    changed_keys,
+    content_of,
+    holds_tensors,
+    is_long,
+    owner_id,
+    reached,
+    visited,
+)
 
-_MOST = 4096  # entries of what is looked at in every forward; of what has more, only how many
 _MOST_VISITED = 65536
 _NUMBERS = (int, float, complex, str, bytes)
 
@@ -56,7 +70,7 @@ class Seen:
         self.look()
 
     def look(self) -> None:
-        self.before, self._was_long = self._read(), self._is_long()
+        self.before, self._was_long = self._read(), is_long(self._source)
 
     def stays(self) -> bool:
         """Whether it is as it was; what is in its place and equal is the same."""
@@ -70,17 +84,14 @@ class Seen:
         if isinstance(source, Tensor):
             return [source._version]
         if isinstance(source, types.CellType):
-            try:
-                return [source.cell_contents]
-            except ValueError:  # nothing is in it yet
-                return []
-        if self._is_long():
+            return content_of(source)  # type: ignore[no-any-return]
+        if is_long(source):  # only how many
             return [len(source)]
         if isinstance(source, dict):
             return [*source, *source.values()]
         if isinstance(source, LISTS):
             return [*source]
-        return [source.tobytes() if source.nbytes <= _MOST else None]
+        return [source.tobytes() if source.nbytes <= MOST else None]
 
     def note(self) -> Note | None:
         """What has changed of it, as it was; no content where that is not known."""
@@ -101,9 +112,6 @@ class Seen:
         """Whether nothing was taken away, at least."""
         source = self._source
         return isinstance(source, LISTS) and (self._was_long or len(source) > len(self.before))
-
-    def _is_long(self) -> bool:
-        return isinstance(self._source, (dict, *LISTS)) and len(self._source) > _MOST
 
 
 def equal_numbers(before: Any, now: Any) -> bool:
@@ -232,7 +240,7 @@ class SharedObjects:
         for each in layers:
             own = self.held.setdefault(each.key, {})
             for holder, path in reached(_roots([each]), self._met, most=_MOST_VISITED):
-                owner = id(_owner(holder))
+                owner = owner_id(holder)
                 other, its_path = first.setdefault(owner, (each, path))
                 own.setdefault(owner, (holder, path))
                 if other.key is not each.key and owner not in self.holders and not isinstance(holder, Random):
@@ -276,7 +284,7 @@ class SharedObjects:
         return f"{note.path.rpartition('.')[0]}.{keys[0]}" if keys else None
 
     def _refusal(self, note: Note, path: str) -> GaplessError:
-        one, other = self.holders[id(_owner(note.holder))]
+        one, other = self.holders[owner_id(note.holder)]
         both, way = "layers of two stages", "put both into one stage with partition="
         if isinstance(one.key, tuple) and isinstance(other.key, tuple) and one.key[0] is other.key[0]:
             both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
@@ -301,7 +309,3 @@ def _roots(layers: Iterable[Holder]) -> list[tuple[Any, str]]:
             if not known[kind]:
                 found.append((part, f"{name}.{path}" if path else name))
     return found
-
-
-def _owner(holder: Any) -> Any:
-    return holder.owner if isinstance(holder, Fields) else holder

@@ -16,7 +16,6 @@ from gapless.stage.compiled import is_traced
 
 from .held_objects import Was
 from .state_notes import (
-    LISTS,
     NOTHING,
     Entries,
     Fields,
@@ -24,12 +23,12 @@ from .state_notes import (
     changed_keys,
     content_of,
     holds_tensors,
+    is_long,
     notes_of,
+    owner_id,
     same,
     write,
 )
-
-_MOST = 4096  # entries of a list that is noted in every forward
 
 
 class Held:
@@ -45,7 +44,7 @@ class Held:
         if everything:
             return self.all()
         if self._known and not self._always:
-            self._known = [each for each in self._known if not _is_long(each.holder)]
+            self._known = [each for each in self._known if not is_long(each.holder)]
         return [each._replace(content=content_of(each.holder)) for each in self._known or ()]
 
     def put_back(self, taken: list[Note]) -> None:
@@ -62,13 +61,13 @@ class Held:
                 if isinstance(holder, Fields):
                     holder = Fields(holder.owner, changed_keys(each.content, holder.read()))
                 self._know([each._replace(holder=holder)])
-        self._known, before = self._known or [], {id(_owner(each.holder)): each.content for each in everything}
+        self._known, before = self._known or [], {owner_id(each.holder): each.content for each in everything}
         return [
             each._replace(content={key: content.get(key, NOTHING) for key in each.holder.keys or ()})
             if isinstance(each.holder, Entries)
             else each._replace(content=content)
             for each in self._known
-            if (content := before.get(id(_owner(each.holder)))) is not None
+            if (content := before.get(owner_id(each.holder))) is not None
         ]
 
     def begun(
@@ -104,14 +103,14 @@ class Held:
 
     def _knows(self, holder: Any) -> bool:
         """Whether all of it is known to change."""
-        keys = self._known_keys().get(id(_owner(holder)), ())
+        keys = self._known_keys().get(owner_id(holder), ())
         return keys is None or (isinstance(holder, Fields) and {*(holder.keys or ())} <= {*keys})
 
     def _known_keys(self) -> dict[int, set[str] | None]:
         """By the id of what changes its attributes that do; None: it is no such thing."""
         found: dict[int, set[str] | None] = {}
         for each in self._known or ():
-            keys = found.setdefault(id(_owner(each.holder)), set() if isinstance(each.holder, Fields) else None)
+            keys = found.setdefault(owner_id(each.holder), set() if isinstance(each.holder, Fields) else None)
             if keys is not None:
                 keys.update(each.holder.keys or ())
         return found
@@ -137,7 +136,7 @@ class Held:
             name
             for each in before
             if not same(each.holder, each.content)
-            for name in _names(each, known.get(id(_owner(each.holder)), set()))
+            for name in _names(each, known.get(owner_id(each.holder), set()))
         ]
 
     @contextlib.contextmanager
@@ -207,15 +206,6 @@ def _moved(note: Note) -> Iterator[Note]:
         holder, content = Entries(held, keys), {key: content.get(key, NOTHING) for key in keys}
         path = f"{path}.{keys[0]}" if isinstance(note.holder, Entries) else path
     yield Note(holder, path, content)
-
-
-def _is_long(holder: Any) -> bool:
-    """Too long to be noted in every forward."""
-    return isinstance(holder, (dict, *LISTS)) and len(holder) > _MOST
-
-
-def _owner(holder: Any) -> Any:
-    return holder.owner if isinstance(holder, Fields) else holder
 
 
 def _names(note: Note, known: set[str] | None) -> list[str]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from .state_notes import LIBRARIES, LISTS, Fields
+from .state_notes import LIBRARIES, LISTS, Fields, content_of
 
 _ADDS = frozenset(("append", "appendleft", "add"))
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
@@ -22,7 +22,7 @@ def is_log(log: Any, reached: Iterable[tuple[Any, Any, str]]) -> bool:
     for value, holder, _ in reached:
         if isinstance(value, FunctionType):
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            names.update(name for name, cell in cells if _content(cell) is log)
+            names.update(name for name, cell in cells for each in content_of(cell) if each is log)
             codes.add(value.__code__)
         elif isinstance(value, MethodType):
             codes.add(value.__func__.__code__)
@@ -36,13 +36,6 @@ def is_log(log: Any, reached: Iterable[tuple[Any, Any, str]]) -> bool:
 
 def _contents(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return None
 
 
 def _methods(kind: type) -> Iterator[CodeType]:

@@ -21,6 +21,7 @@ _SIMPLE = frozenset(
     (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.Size)
 )
 LISTS = (list, deque, set, bytearray)
+MOST = 4096  # entries or bytes of what is looked at in every forward
 LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections", "random", "functools"}) | {
     "torch",
     "gapless",
@@ -78,6 +79,16 @@ class Fields(Entries):
     def write(self, content: dict[Any, Any]) -> None:
         now = content if self.keys is not None else self.read()
         super().write({**dict.fromkeys(now, NOTHING), **content})
+
+
+def owner_id(holder: Any) -> int:
+    """Of what has it, by which two holders are told to be one."""
+    return id(holder.owner if isinstance(holder, Fields) else holder)
+
+
+def is_long(holder: Any) -> bool:
+    """Too long to be looked at in every forward."""
+    return isinstance(holder, (dict, *LISTS)) and len(holder) > MOST
 
 
 def notes_of(parts: Sequence[Any]) -> Iterator[Note]:
