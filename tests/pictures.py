@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
-from gapless.view import svg
+from gapless.view.pictures import svg
 from gapless.view.text import percent
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"

@@ -20,6 +20,7 @@ PUBLIC = [
     "__version__",
     "aux_loss",
     "compare",
+    "draw",
     "make_plan",
     "make_schedule",
     "measure_links",

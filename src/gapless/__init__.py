@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from gapless.stage.random.seeds import seed_of as seed_of
     from gapless.view.comparison import compare as compare
     from gapless.view.comparison import schedules as schedules
+    from gapless.view.pictures.picture_file import draw as draw
 
 _HOMES = {
     "AsyncReplicas": "gapless.run.streams.replicas.async_replicas",
@@ -58,6 +59,7 @@ _HOMES = {
     "Timeline": "gapless.schedule.timeline",
     "aux_loss": "gapless.stage.auxiliary",
     "compare": "gapless.view.comparison",
+    "draw": "gapless.view.pictures.picture_file",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.planning",
@@ -79,6 +81,7 @@ __all__ = [
     "__version__",
     "aux_loss",
     "compare",
+    "draw",
     "make_plan",
     "make_schedule",
     "measure_links",

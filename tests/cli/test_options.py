@@ -40,7 +40,10 @@ from tests.cli.conftest import Command
         ("show 1f1b --devices x", "argument --devices/-K: invalid int value: 'x'; `gapless show --help` shows how"),
         ("show 1f1b --forward x", "argument --forward: 'x' is not a number; `gapless show --help` shows how"),
         ("show 1f1b --replicas 1,x", "argument --replicas: '1,x' is not a list of whole numbers such as 2,1,1;"),
-        ("simulate auto --svg none/a.svg", "argument --svg: there is no folder none: make it first; `gapless simulate"),
+        (
+            "simulate auto --svg none/a.svg",
+            "argument --figure/--svg: there is no folder none: make it first; `gapless simulate",
+        ),
         ("show 1f1b --format pdf", "argument --format: invalid choice: 'pdf' (choose from "),
         ("show", "the following arguments are required: SCHEDULE; `gapless show --help` shows how"),
         ("verify nowhere.txt", "there is no file nowhere.txt"),

@@ -196,7 +196,7 @@ def test_a_plan_that_is_printed_says_how_good_it_is_and_what_to_be_careful_about
         ("--memory 20MiB --schedules 1f1b", "nothing fits 20 MiB per device; the nearest is 1f1b on "),
         ("--write none/plan.json", "argument --write: there is no folder none: make it first; `gapless plan --help`"),
         ("--html none/page.html", "argument --html: there is no folder none: make it first"),
-        ("--svg .", "argument --svg: . is a folder: name a file"),
+        ("--svg .", "argument --figure/--svg: . is a folder: name a file"),
         ("--devices x", "argument --devices/-K: invalid int value: 'x'; `gapless plan --help` shows how"),
         ("--devces 4", "'--devces' is not understood; did you mean --devices?"),
     ],

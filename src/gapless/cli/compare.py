@@ -32,7 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     left_out = ""
     if found.refused and arguments.html:
         left_out = filled("listing.html", title="Left out", rows=found.refused.items())
-    options.write_pictures(arguments, list(found), limit, overview=True, back=left_out)
+    # naive lasts so long that the others would be slivers beside it
+    pictured = [timeline for timeline in found if names is not None or timeline.name != "naive"]
+    options.write_pictures(arguments, list(found), limit, pictured=pictured, overview=True, back=left_out)
     if arguments.json:
         best = found.best.name if found.ranked else None
         rows = {"schedules": found.rows(), "refused": found.refused}

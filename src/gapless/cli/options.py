@@ -20,6 +20,7 @@ from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 from gapless.units import show_count
 from gapless.user_file import read_user_file
+from gapless.view.pictures.picture_file import draw, suffix_of
 
 
 def add_values(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
@@ -65,6 +66,7 @@ def add_all(parser: argparse.ArgumentParser) -> None:
     )
     _add_passes(parser)
     add_outputs(parser)
+    _add_look(parser)
 
 
 def _add_passes(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +92,32 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add_values(
         outputs,
         ("--html", file_to_write, None, "FILE", "write the interactive page"),
-        ("--svg", file_to_write, None, "FILE", "write a picture"),
+        ("--figure --svg", picture_to_write, None, "FILE", "write a picture: .svg, .pdf or .png"),
         ("--perfetto", file_to_write, None, "FILE", "write a trace for ui.perfetto.dev"),
     )
+
+
+def _add_look(parser: argparse.ArgumentParser) -> None:
+    looks = parser.add_argument_group("figure", "how the picture of --figure looks")
+    add_values(
+        looks,
+        ("--title", str, None, "TEXT", "a title above it"),
+        ("--width", _number, None, "MM", "its width in millimetres"),
+        ("--font", str, None, "NAME", "a font family"),
+    )
+    looks.add_argument("--theme", choices=("light", "dark"), default="light", help="its colours (default light)")
+    looks.add_argument("--greyscale", action="store_true", help="greys with hatches in place of colours")
+    looks.add_argument("--no-labels", action="store_false", dest="labels", help="no numbers on the actions")
+    looks.add_argument("--no-headings", action="store_false", dest="headings", help="no name above each timeline")
+
+
+def picture_to_write(path: str) -> str:
+    """One whose suffix is that of a picture."""
+    try:
+        suffix_of(file_to_write(path))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
 
 
 def file_to_write(path: str) -> str:
@@ -238,16 +263,21 @@ def write_pictures(
     timelines: Sequence[Timeline],
     limit: Number | None = None,
     unit: str = "ms",
+    pictured: Sequence[Timeline] = (),
     **page_options: Any,
 ) -> None:
     """The files asked for; where they went is said on standard error, so that standard output stays the result. `unit`
-    is that of the times, for programs that show seconds; `page_options` are those of the page.
+    is that of the times, for programs that show seconds; `pictured` are those of the picture, if not all;
+    `page_options` are those of the page.
     """
-    from gapless.view import page, perfetto, svg
+    from gapless.view import page, perfetto
+    from gapless.view.pictures.look import Look
 
+    look = {name: value for name, value in given(arguments, Look).items() if value is not None}
+    title = getattr(arguments, "title", None) or ""
     writers: dict[str, Callable[[str], None]] = {
         "html": lambda path: page.write(path, timelines, memory_limit=limit, **page_options),
-        "svg": lambda path: svg.write(path, timelines),
+        "figure": lambda path: draw(path, *(pictured or timelines), title=title, **look),
         "perfetto": lambda path: perfetto.write(path, timelines, unit),
     }
     if arguments.perfetto and (warning := perfetto.about_its_size(timelines)):

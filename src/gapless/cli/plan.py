@@ -25,7 +25,7 @@ from gapless.view import text
 
 EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
 _ONLY_WITH_A_FLUSH = (
-    *("what_if", "device_profiles", "html", "svg", "perfetto", "write", "speeds"),
+    *("what_if", "device_profiles", "html", "figure", "perfetto", "write", "speeds"),
     *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack"),
 )
 

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     form = arguments.format or ("json" if arguments.json else "grid")
     if form != "grid" and len(arguments.schedules) > 1:
         raise ConfigError(f"--{'json' if arguments.json else f'format {form}'} prints one schedule: name one")
-    wanted = arguments.html or arguments.svg or arguments.perfetto
+    wanted = arguments.html or arguments.figure or arguments.perfetto
     found = [options.schedule_of(arguments, name) for name in arguments.schedules]
     limit = found[0][2]
     if form == "grid" or wanted or limit is not None:

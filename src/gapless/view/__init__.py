@@ -9,7 +9,7 @@ columns   a timeline packed for the page
 template  pages from templates
 summary   the page's table
 page      one interactive HTML file, put together from the files below
-svg       a picture that stands still
+pictures  pictures that stand still
 curves    curves side by side, on a page without scripts
 run_page  the report of a run: curves, figures and tables around its timelines
 perfetto  a trace for ui.perfetto.dev

@@ -1,4 +1,4 @@
-"""Timelines as a picture that stands still: one SVG for a document, a slide or a README, on a light or a dark page.
+"""Timelines as a picture that stands still: one SVG for a document, a slide or a README.
 
 gpipe   makespan 33 · bubble 27.27% · peak 8
 device 0  |0|1|2|3|/////////////|  0  |  1  |  2  |  3  |
@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import TRANSFERS, Kind
@@ -19,6 +18,8 @@ from gapless.view import legend
 from gapless.view.figures import figure
 from gapless.view.summary import named
 from gapless.view.text import percent
+
+from .look import Look, shade_class
 
 MAX_ACTIONS = 50_000
 _MAX_TITLED = 5_000  # beyond, the words on hover would be most of the file
@@ -29,22 +30,14 @@ _DIGIT = 7.0
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_STYLE = """
-text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;font-variant-numeric:tabular-nums;fill:#171a21}
-.page{fill:#fff}.muted{fill:#5d6473}.name{font-size:14px;font-weight:650}.label{font-size:11px;font-weight:600;text-anchor:middle;fill:INK}
-.tick{text-anchor:middle;fill:#5d6473}.grid{stroke:#eceef2}.title{font-size:20px;font-weight:650}
-.inner{fill:url(#inner)}.outer{fill:url(#outer)}.inner-0{fill:#edeef2}.inner-1{stroke:#b9bfcc}.outer-0{fill:#f3f4f7}.outer-1{stroke:#d7dae2}
-"""
-_DARK_STYLE = """
-text{fill:#e8eaef}.label{fill:INK}.page{fill:#14171c}.muted,.tick{fill:#9aa2b1}.grid{stroke:#262a33}
-.inner-0{fill:#20242c}.inner-1{stroke:#4a5261}.outer-0{fill:#191d23}.outer-1{stroke:#323843}
-"""
 
-
-def render(timelines: Sequence[Timeline], width: int = 1200, title: str = "", hover: bool = True) -> str:
-    """One picture of all timelines on one time axis, `width` pixels wide, below a title if there is one. `hover`: every
-    action says what it is under the pointer, which most of the file is for.
+def render(
+    timelines: Sequence[Timeline], width: int = 1200, title: str = "", hover: bool = True, look: Look | None = None
+) -> str:
+    """One picture of all timelines on one time axis, `width` pixels wide unless the look has one, below a title if
+    there is one. `hover`: every action says what it is under the pointer, which most of the file is for.
     """
+    look = look or Look()
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
     total = sum(timeline.schedule.num_actions for timeline in timelines)
@@ -53,33 +46,38 @@ def render(timelines: Sequence[Timeline], width: int = 1200, title: str = "", ho
             f"{total:,} actions are too many for an SVG, which takes at most {MAX_ACTIONS:,}: "
             "use --html, which draws millions"
         )
-    drawing = _Drawing(timelines, max(width, 320), title, titled=hover and total <= _MAX_TITLED)
+    wide = max(width, 320) if look.pixels is None else look.pixels
+    drawing = _Drawing(timelines, wide, title, look, titled=hover and total <= _MAX_TITLED)
     body = list(drawing.parts())
     summary = escape("; ".join(f"{_clean(named(t))}: makespan {figure(t.makespan)}" for t in timelines))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" {_sizes(drawing, look)} '
         f'viewBox="0 0 {drawing.width} {drawing.height}" role="img">\n<title>Timelines: {summary}</title>\n'
-        f"<style>{_style(drawing.shades)}</style>\n<defs>{_hatch('inner')}{_hatch('outer')}</defs>\n"
+        f"<style>{look.style(drawing.shades)}</style>\n"
+        f"<defs>{_hatch('inner')}{_hatch('outer')}{look.patterns(drawing.shades)}</defs>\n"
         f'<rect class="page" width="100%" height="100%"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
-def write(path: str | Path, timelines: Sequence[Timeline], width: int = 1200, title: str = "") -> None:
-    """The picture as a file."""
-    Path(path).write_text(render(timelines, width, title), encoding="utf-8", newline="\n")
+def size_of(picture: str) -> tuple[int, int]:
+    """Its width and height in pixels."""
+    found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture)
+    assert found is not None
+    return int(found[1]), int(found[2])
 
 
 class _Drawing:
     """Where things are, and which fills were used."""
 
-    def __init__(self, timelines: Sequence[Timeline], width: int, title: str, titled: bool) -> None:
+    def __init__(self, timelines: Sequence[Timeline], width: int, title: str, look: Look, titled: bool) -> None:
         self.timelines, self.width, self.title, self.titled = timelines, width, title, titled
+        self.look, self.head = look, _HEAD if look.headings else 0
         self.top = _TITLE if title else 0
         self.longest = max(float(timeline.makespan) for timeline in timelines) or 1.0
         self.plot = width - _GUTTER - 2 * _MARGIN
         self.shades: set[tuple[Kind, int, int]] = set()
         devices = sum(timeline.schedule.num_devices for timeline in timelines)
-        self.height = self.top + _LEGEND + len(timelines) * (_HEAD + _GAP) + devices * _PITCH + _AXIS
+        self.height = self.top + _LEGEND + len(timelines) * (self.head + _GAP) + devices * _PITCH + _AXIS
         self.bottom = self.height - _AXIS
 
     def x(self, time: float) -> float:
@@ -93,7 +91,7 @@ class _Drawing:
         top = self.top + _LEGEND
         for timeline in self.timelines:
             yield from self._timeline(timeline, top)
-            top += _HEAD + _GAP + timeline.schedule.num_devices * _PITCH
+            top += self.head + _GAP + timeline.schedule.num_devices * _PITCH
 
     def _legend(self) -> Iterator[str]:
         x, y = float(_MARGIN), self.top + 10
@@ -102,7 +100,7 @@ class _Drawing:
         fits = sum(44 + 7 * len(name) for _, name in entries) + 60 < self.width
         for kind, name in entries:
             self.shades.add((kind, 0, 2))
-            yield f'<rect class="{_class(kind, 0, 2)}" x="{x:g}" y="{y}" width="20" height="16" rx="3"/>'
+            yield f'<rect class="{shade_class(kind, 0, 2)}" x="{x:g}" y="{y}" width="20" height="16" rx="3"/>'
             if kind not in TRANSFERS:
                 yield f'<text class="label" x="{x + 10:g}" y="{y + 12}">{kind.value}</text>'
             if fits:
@@ -114,11 +112,18 @@ class _Drawing:
     def _axis(self) -> Iterator[str]:
         for tick in _ticks(self.longest, max(2, self.plot // 90)):
             x = self.x(tick)
-            yield f'<path class="grid" d="M{x:.2f} {self.top + _LEGEND + _HEAD}V{self.bottom}"/>'
+            yield f'<path class="grid" d="M{x:.2f} {self.top + _LEGEND + self.head}V{self.bottom}"/>'
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 14}">{figure(tick)}</text>'
         yield f'<text class="muted" x="{_MARGIN}" y="{self.bottom + 14}">time</text>'
 
     def _timeline(self, timeline: Timeline, top: float) -> Iterator[str]:
+        if self.look.headings:
+            yield from self._heading(timeline, top)
+        tints = legend.tints(timeline.schedule)
+        for device in range(timeline.schedule.num_devices):
+            yield from self._row(timeline, device, tints[device], top + self.head + device * _PITCH)
+
+    def _heading(self, timeline: Timeline, top: float) -> Iterator[str]:
         name = _clean(named(timeline))
         room = max(4, int((self.width - 2 * _MARGIN) / 9))
         shown = name if len(name) <= room else name[: room - 1] + "…"
@@ -130,9 +135,6 @@ class _Drawing:
         if len(shown) * 9 + len(figures) * 7 + 40 < self.width:
             yield f'<tspan class="muted" dx="12" font-size="12" font-weight="400">{figures}</tspan>'
         yield "</text>"
-        tints = legend.tints(timeline.schedule)
-        for device in range(timeline.schedule.num_devices):
-            yield from self._row(timeline, device, tints[device], top + _HEAD + device * _PITCH)
 
     def _row(self, timeline: Timeline, device: int, tints: list[int], y: float) -> Iterator[str]:
         yield f'<text x="{_MARGIN}" y="{y + 15:g}">device {device}</text>'
@@ -146,11 +148,12 @@ class _Drawing:
             shade = (action.kind, tint_of.get(action.stage, 0), action.microbatch % legend.NUM_STEPS)
             self.shades.add(shade)
             words = f"{legend.describe(action)}, {figure(start)} to {figure(end)}" if self.titled else ""
-            yield self._rect(_class(*shade), start, end, y, words)
+            yield self._rect(shade_class(*shade), start, end, y, words)
             label = str(action.microbatch)
-            if self.x(end) - self.x(start) >= len(label) * _DIGIT + 3:
+            if self.look.labels and self.x(end) - self.x(start) >= len(label) * _DIGIT + 3:
                 x = (self.x(start) + self.x(end)) / 2
-                yield f'<text class="label" x="{x:.2f}" y="{y + 15:g}">{label}</text>'
+                halo = " halo" if self.look.greyscale else ""
+                yield f'<text class="label{halo}" x="{x:.2f}" y="{y + 15:g}">{label}</text>'
 
     def _rect(self, name: str, start: float, end: float, y: float, words: str = "") -> str:
         x, width = self.x(start), self.x(end) - self.x(start)
@@ -168,18 +171,10 @@ def _hatch(name: str) -> str:
     )
 
 
-def _class(kind: Kind, tint: int, step: int) -> str:
-    return f"k{legend.KINDS.index(kind)}-{tint}-{step}"
-
-
-def _style(shades: set[tuple[Kind, int, int]]) -> str:
-    used = sorted(shades, key=lambda shade: _class(*shade))
-    light, dark = (
-        "".join(f".{_class(*shade)}{{fill:{legend.shade(*shade, dark=dark)}}}" for shade in used)
-        for dark in (False, True)
-    )
-    styles = _STYLE + light + "\n@media (prefers-color-scheme:dark){" + _DARK_STYLE + dark + "}\n"
-    return styles.replace("INK", legend.INK)
+def _sizes(drawing: _Drawing, look: Look) -> str:
+    if look.width is None:
+        return f'width="{drawing.width}" height="{drawing.height}"'
+    return f'width="{look.width:g}mm" height="{look.width * drawing.height / drawing.width:g}mm"'
 
 
 def _ticks(longest: float, count: int) -> Iterator[float]:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,9 @@ from gapless.schedule.costs import Costs
 from gapless.schedule.placement import line
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
-from gapless.view import svg
+from gapless.view.pictures import svg
+from gapless.view.pictures.look import Look
+from gapless.view.pictures.picture_file import draw
 from tests.pictures import FOLDER, pictures
 from tests.view.conftest import EVIL, timeline_of
 
@@ -42,7 +45,7 @@ def test_blocks_are_as_long_as_their_actions_on_one_axis_for_all() -> None:
 
 
 def test_an_evil_name_stays_text(tmp_path: Path) -> None:
-    svg.write(tmp_path / "picture.svg", [timeline_of("gpipe", label=EVIL + "\x00\x1b\ud800")])
+    draw(tmp_path / "picture.svg", timeline_of("gpipe", label=EVIL + "\x00\x1b\ud800"))
     root = ElementTree.parse(tmp_path / "picture.svg").getroot()
     assert {element.tag.removeprefix(SVG) for element in root.iter()} == {
         *("svg", "title", "style", "defs", "pattern", "rect", "text", "tspan", "path")
@@ -50,11 +53,14 @@ def test_an_evil_name_stays_text(tmp_path: Path) -> None:
     assert any((text.text or "").startswith("</script><img src=x") for text in root.iter(f"{SVG}text"))
 
 
-def test_light_and_dark_come_with_the_picture_and_every_class_has_a_fill(eight: list[Timeline]) -> None:
-    picture = svg.render(eight)
-    assert "@media (prefers-color-scheme:dark)" in picture
+@pytest.mark.parametrize("look", [{}, {"theme": "dark"}, {"greyscale": True}])
+def test_every_class_has_a_fill(eight: list[Timeline], look: dict[str, Any]) -> None:
+    picture = svg.render(eight, look=Look(**look))
+    assert "@media" not in picture
     for name in set(re.findall(r'class="(k\d+-\d-\d)"', picture)):
-        assert picture.count(f".{name}{{fill:#") == 2
+        assert picture.count(f".{name}{{fill:{'url(#h' if look.get('greyscale') else '#'}") == 1
+    for name in set(re.findall(r"url\(#(\w+)\)", picture)):
+        assert f'<pattern id="{name}"' in picture
 
 
 def test_numbers_are_left_out_where_blocks_are_too_narrow() -> None:
