@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gapless
+from gapless.errors import ConfigError
 
 SEED, SIZE, MICROBATCHES = 3, 8, 3
 Use = Callable[[Any, Tensor], Tensor]
@@ -216,3 +217,29 @@ def test_modules_of_torch_train_as_in_the_plain_loop(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert differs(*case_of(name)) == []
+
+
+class Holding(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.part = nn.Linear(6, 6), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(self.linear(x))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(lambda part: [part, nn.Tanh()], "0"), (lambda part: [Holding(part), nn.Tanh()], r"0\.part"), (Holding, "part")],
+    ids=["a layer", "in a layer", "in a traced model"],
+)
+def test_a_scripted_module_is_refused_with_the_way_out(place: Callable[[Any], Any], name: str) -> None:
+    """It failed with whatever words of torch came first."""
+    scripted = torch.jit.script(nn.Linear(6, 6))
+    message = (
+        rf"^{name} is a module that torch\.jit has compiled, .*: use the module as it was before torch\.jit\.script"
+    )
+    with pytest.raises(ConfigError, match=message):
+        gapless.Pipeline(place(scripted), devices=2, microbatches=2, loss=F.mse_loss)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
@@ -37,7 +38,7 @@ class Layers:
             self.module = _owner(self.layers)
         else:
             raise PartitionError(_no_model(model))
-        check_initialised(self.module)
+        check_parts(self.module)
         for number, layer in enumerate(self.layers):
             if not callable(layer) or (isinstance(layer, nn.Module) and _has_no_forward(layer)):
                 raise PartitionError(f"layer {number} is a {type(layer).__name__}, which can't be called")
@@ -70,9 +71,17 @@ def cost_of(layer: Layer) -> int:
     return 1 + (sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0)
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Every parameter and buffer has a shape: of lazy layers only their first call tells it."""
+def check_parts(model: nn.Module) -> None:
+    """Every parameter and buffer has a shape: of lazy layers only their first call tells it. And every module is one of
+    Python: one that was scripted hides its calls, and hands out its buffers in another way.
+    """
     for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'the model'} is a module that torch.jit has compiled, into which a pipeline can't look: use "
+                "the module as it was before torch.jit.script or torch.jit.trace (torch.compile works, and so do "
+                "scripted functions)"
+            )
         if any(is_lazy(each) for each in (*part._parameters.values(), *part._buffers.values())):
             raise ConfigError(
                 f"{name or 'the model'} is a {type(part).__name__} whose parameters have no shape yet: call the model "

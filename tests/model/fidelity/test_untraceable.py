@@ -194,9 +194,19 @@ def packs(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def changes_data(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    y.data.mul_(2)
+    return y
+
+
 @pytest.mark.parametrize(
     ("middle", "message"),
     [
+        (
+            changes_data,
+            r"can't trace Three: it uses \.data of a tensor, which no trace can follow: use \.detach\(\) in",
+        ),
         (flash_only, r"for a part of its forward it sets memory-efficient attention to False, which a trace would"),
         (double_in_part, r"for a part of its forward it sets the default dtype to torch.float64, which a trace"),
         (seeds_itself, r"for a part of its forward it sets the seed to 3, which a trace would lose"),

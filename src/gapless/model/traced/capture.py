@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
-from gapless.model.layers import check_initialised
+from gapless.model.layers import check_parts
 from gapless.model.materialise import named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
 from gapless.slow_work import slow_work
@@ -45,7 +45,7 @@ class Captured:
         """`devices`: that of each stage. `movable` says that parameters may change their stages when the model is
         edited.
         """
-        check_initialised(model)
+        check_parts(model)
         if cuts is not None:
             _check_same(cuts, model)
         self.module = model

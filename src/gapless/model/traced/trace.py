@@ -222,6 +222,8 @@ def _named_in(model: nn.Module, attributes: Iterable[tuple[nn.Module, str]]) -> 
 def _refusal(model: nn.Module, error: Exception) -> str:
     """The fact, the user's line and the way out."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "fake tensor in the exported program constant" in message:
+        message = "it uses .data of a tensor, which no trace can follow: use .detach() in its place"
     wanted = switches(model)
     change = (
         f"Set {' and '.join(wanted)} in its config" if wanted else "Check the shapes of the batch, change that line"

@@ -35,7 +35,11 @@ from gapless.stage.split.call_mode import Mode
 Function = Callable[..., Any]
 _ANY_STATE = torch.Generator().get_state()  # of a generator from which nobody draws
 _CHECKPOINT = "torch.utils.checkpoint"
-_BETWEEN = ("torch.random", "torch.cuda.random", "torch.cuda", "contextlib", __name__)
+# Who leaves a setting as it was: ourselves, and torch where it compiles a function.
+_PUT_BACK = ("gapless.", "torch._dynamo.convert_frame", "torch._functorch._aot_autograd.", "torch._inductor.")
+_BETWEEN = frozenset(
+    ("torch", "torch.random", "torch.cuda.random", "torch.cuda", "torch.autograd.anomaly_mode", "contextlib", __name__)
+)
 _GENERATORS = "set_rng_state get_rng_state manual_seed seed initial_seed"
 _GENERATORS_ON_GPUS = f"{_GENERATORS} manual_seed_all seed_all"
 # What sets something for the whole process.
@@ -168,7 +172,7 @@ def _stand_in(*args: Any, _instead: Function, **kwargs: Any) -> Any:
 
 def _refuse_setting(name: str) -> None:
     work = _here.work
-    if work is None or work.mode is None or work.mode.one_thread or _caller().startswith("gapless."):
+    if work is None or work.mode is None or work.mode.one_thread or _caller().startswith(_PUT_BACK):
         return
     raise PROCESS_SETTINGS.refusal(
         f"a layer or the loss calls {name} in its {work.what}, and torch keeps what that sets once for all threads, so "

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gapless.errors import ConfigError
 from gapless.guards.whole_model import LEFT_OUT_PARAMETERS
-from gapless.model.layers import check_initialised
+from gapless.model.layers import check_parts
 from gapless.model.materialise import on_meta
 
 
@@ -76,7 +76,7 @@ def check_model(model: Any, loss: Any, scaler: object) -> None:
             f"the model is a {type(model).__name__}, but every replica has a copy of a module: pass an nn.Module, such "
             "as nn.Sequential(*layers)"
         )
-    check_initialised(model)
+    check_parts(model)
     if empty := on_meta([model]):
         raise ConfigError(f"{empty[0]} is on the meta device, without data: give it values first")
     for name, parameter in model.named_parameters():

@@ -1,0 +1,82 @@
+"""Layers and losses that call functions which torch.compile has compiled, beside layers of other threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gapless
+
+SEED = 3
+
+
+class Helped(nn.Module):
+    def __init__(self, helper: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.drop, self.helper = nn.Linear(6, 6), nn.Dropout(0.3), helper
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(self.helper(self.linear(x)))
+        return out
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "none"), ("gpipe", "stage")])
+def test_a_compiled_helper_of_layers_and_loss_is_that_of_the_plain_loop(
+    backend: str, schedule: str, remat: Any
+) -> None:
+    """Dynamo saves torch's settings and sets them as they were, which was refused as if the layer had set them."""
+
+    def layers() -> list[nn.Module]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        helper = torch.compile(lambda x: torch.tanh(x) * 2, backend=backend)
+        return [Helped(helper), nn.Dropout(0.2), Helped(helper), nn.Linear(6, 6)]
+
+    def loss() -> Callable[[Tensor, Tensor], Tensor]:
+        squares = torch.compile(lambda out, y: (out - y).square(), backend=backend)
+        return lambda out, y: squares(out, y).mean()
+
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    torch.set_num_threads(1)
+    plain, criterion, expected = layers(), loss(), []
+    for step in range(2):
+        for number, (part, goal) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+            out = part
+            for place, layer in enumerate(plain):
+                torch.manual_seed(gapless.seed_of(SEED, step, number, place))
+                out = layer(out)
+            value = criterion(out, goal)
+            (value / 4).backward()
+            expected.append(value.detach())
+    ours, losses = layers(), list[Tensor]()
+    with gapless.Pipeline(
+        ours, devices=2, schedule=schedule, remat=remat, microbatches=4, loss=loss(), seed=SEED, intra_op_threads=1
+    ) as pipe:
+        for _ in range(2):
+            losses += pipe.step(x, y).losses
+    assert [*map(float, losses)] == [*map(float, expected)]
+    for one, other in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_compiled_helper_may_not_set_what_all_threads_share() -> None:
+    @torch.compile(backend="eager")
+    def helper(x: Tensor) -> Tensor:
+        torch.use_deterministic_algorithms(True)
+        return x * 2
+
+    model = [Helped(helper), nn.Linear(6, 6)]
+    with (
+        gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(Exception, match="calls set_deterministic_algorithms in its forward"),
+    ):
+        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
+    assert not torch.are_deterministic_algorithms_enabled()
