@@ -52,7 +52,7 @@ demo: $(RUNS)
 	$(BIN)/python -m gapless train examples/demo.toml --steps 100 --folder demo/run --devices 2
 	@echo
 	@echo "Open in a browser: demo/compare.html (every schedule, drawn) and demo/run/report.html (the run)."
-	@echo "Then: source .venv/bin/activate, gapless explore, and your own model as in docs/guide.md"
+	@echo "Then: source .venv/bin/activate, gapless explore, and your own model as in docs/quickstart.md"
 
 # The pages of docs/ as a site, in site/. Links and anchors that lead nowhere end it.
 docs: $(VENV)/.docs
@@ -63,9 +63,9 @@ docs: $(VENV)/.docs
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(or $(NAME),all --html benchmarks.html)
 
-# The tables of docs/benchmarks.md, from the results that are stored in docs/results/bench.
+# The tables of docs/results.md, from the results that are stored in docs/results/bench.
 bench-tables: $(STAMP)
-	$(BIN)/python -m benchmarks.runner.docs_tables docs/benchmarks.md docs/results/bench
+	$(BIN)/python -m benchmarks.runner.docs_tables docs/results.md docs/results/bench
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) $(PINS) 'mkdocs-material>=9.6'

@@ -112,6 +112,26 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_table_of_contents_is_one() -> None:
+    """The sections and pages of the site, of its first page, and the sections that README links to."""
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    site = re.findall(r"^  - (\w[\w-]*):$|: ([\w-]+\.md)$", nav, re.MULTILINE)[1:]
+    first = (ROOT / "docs" / "index.md").read_text("utf-8")
+    listed = re.findall(r"^## (.*)$|^\| \[[^]]+\]\(([\w-]+\.md)\)", first, re.MULTILINE)
+    assert listed[: len(site)] == site
+    linked = re.findall(r"docs/index\.md#([\w-]+)", (ROOT / "README.md").read_text("utf-8"))
+    assert linked == [section.lower() for section, page in site if section]
+
+
+def test_lines_are_not_too_long() -> None:
+    """But for tables, whose rows can't be broken, code, and pages that are made from the code."""
+    made = ("reference.md", "config.md", "restrictions.md", "studies.md", "results.md")
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        prose = re.sub(r"^( *)```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")]
+        assert page.name in made or not long, (page.name, long)
+
+
 def test_every_schedule_has_a_section() -> None:
     from gapless.schedule.recipes import RECIPES
 

@@ -1,6 +1,6 @@
 """Tables of the docs, made from stored results: no number there is typed by hand.
 
-    python -m benchmarks.runner.docs_tables docs/benchmarks.md docs/results/bench
+    python -m benchmarks.runner.docs_tables docs/results.md docs/results/bench
 
 writes what stands between the two marks of the file; with --check it only says whether that is what it would write.
 Results are stored by `python -m benchmarks NAME --json docs/results/bench/NAME.json`.
