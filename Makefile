@@ -46,10 +46,15 @@ demo: $(RUNS)
 	@mkdir -p demo
 	$(BIN)/python -m gapless show gpipe --devices 4 --microbatches 4
 	$(BIN)/python -m gapless show zb-h1 --devices 4 --microbatches 4
-	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --weight-grad 0.75 --latency 0.03 --html demo/compare.html
+	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --html demo/compare.html
 	@rm -rf demo/run
-	$(BIN)/python -m gapless train examples/demo.toml --steps 60 --folder demo/run
-	$(BIN)/python -m gapless train examples/demo.toml --steps 100 --folder demo/run --devices 2
+	@echo "A small GPT, 30 steps on 4 devices, then 20 more on 2. Without GPUs devices are threads, so this shows what"
+	@echo "happens and not how fast it would be; the measured bubble means something on a machine that is otherwise idle."
+	$(BIN)/python -m gapless train examples/demo.toml --steps 30 --folder demo/run
+	$(BIN)/python -m gapless train examples/demo.toml --steps 50 --folder demo/run --devices 2
+	$(BIN)/python -m gapless checkpoint export demo/run demo/weights.safetensors
+	@echo "The same 50 steps in a plain loop, on one device and without a break:"
+	$(BIN)/python examples/prove.py examples/demo.toml demo/weights.safetensors --steps 50
 	@echo
 	@echo "Open in a browser: demo/compare.html (every schedule, drawn) and demo/run/report.html (the run)."
 	@echo "Then: source .venv/bin/activate, gapless explore, and your own model as in docs/quickstart.md"
