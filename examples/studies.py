@@ -19,8 +19,8 @@ NAMES = ("multilingual", "deep", "large_batch", "few_labels", "same_curve")
 TOP = """# Studies
 
 GPipe's experiments at a scale that a laptop can repeat. Each study is one command. It needs no download and gives the
-same figures with the same seeds. `--quick` tries it in seconds, and `--help` lists its options. A study that was
-stopped goes on when you give the same command again.
+same figures with the same seeds. `--quick` tries it in seconds, and `--help` lists its options. The same command
+continues a study that was stopped.
 
 ```sh
 pip install 'gapless[train,hf,studies]'
