@@ -117,7 +117,7 @@ def test_the_table_of_contents_is_one() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
     site = re.findall(r"^  - (\w[\w-]*):$|: ([\w-]+\.md)$", nav, re.MULTILINE)[1:]
     first = (ROOT / "docs" / "index.md").read_text("utf-8")
-    listed = re.findall(r"^## (.*)$|^\| \[[^]]+\]\(([\w-]+\.md)\)", first, re.MULTILINE)
+    listed = re.findall(r"^## (.*)$|^- \[[^]]+\]\(([\w-]+\.md)\)", first, re.MULTILINE)
     assert listed[: len(site)] == site
     linked = re.findall(r"docs/index\.md#([\w-]+)", (ROOT / "README.md").read_text("utf-8"))
     assert linked == [section.lower() for section, page in site if section]

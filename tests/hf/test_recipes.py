@@ -1,4 +1,4 @@
-"""The recipes of docs/huggingface.md, run as they are printed, against the plain loops of the same libraries."""
+"""The recipes of docs/huggingface.md, run as printed or as in examples/, against plain loops of the same libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.model.hub import hub
 
-PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "huggingface.md").read_text("utf-8")
 
 
 def block(language: str, word: str) -> str:
@@ -21,6 +22,13 @@ def block(language: str, word: str) -> str:
     found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (body,) = [each for each in found if word in each]
     return str(body)
+
+
+def example(name: str, word: str) -> str:
+    """A whole script, of which the page shows lines."""
+    script = (ROOT / "examples" / name).read_text("utf-8")
+    assert set(block("py", word).splitlines()) <= set(script.splitlines())
+    return script
 
 
 def ran(code: str, **more: Any) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def test_accelerate_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
     state = pytest.importorskip("accelerate.state")
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
     state.GradientState._reset_state()
-    model = ran(block("py", "accelerator.prepare"))["model"]
+    model = ran(example("accelerate_pipeline.py", "accelerator.prepare"))["model"]
     for ours, wanted in zip(model.parameters(), plain_loop().parameters(), strict=True):
         assert torch.equal(ours, wanted)
     from safetensors.torch import load_file
@@ -72,7 +80,7 @@ def test_accelerate_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
 @pytest.mark.slow
 def test_lightning_trains_a_pipeline_with_the_bits_of_a_plain_loop() -> None:
     pytest.importorskip("lightning")
-    names = ran(block("py", "lightning.LightningModule"))
+    names = ran(example("lightning_pipeline.py", "def training_step"))
     for ours, wanted in zip(names["model"].parameters(), plain_loop().parameters(), strict=True):
         assert torch.equal(ours, wanted)
     assert {"loss", "val_loss"} <= names["trainer"].callback_metrics.keys()

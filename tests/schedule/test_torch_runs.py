@@ -1,4 +1,4 @@
-"""Torch's own runtime runs our schedules: the script of docs/torch-pipelining.md on two ranks, against a plain loop."""
+"""Torch's own runtime runs our schedules: examples/torch_runtime.py on two ranks, against a plain loop."""
 
 import contextlib
 import io
@@ -13,7 +13,9 @@ from torch import nn
 from gapless.cli import main
 from tests.run.forked import Launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "torch-pipelining.md"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "torch_runtime.py"
+PAGE = ROOT / "docs" / "torch-pipelining.md"
 MICROBATCHES = 4
 SCHEDULES = ["zb-h1", "interleaved"]
 if torch.__version__ >= "2.13":  # older ones send from a stage to the next on the same rank, which Gloo does not do
@@ -21,9 +23,8 @@ if torch.__version__ >= "2.13":  # older ones send from a stage to the next on t
 
 
 def script() -> dict[str, Any]:
-    (code,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "train"}
-    exec(compile(code, str(PAGE), "exec"), names)
+    exec(compile(FILE.read_text("utf-8"), str(FILE), "exec"), names)
     return names
 
 
@@ -39,6 +40,11 @@ def on_rank(folder: str) -> None:
         for stage, grads in found.items():
             for ours, parameter in zip(grads, layers[stage].parameters(), strict=True):
                 assert torch.equal(ours, parameter.grad / MICROBATCHES), f"{SCHEDULES[number]}, stage {stage}"
+
+
+def test_the_page_shows_lines_of_the_script() -> None:
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert set(shown.splitlines()) - {"    ..."} <= set(FILE.read_text("utf-8").splitlines())
 
 
 def test_torch_s_runtime_runs_our_csv_with_the_gradients_of_a_plain_loop(launch: Launch, tmp_path: Path) -> None:
