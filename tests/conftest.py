@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapless.model.traced import capture
+from gapless.model.traced import settled
 from tests.launcher import Launcher
 from tests.open_pages import browser, show, tabs  # noqa: F401
 from tests.programs import Programs
@@ -101,4 +101,4 @@ def _traces() -> Traces:
 @pytest.fixture
 def traced_once(_traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test with many ways to run a model: in its file a model is traced once for all of them."""
-    monkeypatch.setattr(capture, "Trace", _traces)
+    monkeypatch.setattr(settled, "Trace", _traces)

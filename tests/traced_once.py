@@ -21,12 +21,12 @@ class Traces:
     def __init__(self) -> None:
         self._known: dict[Any, list[Trace]] = {}
 
-    def __call__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> Trace:
+    def __call__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, **options: Any) -> Trace:
         known = self._known.setdefault(_made_of(model), [])
         for trace in known:
             if trace.fits(flat, spec):
                 return trace
-        known.append(Trace(model, flat, spec))
+        known.append(Trace(model, flat, spec, **options))
         return known[-1]
 
 

@@ -103,3 +103,196 @@ def test_a_model_that_can_t_be_cut_for_its_buffer_says_which() -> None:
 
     with pipeline(Whole()) as pipe, pytest.raises(PartitionError, match="since its forward changes count, whose uses"):
         pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+
+
+class ActNorm(nn.Module):
+    """Sets its weights from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift, self.initialised = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialised:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+            self.initialised = True
+        return (x + self.shift) * self.scale
+
+
+class LooksForAFlag(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "ready"):
+            self.scale.copy_(x.detach().abs().max())
+            self.ready = True
+        return x / self.scale
+
+
+class FirstScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().abs().max()
+        return x / self.scale
+
+
+class FlaggedScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready, self.scale = False, torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale, self.ready = x.detach().abs().max(), True
+        return x / self.scale
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.memory
+        self.memory = x.detach().mean(0)
+        return out
+
+
+class OnlyOnce(nn.Module):
+    """A mask that is made once, and the first batch goes without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(6) % 2
+            return x
+        return x * self.mask
+
+
+class MadeOnce(nn.Module):
+    """The same, but for all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(6) % 2
+        return x * self.mask
+
+
+class MadeForALength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.places = 0, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length != x.shape[0]:
+            self.length, self.places = x.shape[0], torch.arange(x.shape[0])[:, None].float()
+        return x + self.places
+
+
+class LastOutput(nn.Module):
+    """For whoever looks after the step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last
+
+
+class With(nn.Module):
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.a, self.unit, self.b = nn.Linear(6, 6), unit, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.unit(self.a(x))))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("unit", "message"),
+    [
+        (
+            ActNorm,
+            r"sets With\.unit\.initialised and does something else the next time, .*: call the model once before",
+        ),
+        (LooksForAFlag, r"sets With\.unit\.ready and does something else the next time"),
+        (OnlyOnce, r"sets With\.unit\.mask and does something else the next time"),
+        (
+            FirstScale,
+            r"stores a tensor in With\.unit\.scale and reads what an earlier one has stored there, .*: make it a",
+        ),
+        (FlaggedScale, r"stores a tensor in With\.unit\.scale and reads what an earlier one"),
+        (Memory, r"stores a tensor in With\.unit\.memory and reads what an earlier one"),
+    ],
+)
+def test_a_traced_model_that_remembers_is_refused_and_left_as_it_was(unit: type[nn.Module], message: str) -> None:
+    """What the first batch sets was never set, or that of no microbatch was used."""
+    model = With(unit())
+    held = {name: value for name, value in vars(model.unit).items() if not name.startswith("_")}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pipeline(model) as pipe, pytest.raises(PartitionError, match=f"the forward of With {message}"):
+        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
+    assert {name: value for name, value in vars(model.unit).items() if not name.startswith("_")} == held
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("unit", "called_before"),
+    [
+        *((unit, True) for unit in (ActNorm, LooksForAFlag, FirstScale, MadeOnce, MadeForALength)),
+        *((unit, False) for unit in (MadeOnce, MadeForALength, LastOutput)),
+    ],
+)
+def test_what_a_model_remembers_and_does_not_change_is_that_of_the_plain_loop(
+    unit: type[nn.Module], called_before: bool
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    models = With(unit()), With(unit())
+    models[1].load_state_dict(models[0].state_dict())
+    if called_before:
+        for model in models:
+            model(x)
+    ours, theirs = models
+    torch.set_num_threads(1)
+    with pipeline(ours) as pipe:
+        for _ in range(2):
+            pipe.step(x, y)
+            expected = plain(theirs, x, y)
+    assert [each.grad.tolist() for each in ours.parameters() if each.grad is not None] == expected
+
+
+def test_what_is_stored_in_training_and_read_in_evaluation_is_refused() -> None:
+    class InTraining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torch.zeros(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean = x.detach().mean(0)
+            return x - self.mean
+
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with pipeline(With(InTraining())) as pipe:
+        pipe.step(x, y)
+        with pytest.raises(
+            PartitionError, match=r"the forward of With stores a tensor in unit\.mean and reads what an"
+        ):
+            pipe.evaluate(x, y)

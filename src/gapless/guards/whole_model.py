@@ -11,9 +11,10 @@ LOST_IN_TRACE = Guard(
 )
 TRACED_STATE = Guard(
     "Python state in a traced model",
-    "attributes, lists and objects that the forward changes: a trace keeps their value of the first batch",
+    "attributes, lists and objects that the forward changes, tensors that it stores and reads the next time, and what "
+    "it does only once, such as setting a scale from the first batch: a trace does the same for all batches",
     "when the model is traced",
-    "comparing what the model holds before and after the trace",
+    "comparing what the model holds before and after the trace; a second trace where something was set",
     "make it a buffer that the forward changes in place, or pass a list of layers",
 )
 MODEL_EDITS = Guard(

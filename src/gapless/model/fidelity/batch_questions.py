@@ -78,6 +78,48 @@ class Questions(TorchFunctionMode):
         return question.answer
 
 
+def _made_by(tensor: Tensor) -> list[Node] | None:
+    """The calls of a trace that have made it, sizes of the batch left out; None if it is no tensor of a trace."""
+    mode = proxy_tensor.get_proxy_mode()
+    proxy: Any = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    if proxy is None:
+        return None
+    found, to_visit = dict[Node, None](), [proxy.proxy.node]
+    while to_visit:
+        node = to_visit.pop()
+        if node not in found and node.target is not aten.sym_size.int:
+            found[node] = None
+            to_visit += node.all_input_nodes
+    return [node for node in proxy.proxy.node.graph.nodes if node in found]
+
+
+def depends_on_data(tensor: Tensor) -> bool:
+    """Whether what a traced model has made is up to its batch, its weights or random numbers, but for sizes."""
+    nodes = _made_by(tensor)
+    if not nodes:
+        return tensor.requires_grad
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes)
+    return draws or any(each.op == "placeholder" for each in nodes) or _changed(nodes[0].graph, set(nodes))
+
+
+def constant(tensor: Tensor) -> Tensor | None:
+    """The numbers of one that does not depend on data; None where sizes that vary are needed for them."""
+    nodes = _made_by(tensor)
+    if nodes is None:
+        return tensor
+    known = set(nodes)
+    if any(each.op != "call_function" or not known.issuperset(each.all_input_nodes) for each in nodes):
+        return None
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    for node in nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(values[nodes[-1]])
+    with ThreadPoolExecutor(1) as apart:  # since this one traces whatever it computes
+        made: Tensor = apart.submit(GraphModule({}, graph).forward).result()
+    return made
+
+
 def _changed(graph: Graph, nodes: set[Node]) -> bool:
     """Whether something has been written into the memory of these nodes: they would not be computed anew alike."""
     touched = set(nodes)

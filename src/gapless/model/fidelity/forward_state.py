@@ -6,7 +6,7 @@ A trace has all of it as it was for one batch, and changes nothing when it runs.
 import contextlib
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,11 @@ from gapless.stage.guards.held_objects import Seen
 from gapless.stage.guards.state_notes import OWN, Fields, Note, content_of, holds_tensors, reached, write
 
 from . import thread_patches
+from .batch_questions import constant, depends_on_data
 
+Attribute = tuple[nn.Module, str]
+_TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
+_TRACERS = ("torch.fx.", "torch.export.", "torch._")
 _UNSEEN = (Tensor, random.Random)
 _OF_A_TRACE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -27,15 +31,22 @@ class ForwardState:
 
     def __init__(self) -> None:
         self.changed: list[Changed] = []
-        self.stored: list[tuple[nn.Module, str]] = []
-        self._torchs: set[tuple[nn.Module, str]] = set()  # attributes that torch has set itself
+        self.stored: list[Attribute] = []
+        self.read_first: set[Attribute] = set()  # those that it has read, or looked for, before it has set them
+        self.from_data: set[Attribute] = set()  # those of `stored` whose tensors depend on batch, weights or draws
+        self.constants: dict[Attribute, Tensor | None] = {}  # the others, where they are known without a batch
+        self._torchs: set[Attribute] = set()  # attributes that torch has set itself
+        self._set_so_far: set[Attribute] = set()
 
     @contextlib.contextmanager
     def put_back(self, model: nn.Module) -> Iterator[None]:
         """Around the forward of a model: what that changes is noted, and put back."""
         found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
         try:
-            with thread_patches.instead(nn.Module, "__setattr__", self._set):
+            with (
+                thread_patches.instead(nn.Module, "__setattr__", self._set),
+                thread_patches.instead(nn.Module, "__getattribute__", self._get),
+            ):
                 yield
         finally:
             moved: list[Note] = []
@@ -47,14 +58,40 @@ class ForwardState:
             for one in changed:
                 one.put_back()
 
+    def _get(self, original: Any, module: nn.Module, name: str) -> Any:
+        if name not in _TORCHS and (module, name) not in self._set_so_far:
+            self.read_first.add((module, name))
+        return original(module, name)
+
     def _set(self, original: Any, module: nn.Module, name: str, value: Any) -> None:
+        before = module.__dict__.get(name)
         original(module, name, value)
-        if name not in module.__dict__:
+        setter = _setter()
+        if (
+            name not in module.__dict__
+            or (value is before and isinstance(value, Tensor))
+            or setter.startswith(_TRACERS)
+        ):
             return
+        self._set_so_far.add((module, name))
         if isinstance(value, Tensor):
             self.stored.append((module, name))
-        elif _by_torch():
+            if depends_on_data(value):
+                self.from_data.add((module, name))
+            else:
+                self.constants[module, name] = constant(value)
+        elif setter.startswith("torch.nn."):
             self._torchs.add((module, name))
+
+    @property
+    def remembered(self) -> list[Attribute]:
+        """Attributes whose tensors the next forward would read, and that are those of one microbatch."""
+        return [each for each in dict.fromkeys(self.stored) if each in self.read_first and each in self.from_data]
+
+    @property
+    def made_once(self) -> dict[Attribute, Tensor | None]:
+        """Those that it would read too, and whose tensors are the same whatever is computed."""
+        return {key: value for key, value in self.constants.items() if key in self.read_first - self.from_data}
 
     def _counts(self, changed: "Changed") -> bool:
         """Of attributes of modules neither tensors, which are `stored`, nor what torch keeps there itself, as an LSTM
@@ -82,11 +119,11 @@ class Changed(NamedTuple):
     def set_again(self) -> None:
         write(self.before.holder, self.after)
 
-    def matters(self, reads: Mapping[nn.Module, Collection[str]]) -> bool:
+    def matters(self, read: Collection[Attribute]) -> bool:
         """Whether the forward may go by it. Of what is in objects and lists nobody knows whether it is read."""
         holder = self.before.holder
         owner = holder.owner if isinstance(holder, Fields) else None
-        return not isinstance(owner, nn.Module) or any(name in reads.get(owner, ()) for name in self.before.content)
+        return not isinstance(owner, nn.Module) or any((owner, name) in read for name in self.before.content)
 
     def can_stay(self) -> bool:
         """Whether what it has left means something after the trace."""
@@ -105,11 +142,11 @@ def _parts(note: Note) -> Iterator[Note]:
         yield Note(Fields(holder.owner, [name]), f"{path.rpartition('.')[0]}.{name}", {name: content[name]})
 
 
-def _by_torch() -> bool:
-    """Whether an attribute is set by a module of torch, whoever inherits from it."""
+def _setter() -> str:
+    """Which module of Python sets an attribute."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name == "__setattr__" or frame.f_globals.get("__name__") == thread_patches.__name__
     ):
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.")
+    return "" if frame is None else str(frame.f_globals.get("__name__"))

@@ -152,4 +152,5 @@ def _run(of: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Callable[...,
         return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
 
     run.__name__ = of.__name__  # by which a graph is known
+    run.constants = [of, *constants]  # type: ignore[attr-defined]
     return uncompiled(run)

@@ -28,7 +28,8 @@ from gapless.stage.settings import settings
 from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .graph_cuts import GraphCuts
 from .piece import GraphLayer, Moved, Piece
-from .trace import Trace, trace_settled
+from .settled import check_remembered, trace_settled
+from .trace import Trace
 from .trace_cache import Edition
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
@@ -138,8 +139,9 @@ class Captured:
             self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         here = self._in_one_place()
-        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(here) as reads:
-            trace = trace_settled(here, flat, spec, reads)
+        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(here):
+            trace = trace_settled(here, flat, spec)
+        check_remembered(here, (*(each for _, each in traces), trace))
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import PartitionError
-from gapless.guards.whole_model import LOST_IN_TRACE, TRACED_STATE
+from gapless.guards.whole_model import LOST_IN_TRACE
 from gapless.model.code_origin import is_users
 from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
-from gapless.model.fidelity.forward_state import Changed, ForwardState
+from gapless.model.fidelity.forward_state import ForwardState
 from gapless.model.fidelity.own_backward import OwnBackwards
 from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
 from gapless.model.fidelity.traced_forward import in_forward
@@ -39,19 +39,26 @@ from gapless.stage.settings import settings
 
 from .operators import draws, drop_checks, kept_nodes
 
+# Everything dynamic; or what shares its first dimension with the batch; or nothing.
+_ATTEMPTS = ("all", "first", "none")
+
 
 class Trace:
     """The graph of a model for one kind of batch, in one mode (training or not) and under the caller's settings of
     torch: autocast, gradients, default types.
     """
 
-    def __init__(self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(
+        self, model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, *, attempts: Sequence[str] = _ATTEMPTS
+    ) -> None:
         self._spec = spec
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
         with exclusively():  # while torch traces, functions of its own are replaced for all threads
-            self.module, self._questions, state = _export(model, flat, spec)
-        self.stored, self._changed = _named_in(model, state.stored), state.changed
+            self.module, self._questions, self.state = _export(model, flat, spec, attempts)
+        self.stored = _named_in(model, self.state.stored)
+        self.stored_data = _named_in(model, self.state.from_data)
+        self.read_first = _named_in(model, self.state.read_first)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -69,10 +76,6 @@ class Trace:
         drawing = [node for node in self.nodes if draws(node)]
         self.numbers: dict[Node, int] = {node: number for number, node in enumerate(drawing)}
         self._guards: Any = getattr(self.module, "_guards_fn", None)
-
-    def changes(self, reads: Mapping[nn.Module, Collection[str]]) -> list[Changed]:
-        """What its forward has changed and may go by, besides tensors, given what it was seen to read."""
-        return [each for each in self._changed if each.matters(reads)]
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
@@ -95,49 +98,20 @@ class Trace:
         return all(question.same(flat) for question in self._questions if question.of_data)
 
 
-def trace_settled(
-    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, reads: Mapping[nn.Module, Collection[str]]
-) -> Trace:
-    """A trace of a model whose forward keeps no state in Python. What it sets once, as Hugging Face's models set the
-    type of their problem, stays set, and it is traced again.
-    """
-    trace = Trace(model, flat, spec)
-    changed = trace.changes(reads)
-    if not changed:
-        return trace
-    try:
-        if all(each.can_stay() for each in changed):
-            for each in changed:
-                each.set_again()
-            trace = Trace(model, flat, spec)
-            if not trace.changes(reads):
-                return trace
-        raise TRACED_STATE.refusal(
-            f"the forward of {type(model).__name__} changes {changed[0].before.path}, and a trace of it would keep the "
-            "value of its first batch",
-            kind=PartitionError,
-        )
-    except BaseException:
-        for each in changed:
-            each.put_back()
-        raise
-
-
 def _kind(leaf: Any) -> Any:
     """What must be the same: all of a constant, of a tensor everything but its sizes."""
     return (leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _export(
-    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec
+    model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, attempts: Sequence[str]
 ) -> tuple[GraphModule, list[BatchQuestion], ForwardState]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
     before = torch.get_rng_state()
-    # Everything dynamic; or what shares its first dimension with the batch; or nothing.
     size = next((leaf.size(0) for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    for attempt in ("all", "first", "none"):
+    for attempt in attempts:
         shapes = pytree.tree_map(lambda leaf, attempt=attempt: _dims(leaf, attempt, size), (args, kwargs))
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,

@@ -1,7 +1,7 @@
 """A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,7 @@ class Edition:
         return False
 
     @contextlib.contextmanager
-    def reading(self, model: nn.Module) -> Iterator[Mapping[nn.Module, Collection[str]]]:
+    def reading(self, model: nn.Module) -> Iterator[None]:
         """Around a trace, of the model or of a copy: notes the attributes that the forward reads in this thread.
 
         Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
@@ -68,7 +68,7 @@ class Edition:
 
         try:
             with instead(nn.Module, "__getattribute__", read):
-                yield reads
+                yield
         finally:
             own = dict(zip(model.modules(), self._model.modules(), strict=True))
             for module, names in reads.items():
