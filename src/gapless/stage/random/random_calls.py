@@ -10,14 +10,12 @@ from torch import Tensor
 from gapless.stage.split.call_mode import Mode
 from gapless.stage.split.call_signature import functions_named
 
-
-def _of_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Any, ...]:
-    return input, p, training, inplace
+_DROPOUT = {"input": None, "p": 0.5, "training": True, "inplace": False}
 
 
 def dropout(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.dropout(x, p, training, inplace)`."""
-    input, p, training, inplace = _of_dropout(*args, **kwargs)
+    input, p, training, inplace = {**_DROPOUT, **dict(zip(_DROPOUT, args, strict=False)), **kwargs}.values()
     if (not training or p == 0.0) and 0.0 <= p <= 1.0:
         return input
     if mode.alone or mode.first_call is not None or inplace or not 0.0 < p < 1.0 or input.device.type != "cpu":

@@ -24,11 +24,13 @@ from gapless.stage.random.hidden_draws import Touched
 
 from .deferred import Records
 
+Put = tuple[Callable[[Any], None], bool]  # a place for records, and whether autocast has cast their parameters
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _in_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
+_HOLDERS = frozenset((Parameter, list, tuple))  # what may be or hold a parameter
 
 
 class Restart(BaseException):
@@ -53,6 +55,7 @@ class Mode(TorchFunctionMode):
         self.one_thread = False  # no other one of this process computes
         self.excluded: set[int] = set()  # parameters never deferred, by id
         self._partners: dict[int, set[int]] = {}  # weights and biases of one call, by id: they wait together
+        self._pairs: set[tuple[int, int]] = set()  # the same, as they were met
         self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
         self._spread = 0  # how many were excluded when these were last told of each other
         self._records: Records | None = None
@@ -105,41 +108,30 @@ class Mode(TorchFunctionMode):
         if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:
             args = tuple([self._cast_one(each, low) for each in args])
             kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}
-        holds = False
-        for arg in args:  # as in `_meet`; here every microsecond counts
-            kind = type(arg)
-            if kind is Parameter:
-                holds = True
-                if id(arg) not in self.own:
-                    self.met_strangers = True
-            elif kind is list or kind is tuple:
-                holds = True
-                self._meet(arg)
-        if kwargs:
-            self._meet(kwargs.values())
+        given = (*args, *kwargs.values()) if kwargs else args
+        holds = not _HOLDERS.isdisjoint(map(type, given)) and self._meet(given)
         handler = self._table.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
         if type(func) in _OPERATORS and draws_by_tag(func):
             return self.draw(func, args, kwargs or {})
-        if self._records is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if kwargs:
-            return self.plain(func, args, kwargs)
-        result = func(*args)
-        if holds:
-            self._note(args, result)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if holds and self._records is not None:
+            self._note(given, result)
         return result
 
-    def _meet(self, args: Iterable[Any]) -> None:
-        """Whether one of these is a parameter of another place."""
-        for arg in args:
-            kind = type(arg)
+    def _meet(self, given: Sequence[Any]) -> bool:
+        """Whether there are parameters among these, which may be those of another place."""
+        found = False
+        for each in given:
+            kind = type(each)
             if kind is Parameter:
-                if id(arg) not in self.own:
+                found = True
+                if id(each) not in self.own:
                     self.met_strangers = True
-            elif kind is list or kind is tuple:
-                self._meet(arg)
+            elif (kind is list or kind is tuple) and not _HOLDERS.isdisjoint(map(type, each)):
+                found |= self._meet(each)
+        return found
 
     def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
         """What autocast would do with its cache, with one that lasts for this forward."""
@@ -157,11 +149,9 @@ class Mode(TorchFunctionMode):
 
     def plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call as it is; parameters in it are autograd's."""
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if self._records is not None:
-            self._note(args, result)
-            if kwargs:
-                self._note(tuple(kwargs.values()), result)
+        result = func(*args, **kwargs)
+        if self._records is not None and not _HOLDERS.isdisjoint(map(type, (*args, *kwargs.values()))):
+            self._note((*args, *kwargs.values()), result)
         return result
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +182,7 @@ class Mode(TorchFunctionMode):
                         self.leave_to_autograd([arg])
                     elif id(arg) in self.waiting:
                         self.second_use = True
-            elif kind is list or kind is tuple:
+            elif (kind is list or kind is tuple) and not _HOLDERS.isdisjoint(map(type, arg)):
                 self._note(arg, result)
 
     def leave_to_autograd(self, parameters: Iterable[Parameter]) -> None:
@@ -205,35 +195,56 @@ class Mode(TorchFunctionMode):
             if self.deferred[id(each)][1] or each._backward_hooks or each._post_accumulate_grad_hooks:
                 raise Restart("a weight is used in a second way")
 
-    def defers(self, weight: Any, bias: Any) -> bool:
-        """Whether the gradients of these may wait: leaves, used in no other way, and no checkpoint around that counts
+    def stand_ins(
+        self, x: Tensor, weight: Any, bias: Any, *, casts: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None, Put] | None:
+        """What a call runs on whose weight gradients wait, and where they are put: the parameters without their
+        history, and all of them as autocast would cast them, if it `casts` such calls. Where x needs no gradient, the
+        weight's stand-in asks for one, so that there is a graph.
+
+        None if they can't wait: only those of leaves do, used in no other way, with no checkpoint around that counts
         saved tensors.
         """
-        if self._records is None or type(weight) is not Parameter or not weight.requires_grad:
-            return False
+        records = self._records
+        if records is None or type(weight) is not Parameter or not weight.requires_grad:
+            return None
         if id(weight) in self.excluded or id(weight) in self._plain or not torch.is_grad_enabled():
-            return False
+            return None
         if bias is not None and (type(bias) is not Parameter or id(bias) in self.excluded or id(bias) in self._plain):
-            return False
+            return None
         if (self.alone or self.first_call is not None) and forward_ad._current_level >= 0:
-            return False  # the derivative of a tangent reaches the weight too
-        return _top_hooks(False) is None and _in_functorch() is None and weight.is_floating_point()
-
-    def recording(self, weight: Parameter, bias: Parameter | None, low: bool) -> Callable[[Any], None]:
-        """Where to put the records of these; `low`: autocast has cast them."""
-        assert self._records is not None
+            return None  # the derivative of a tangent reaches the weight too
+        if _top_hooks(False) is not None or _in_functorch() is not None or not weight.is_floating_point():
+            return None
+        low = torch.get_autocast_dtype(self._kind) if casts and torch.is_autocast_enabled(self._kind) else None
+        # Autocast casts a parameter once, so contributions meet before the cast.
+        summed_low = low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
+        if (id(weight), id(bias)) not in self._pairs:
+            self._pair(weight, bias)
         for each in (weight,) if bias is None else (weight, bias):
             known = id(each) in self.deferred
-            if low and known and not self.casts_all:
+            if summed_low and known and not self.casts_all:
                 # A layer with an autocast of its own: whether both uses share a cast, only autocast knows.
                 self.exclude([each])
                 raise Restart("a layer uses a weight twice in an autocast of its own")
-            if low or not known:
-                self.deferred[id(each)] = (each, low)
-                self._have_waited.add(id(each))
-                if bias is not None:
-                    self._partners.setdefault(id(each), set()).update((id(weight), id(bias)))
-        return self._records.append
+            if summed_low or not known:
+                self.deferred[id(each)] = (each, summed_low)
+        if low is None:
+            w, b = weight.detach(), None if bias is None else bias.detach()
+        else:
+            x = x if x.dtype == torch.float64 else x.to(low)
+            w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
+        if not x.requires_grad:
+            w.requires_grad_()
+        return x, w, b, (records.append, summed_low)
+
+    def _pair(self, weight: Parameter, bias: Parameter | None) -> None:
+        """They wait together from now on."""
+        self._pairs.add((id(weight), id(bias)))
+        both = {id(weight)} if bias is None else {id(weight), id(bias)}
+        self._have_waited.update(both)
+        for each in both if bias is not None else ():
+            self._partners.setdefault(each, set()).update(both)
 
     def exclude(self, parameters: Iterable[Parameter]) -> None:
         """Leaves the gradients of these to autograd, and of what can't wait without them."""
@@ -277,23 +288,6 @@ class Mode(TorchFunctionMode):
     def _autocast_dtype(self) -> torch.dtype | None:
         """What autocast casts to here, if it is on."""
         return torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-
-    def stand_ins(
-        self, x: Tensor, weight: Parameter, bias: Parameter | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]:
-        """What a call runs on whose weight gradients wait, and what autocast casts to: the parameters without their
-        history, and all of them as autocast would cast them. Where x needs no gradient, the weight's stand-in asks for
-        one, so that there is a graph.
-        """
-        low = self._autocast_dtype()
-        if low is None:
-            w, b = weight.detach(), None if bias is None else bias.detach()
-        else:
-            x = x if x.dtype == torch.float64 else x.to(low)
-            w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
-        if not x.requires_grad:
-            w.requires_grad_()
-        return x, w, b, low
 
     def _cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
         """The parameter as autocast would cast it, kept until it changes or the step ends."""

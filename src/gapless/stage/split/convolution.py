@@ -25,9 +25,12 @@ def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     given = bound(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
     x, weight, bias, *options = given.values()
     padding = _padding(given["padding"], weight, given["dilation"], spatial)
-    if not mode.defers(weight, bias) or type(x) is not Tensor or x.dim() != spatial + 2 or padding is None:
+    stood = None
+    if type(x) is Tensor and x.dim() == spatial + 2 and padding is not None:
+        stood = mode.stand_ins(x, weight, bias)
+    if stood is None:
         return mode.plain(func, args, kwargs)
-    x, w, b, low = mode.stand_ins(x, weight, bias)
+    x, w, b, put = stood
     y = func(x, w, b, *options)
     rest = (
         None if b is None else list(b.shape),
@@ -39,8 +42,7 @@ def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         given["groups"],
     )
     both = _Both(x.detach(), w.detach(), rest, bias is not None and bias.requires_grad)
-    needs_input = x.requires_grad
-    record(mode, y, both, weight, _Both.weight, bias, _Both.bias, needs_input=needs_input, low=low)
+    record(put, y.grad_fn, both, weight, _Both.weight, bias, _Both.bias, needs_input=x.requires_grad)
     return y
 
 
@@ -68,12 +70,14 @@ class _Both:
 def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.embedding(indices, weight, ...)`; sparse gradients, and max_norm, which changes the weight, are torch's."""
     indices, weight, padding_idx, max_norm, norm_type, by_freq, sparse = bound(_EMBEDDING, args, kwargs).values()
-    if sparse or max_norm is not None or not mode.defers(weight, None):
+    stood = None if sparse or max_norm is not None else mode.stand_ins(indices, weight, None, casts=False)
+    if stood is None:
         return mode.plain(func, args, kwargs)
-    y = F.embedding(indices, weight.detach().requires_grad_(), padding_idx, None, norm_type, by_freq)
+    _, w, _, put = stood
+    y = F.embedding(indices, w, padding_idx, None, norm_type, by_freq)
     rows = weight.size(0)
     kept = (indices, rows, -1 if padding_idx is None else padding_idx % rows, by_freq)
-    record(mode, y, kept, weight, _embedding_grad, needs_input=False)
+    record(put, y.grad_fn, kept, weight, _embedding_grad, needs_input=False)
     return y
 
 

@@ -7,7 +7,7 @@ and `at::matmul` do:
     input               bias   at::linear is                         here
     2-d                 yes    addmm                                 the same call
     2-d                 no     mm                                    the same call
-    n-d contiguous      yes    flatten, addmm, view                  written out: the hook must sit below the view
+    n-d contiguous      yes    flatten, addmm, view                  the same call; the hook sits below the view
     n-d otherwise       yes    flatten, mm, unsafe view, add         written out: an addmm otherwise
     n-d                 no     flatten, mm, unsafe view              the same call, if x can be flattened by a view;
                                                                      else written out: torch flattens such an x only if
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from .call_mode import Mode
+from .call_mode import Mode, Put
 
 Grad = Callable[[Any, Tensor], Tensor]  # a gradient from what was kept and the gradient of the result
 
@@ -33,62 +33,71 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 def linear(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.linear(x, w, b)`."""
-    x, weight, bias = _of_linear(*args, **kwargs)
-    if not mode.defers(weight, bias) or not _plain_input(x) or x.dim() < 2 or weight.dim() != 2:
+    x, weight, bias = args if len(args) == 3 and not kwargs else _of_linear(*args, **kwargs)
+    if type(weight) is not Parameter or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return mode.plain(func, args, kwargs)
+    if type(x) is not Tensor or x.dim() < 2:
         return mode.plain(func, args, kwargs)
     # mm's derivative looks at the layout of w.t(): column-major (w is contiguous) or anything else.
-    if weight.stride() == (weight.size(1), 1):
-        return _product(mode, x, weight, bias, F.linear, _grad_by_input)
-    return _product(mode, x, weight, bias, F.linear, _input_by_grad_transposed)
+    weight_grad = _grad_by_input if weight.stride() == (weight.size(1), 1) else _input_by_grad_transposed
+    y = _product(mode, x, weight, bias, F.linear, weight_grad)
+    return mode.plain(func, args, kwargs) if y is None else y
 
 
 def matmul(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x @ w` where w is a matrix."""
-    if kwargs or len(args) != 2:
+    if kwargs or len(args) != 2 or type(args[0]) is not Tensor or type(args[1]) is not Parameter:
         return mode.plain(func, args, kwargs)
     x, weight = args
-    if not mode.defers(weight, None) or not _plain_input(x) or x.dim() < 2 or weight.dim() != 2:
+    if x.dim() < 2 or weight.dim() != 2:
         return mode.plain(func, args, kwargs)
-    return _product(mode, x, weight, None, torch.matmul, _by_layout(weight))
+    y = _product(mode, x, weight, None, torch.matmul, _by_layout(weight))
+    return mode.plain(func, args, kwargs) if y is None else y
 
 
 def addmm(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.addmm(b, x, w)`, which is how GPT-2's Conv1D is written."""
-    if kwargs or len(args) != 3:
+    if kwargs or len(args) != 3 or type(args[1]) is not Tensor or type(args[2]) is not Parameter:
         return mode.plain(func, args, kwargs)
     bias, x, weight = args
-    if not mode.defers(weight, bias) or not _plain_input(x) or bias.shape != weight.shape[1:]:
+    if bias.shape != weight.shape[1:]:
         return mode.plain(func, args, kwargs)
-    return _product(mode, x, weight, bias, lambda x, w, b: torch.addmm(b, x, w), _by_layout(weight))
+    y = _product(mode, x, weight, bias, lambda x, w, b: torch.addmm(b, x, w), _by_layout(weight))
+    return mode.plain(func, args, kwargs) if y is None else y
 
 
 def _product(
     mode: Mode, x: Tensor, weight: Parameter, bias: Parameter | None, product: Callable[..., Tensor], weight_grad: Grad
-) -> Tensor:
-    x, w, b, low = mode.stand_ins(x, weight, bias)
-    needs_input = x.requires_grad
-    shape = folded = added = None
-    if x.dim() > 2:
-        if b is not None and x.is_contiguous():
-            shape = x.shape
-            x = x.view(-1, shape[-1])
-        else:
-            b, added = None, b
-            if not _folds(x):
-                folded = x.shape
-                x = x.reshape(-1, folded[-1])
-    y = product(x, w) if b is None else product(x, w, b)
-    if folded is not None:
-        y = torch.ops.aten._unsafe_view.default(y, (*folded[:-1], y.size(-1)))
-    if added is not None:
-        y.add_(added)
-    record(mode, y, x.detach(), weight, weight_grad, bias, _sum_rows, needs_input=needs_input, low=low)
-    return y if shape is None else y.view(*shape[:-1], y.size(-1))
+) -> Tensor | None:
+    """None where the gradients can't wait. Nested tensors fold in another way."""
+    stood = None if x.is_nested else mode.stand_ins(x, weight, bias)
+    if stood is None:
+        return None
+    x, w, b, put = stood
+    node: Any
+    if x.dim() == 2 or (b is None and _folds(x)):
+        y = product(x, w) if b is None else product(x, w, b)
+        node = y.grad_fn
+    elif b is not None and x.is_contiguous():
+        y = product(x, w, b)
+        node = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        assert node.name() == "AddmmBackward0", f"torch's linear ends with {node.name()} below its view"
+    else:
+        folded = None if _folds(x) else x.shape
+        x = x if folded is None else x.reshape(-1, folded[-1])
+        y = product(x, w)
+        if folded is not None:
+            y = torch.ops.aten._unsafe_view.default(y, (*folded[:-1], y.size(-1)))
+        if b is not None:
+            y.add_(b)
+        node = y.grad_fn
+    record(put, node, x.detach(), weight, weight_grad, bias, _sum_rows, needs_input=x.requires_grad)
+    return y
 
 
 def record(
-    mode: Mode,
-    y: Tensor,
+    put: Put,
+    node: Any,
     kept: Any,
     weight: Parameter,
     weight_grad: Grad,
@@ -96,16 +105,13 @@ def record(
     bias_grad: Grad | None = None,
     *,
     needs_input: bool,
-    low: torch.dtype | None = None,
 ) -> None:
-    """Has the gradients of weight and bias recorded as soon as that of y is known; `low` is what autocast casts to.
+    """Has the gradients of weight and bias recorded as soon as that of the node's result is known.
 
-    Where nothing but the weight needs a gradient, y was computed with a stand-in for the weight that requires one, and
-    the hook ends the backward there.
+    Where nothing but the weight needs a gradient, the result was computed with a stand-in for the weight that requires
+    one, and the hook ends the backward there.
     """
-    # Autocast casts a parameter once, so contributions meet before the cast.
-    summed_low = low is not None and weight.dtype == torch.float32 and torch.is_autocast_cache_enabled()
-    append = mode.recording(weight, bias, summed_low)
+    append, summed_low = put
     if bias is not None and not bias.requires_grad:
         bias = None
 
@@ -117,13 +123,7 @@ def record(
                 append((bias, bias_grad, kept, grad, summed_low))
         return None if needs_input else (None,)
 
-    node: Any = y.grad_fn
     node.register_prehook(hook)  # on the node, and not on y: after hooks of the user's that change the gradient of y
-
-
-def _plain_input(x: Any) -> bool:
-    """A parameter as the input needs a gradient of its own, and nested tensors fold in another way."""
-    return type(x) is Tensor and not x.is_nested
 
 
 def _folds(x: Tensor) -> bool:
