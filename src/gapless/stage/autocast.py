@@ -15,6 +15,7 @@ increment_nesting: Callable[[], int] = torch.autocast_increment_nesting
 decrement_nesting: Callable[[], int] = torch.autocast_decrement_nesting
 clear_cache: Callable[[], None] = torch.clear_autocast_cache
 
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled  # whether any device casts by itself here
 _DEVICE_TYPES = ("cpu", "cuda")
 # What autocast runs in the lower precision, as people call it.
 _CASTING = frozenset(
@@ -51,11 +52,6 @@ class AutocastState:
 def runs_low(func: Any, kind: str) -> bool:
     """Whether autocast runs a call on this kind of device in the lower precision."""
     return func in _CASTING or (kind == "cuda" and func in _CASTING_ON_CUDA)
-
-
-def autocast_is_on() -> bool:
-    """Whether any device casts by itself here."""
-    return torch._C._is_any_autocast_enabled()
 
 
 def casts_are_kept() -> bool:

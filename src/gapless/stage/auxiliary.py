@@ -32,7 +32,7 @@ class _Adding(threading.local):
     add: Callable[[Tensor], Tensor] | None = None
 
 
-_adding = _Adding()
+adding = _Adding()
 
 
 def aux_loss(value: Tensor) -> Tensor:
@@ -47,44 +47,45 @@ def aux_loss(value: Tensor) -> Tensor:
         raise GaplessError(
             f"aux_loss takes a scalar tensor of floats, but it got {what}: reduce it, with mean() for example."
         )
-    return value if _adding.add is None else _adding.add(value)
+    return value if adding.add is None else adding.add(value)
 
 
-class Added:
-    """The auxiliary losses of one forward, in order; collected while it is entered."""
+class Added(list[Tensor]):
+    """The auxiliary losses of one forward, in order: those that come while `adding` has it."""
 
-    __slots__ = ("_before", "_losses")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-
-    def __enter__(self) -> "Added":
-        self._before = _adding.add
-        _adding.add = self._add
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _adding.add = self._before
-
-    def _add(self, value: Tensor) -> Tensor:
-        self._losses.append(value)
+    def add(self, value: Tensor) -> Tensor:
+        """One more; without its history, as the layer gets it."""
+        self.append(value)
         return value.detach()
 
     def to(self, before: Tensor | None) -> Tensor | None:
         """The sum of these and what there was before."""
-        for each in self._losses:
+        for each in self:
             before = each if before is None else before + each
         return before
 
 
 @contextlib.contextmanager
+def collected() -> Iterator[Added]:
+    """Those of a forward that runs meanwhile."""
+    added = Added()
+    before, adding.add = adding.add, added.add
+    try:
+        yield added
+    finally:
+        adding.add = before
+
+
+@contextlib.contextmanager
 def traced() -> Iterator[None]:
     """While it holds, this thread traces: the call is kept in the graph."""
-    before, _adding.add = _adding.add, torch.ops.gapless.aux_loss
+    before, adding.add = adding.add, torch.ops.gapless.aux_loss
     try:
         yield
     finally:
-        _adding.add = before
+        adding.add = before
 
 
 @torch.library.custom_op("gapless::aux_loss", mutates_args=())

@@ -18,7 +18,7 @@ from gapless.errors import ConfigError
 from gapless.guards.process_wide import COMPILED_DRAWS
 from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
-from gapless.stage.guards.process_state import AtWork, watch_torch
+from gapless.stage.guards.process_state import AtWork, here, watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.norm.batchnorm_calls import recomputed
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics
@@ -32,19 +32,17 @@ from gapless.stage.split.interception import Way, has_hooks, is_open, is_plainly
 from gapless.stage.split.linear import linear
 
 from .autocast import autocast_is_on, without_autocast
+from .auxiliary import Added, adding
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .saved_activations import Work
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _LOSS = -1  # as the number of a layer
+_push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop: Callable[[], Any] = torch._C._pop_torch_function_stack
+# What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-
-
-def _backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward."""
-    _run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
+_ONCE = False, False, (), True, True  # keep no graph, make none, for all leaves; unreachable ones may be; accumulate
 _OUTSIDE, _DIRECTLY, _INSIDE, _COMPILED = Way.OUTSIDE, Way.DIRECTLY, Way.INSIDE, Way.COMPILED
 
 
@@ -93,6 +91,8 @@ class Calls:
         watch_torch()
         self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
         self._backwards_here = AtWork(self.mode, "backward") if self.is_open and not self._compiled else self._aside
+        self._around: tuple[Any, Any] = (None, None)  # what this thread was at when a forward began
+        self._held: AbstractContextManager[Any] | None = None  # torch's default generators, by this forward
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)
         self.unwatched = self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
         outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
@@ -101,7 +101,8 @@ class Calls:
         if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
             self._bare = list(layers)
         self._forwards = [layer.forward for layer in self._bare or []]
-        self.may_change_buffers = self._bare is None  # which none of torch's own modules does that is called barely
+        self.may_be_bare = self._bare is not None
+        self.may_change_buffers = not self.may_be_bare  # which none of torch's own modules does that is called barely
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
@@ -163,26 +164,42 @@ class Calls:
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A forward comes, or comes again for remat. It may take several runs."""
-        self.statistics.enter(microbatch, replaying=replaying)
-        self._unwatched.enter()
+        if self.statistics.idle:
+            self.statistics.coming = microbatch, replaying
+        else:
+            self.statistics.enter(microbatch, replaying=replaying)
+        if self._unwatched.doubt is not None or self._unwatched.has_settled:
+            self._unwatched.enter()
 
-    def begin(
-        self, records: Records | None, step: int, microbatch: int, *, again: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Around a forward. Weight gradients go to `records`, if the stage splits its backward and this forward has
-        one. `again`: there may be a second one that must draw the same.
+    def begin(self, records: Records | None, step: int, microbatch: int, *, again: bool = False) -> Added:
+        """A run of a forward starts; `end` comes after it. Weight gradients go to `records`, if the stage splits its
+        backward and this forward has one. `again`: there may be a second one that must draw the same. Returns where
+        auxiliary losses are collected.
         """
-        draws = self.draws
+        draws, mode = self.draws, self.mode
         if step != draws.step:
             self.forget()
         draws.step, draws.microbatch = step, self.first_microbatch + microbatch
-        draws.restart()
+        draws.run += 1
         self.ran_unseen = False
-        mode, device = self.mode, self._device()
+        device = self._device()
         mode.begin(records if self._split else None, device.type)
         seen = again or mode.defers_now or bool(mode.cast_anew) or not mode.one_thread
         self._unwatched.begin(device, apart=not (mode.alone or draws.are_captured), allowed=not seen)
-        return self._forwards_here.alone(default_generators([device])) if mode.alone else self._forwards_here
+        if mode.alone:
+            self._held = alone(default_generators([device]))
+            self._held.__enter__()
+        added = Added()
+        self._around = here.work, adding.add
+        here.work, adding.add = self._forwards_here, added.add
+        return added
+
+    def end(self) -> None:
+        """The run is over, in whichever way."""
+        here.work, adding.add = self._around
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
+            self._held = None
 
     def layer(self, index: int, value: Any) -> Any:
         """Calls layer `index` of the stage."""
@@ -191,20 +208,22 @@ class Calls:
         draws.layer = self.first_layer + index
         if mode.alone:
             torch.manual_seed(draws.seed_here())
-        if mode.cast_anew:
+        call = layer
+        if self._spread and index == 0 and isinstance(value, tuple | dict):
+            call = functools.partial(apply_first, layer)
+        elif way is _INSIDE or mode.cast_anew:
             pass  # every call must be seen
         elif way is _DIRECTLY and type(value) is Tensor and not has_hooks(layer):
             if mode.defers_now:
                 return linear(mode, F.linear, (value, layer.weight, layer.bias), {})
             return layer(value)
-        elif way is _OUTSIDE and not has_hooks(layer) and not (self._spread and index == 0):
+        elif way is _OUTSIDE and not has_hooks(layer):
             return layer(value)
-        return self._called(
-            index, layer, way, functools.partial(apply_first, layer) if self._spread and index == 0 else layer, value
-        )
+        return self._called(index, layer, way, call, value)
 
     def _called(self, index: int, layer: Any, way: Way, call: Callable[..., Any], *args: Any) -> Any:
         """A call of which something must be seen, or nothing can."""
+        mode, unwatched = self.mode, self._unwatched
         if way is _COMPILED:
             self.ran_unseen = True
             with self._aside:
@@ -212,19 +231,26 @@ class Calls:
             self._cold = self._cold or cold
             return result
         key = (index, getattr(layer, "training", True))
-        if self._unwatched.runs(key):
+        if unwatched.allowed and unwatched.runs(key):
             self.ran_unseen = True
             return call(*args)
-        drawn, normed, behind = self.draws.count, self.statistics.asked, self.mode.behind
-        with (
-            self.mode if self._inside(layer, way) else _NOTHING,
-            self._watch(key) if way is _INSIDE and not self.mode.alone and key not in self._watched else _NOTHING,
-        ):
-            result = call(*args)
+        drawn, normed, behind = self.draws.count, self.statistics.asked, mode.behind
+        if way is _INSIDE and (mode.alone or key in self._watched):
+            _push(mode)  # as `with mode` does
+            try:
+                result = call(*args)
+            finally:
+                _pop()
+        else:
+            with (
+                mode if self._inside(layer, way) else _NOTHING,
+                self._watch(key) if way is _INSIDE else _NOTHING,
+            ):
+                result = call(*args)
         if self.draws.count != drawn:
-            self._unwatched.drew(key)
-        elif (self.statistics.asked, self.mode.behind) == (normed, behind):
-            self._unwatched.learn(key, layer)
+            unwatched.drew(key)
+        elif key not in unwatched.known and (self.statistics.asked, mode.behind) == (normed, behind):
+            unwatched.learn(key, layer)
         return result
 
     def watch_always(self) -> None:
@@ -274,7 +300,8 @@ class Calls:
             raise
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
             raise COMPILED_DRAWS.refusal("a compiled loss draws random numbers, which can't be seeded")
-        check_scalar(result)
+        if type(result) is not Tensor or result.dim():
+            check_scalar(result)
         if self.divisors is not None:
             self.divisors.note(work.step, work.weight, outputs, result)
         return result
@@ -297,12 +324,17 @@ class Calls:
             or (self._split and not grads[0].is_cpu)
         ):
             self._backward_with_care(records, edges, grads)
-        elif self._split:
-            with self._backwards_here, recording.here(records):
-                _backward(edges, grads)
         else:
-            with self._backwards_here:
-                _backward(edges, grads)
+            work, records_before = here.work, recording.thread.value
+            here.work = self._backwards_here if self._backwards_here.mode is not None else None
+            if self._split:
+                recording.thread.value = records
+            try:
+                _run_backward(
+                    tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            finally:
+                here.work, recording.thread.value = work, records_before
 
     def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         with (
@@ -312,7 +344,7 @@ class Calls:
             recomputed(self.statistics) if self.statistics.in_checkpoints else _NOTHING,
             recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
         ):
-            _backward(edges, grads)
+            _run_backward(tuple(edges), tuple(grads), *_ONCE)
 
     def why_no_graph(self) -> str | None:
         """What of these calls can't be captured as a CUDA graph, if there is anything."""

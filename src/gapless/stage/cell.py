@@ -25,9 +25,9 @@ from gapless.stage.split.deferred import divert
 from gapless.stage.split.reached_parameters import Reached, nodes_made
 
 from .autocast import autocast_is_on, casts_are_kept
-from .auxiliary import Added, WithAux
+from .auxiliary import WithAux
 from .calls import Calls
-from .cell_inputs import Intake, copied, copied_view
+from .cell_inputs import VERSION, Intake, copied, copied_view
 from .compiled import is_traced
 from .saved_activations import Kept, Work
 
@@ -106,9 +106,10 @@ class Cell:
 
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
-        if type(inputs) is Tensor and (layers := self._calls.bare(work.target)) is not None and not autocast_is_on():
+        calls, is_lone = self._calls, type(inputs) is Tensor
+        if calls.may_be_bare and is_lone and not autocast_is_on() and (layers := calls.bare(work.target)) is not None:
             return self._run_bare(work, layers, inputs, then)
-        tensors, shape = mb.flatten(inputs, views=self._shares)
+        tensors, shape = ([inputs], None) if is_lone else mb.flatten(inputs, views=self._shares)
         kept = Kept.of(tensors, shape)
         handed = self._build(work, kept)
         if then is not None:
@@ -212,43 +213,51 @@ class Cell:
         self._kept.pop(microbatch, None)
 
     def _build(self, work: Work, kept: Kept, *, defer: bool = True) -> Any:
-        with self._attributes.during(work.step):
-            handed = self._built(work, kept, defer=defer)
-        if not work.replaying:
-            self._undo.note(kept, self._kept.values(), self._attributes.begun, self._attributes.changed)
-        return handed
-
-    def _built(self, work: Work, kept: Kept, *, defer: bool) -> Any:
         """Runs the layers on the leaves and notes the edges, and again where what was learnt on the way changes the
         beginning.
         """
-        self._calls.enter(work.microbatch, replaying=work.replaying)
-        undo = self._undo.entered()
-        while True:
-            cast = self._intake.casts or self._calls.mode.casts_by_itself or autocast_is_on()
-            tensors = self._intake.given(kept.leaves, kept.views, cast=cast)
-            self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
-            versions, was_copied = [tensor._version for tensor in tensors], self._intake.copies
-            leaves = self._intake.taken(kept.leaves)
-            undo.begin(work.step)
-            try:
-                handed = self._run(work, kept, mb.unflatten(tensors, kept.shape), defer=defer)
-            except (Restart, RuntimeError) as error:
-                undo.start_again(error, self._place[0], guarded=self._intake.guarded)
-                self._intake.put_back(leaves)
-                self._intake.guarded |= not isinstance(error, Restart)
-                continue
-            kept.buffers = undo.end(drew_anew=self._calls.drew_anew)
-            was_changed = versions != [tensor._version for tensor in tensors]
-            self._intake.learn(was_changed, seen=was_copied or not cast)
+        calls, intake, undo, attributes = self._calls, self._intake, self._undo, self._attributes
+        leaves, quiet = kept.leaves, work.step < undo.quiet_until
+        with attributes.during(work.step):
+            calls.enter(work.microbatch, replaying=work.replaying)
+            if not quiet:
+                undo.entered()
+            while True:
+                cast = intake.casts or calls.mode.casts_by_itself or autocast_is_on()
+                copies = intake.guarded or not intake.tried
+                tensors = intake.given(leaves, kept.views, cast=cast) if copies or cast else leaves
+                self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
+                versions = [*map(VERSION, tensors)]
+                taken = intake.taken(leaves)
+                if not quiet:
+                    undo.begin(work.step)
+                try:
+                    value = tensors[0] if kept.shape is None else mb.unflatten(tensors, kept.shape)
+                    handed = self._run(work, kept, value, defer=defer)
+                except (Restart, RuntimeError) as error:
+                    if quiet:
+                        undo.entered()
+                    quiet = False
+                    undo.start_again(error, self._place[0], guarded=intake.guarded)
+                    intake.put_back(taken)
+                    intake.guarded |= not isinstance(error, Restart)
+                else:
+                    break
+            if not quiet:
+                kept.buffers = undo.end(drew_anew=calls.drew_anew)
+            was_changed = versions != [*map(VERSION, tensors)]
+            if was_changed or not intake.tried:
+                intake.learn(was_changed, seen=copies or not cast)
             if was_changed and kept.views:
                 kept.changed = self._viewed.changed(kept.edges, self._place[0])
             self._viewed = NO_VIEWS
-            return handed
+        if not work.replaying and (not quiet or attributes.begun or attributes.changed):
+            undo.note(kept, self._kept.values(), attributes.begun, attributes.changed)
+        return handed
 
     def _run(self, work: Work, kept: Kept, value: Any, *, defer: bool) -> Any:
         calls, mode = self._calls, self._calls.mode
-        mode.leaves = {id(leaf) for leaf in kept.leaves}
+        mode.leaves = set(map(id, kept.leaves))
         mode.at = work.microbatch, work.place, work.replaying, self._kept
         value, aux, stored = value if type(value) is WithAux else (value, None, ())
         if stored:
@@ -263,22 +272,28 @@ class Cell:
         if self._cast_anew and casts_are_kept():
             for each in self._cast_anew:
                 mode.casts_anew(each.parameter)
-        begun = calls.begin(work.records if defer else None, work.step, work.place, again=self.remakes)
-        with begun, Added() as added:
+        added = calls.begin(work.records if defer else None, work.step, work.place, again=self.remakes)
+        try:
             start = nodes_made()
             for index in self._layers:
                 value = calls.layer(index, value)
-            if not self._with_loss:
-                aux, stored = added.to(aux), (*stored, *calls.stored.told(self._attributes))
-                handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
-            else:
+            if self._with_loss:
                 loss = calls.loss(value, work)
-                handed = kept.end(work, value, loss, added.to(aux))
+                handed = kept.end(work, value, loss, added.to(aux) if added else aux)
+            else:
+                aux = added.to(aux) if added else aux
+                if calls.stored.tells:
+                    stored = (*stored, *calls.stored.told(self._attributes))
+                handed = self._hand_on(kept, WithAux(value, aux, stored) if stored or aux is not None else value)
             calls.look_back()
             kept.graph = graph = defer, nodes_made() - start
+        finally:
+            calls.end()
         if mode.switched:
             check_switched(mode, [each.parameter for each in self._ties])
-        if graph not in self._graphs or self._may_differ():
+        # Code that is not torch's own may end elsewhere with as many nodes as before.
+        may_differ = calls.is_open and (not self._walked or mode.met_strangers or calls.ran_unseen)
+        if may_differ or graph not in self._graphs:
             self._look(kept)
             self._walked = kept.looked_at = True
             self._graphs.add(graph)
@@ -297,11 +312,6 @@ class Cell:
                 used = each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]
                 each.casts(self._place, work.microbatch, used)
         return handed
-
-    def _may_differ(self) -> bool:
-        """Whether a graph with as many nodes as others may end elsewhere."""
-        calls = self._calls
-        return calls.is_open and (not self._walked or calls.mode.met_strangers or calls.ran_unseen)
 
     def _look(self, kept: Kept) -> None:
         """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
@@ -346,5 +356,8 @@ class Cell:
             raise Restart("autocast casts a weight that is used twice")
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
+        if type(value) is Tensor and value.grad_fn is not None and not value._is_view() and self._viewed is NO_VIEWS:
+            kept.edges = [edge_of(value)]
+            return value.detach().requires_grad_()
         tensors, shape = mb.flatten(value, views=self._shares)
         return mb.unflatten(kept.hand_on(tensors, self._viewed), shape)

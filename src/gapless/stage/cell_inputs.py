@@ -1,12 +1,16 @@
 """How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
 
+import itertools
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gapless.guards.passed_tensors import CHANGED_INPUTS
+
+VERSION = attrgetter("_version")  # how often a tensor was changed in place
 
 
 class Intake:
@@ -47,7 +51,8 @@ class Intake:
         """Before a run that may start again: each leaf, how often it had changed, and its numbers while nobody knows
         whether a layer changes them.
         """
-        return [(leaf, leaf._version, None if self.tried else leaf.detach().clone()) for leaf in leaves]
+        numbers = itertools.repeat(None) if self.tried else [leaf.detach().clone() for leaf in leaves]
+        return [*zip(leaves, map(VERSION, leaves), numbers, strict=False)]
 
     def put_back(self, taken: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """The run did not come to its end: what it has changed is as before."""

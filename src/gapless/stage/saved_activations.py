@@ -15,7 +15,7 @@ from gapless.guards.passed_tensors import CHANGED_VIEWS
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.aliases import has_history
 from gapless.stage.batch.plain import detach, without_loss
-from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of, was_view
+from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of
 from gapless.stage.guards.changing_buffers import Taken
 from gapless.stage.guards.state_notes import Note
 from gapless.stage.shared.tie import Place, Tie
@@ -80,8 +80,13 @@ class Kept:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], shape: mb.Shape | None, autocast: AutocastState | None = None) -> "Kept":
         """For these inputs."""
-        views = tuple(number for number, tensor in enumerate(tensors) if was_view(tensor))
-        return cls([leaf_of(tensor) for tensor in tensors], shape, autocast=autocast, views=views)
+        views: tuple[int, ...] = ()
+        leaves = []
+        for number, tensor in enumerate(tensors):
+            leaves.append(tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach())
+            if getattr(tensor, "was_view", False):
+                views = (*views, number)
+        return cls(leaves, shape, autocast=autocast, views=views)
 
     def hand_on(self, tensors: Sequence[Tensor], viewed: Viewed) -> list[Tensor]:
         """The outputs, cut off from the graph, whose edges are noted."""
@@ -106,8 +111,11 @@ class Kept:
             weighted, start = [loss], weight
         else:
             weighted = without_loss(outputs, aux)
-        self.edges = [get_gradient_edge(tensor) for tensor in weighted if tensor.requires_grad]
-        self.starts = [torch.full_like(tensor, start) for tensor in weighted if tensor.requires_grad]
+        self.edges, self.starts = [], []
+        for tensor in weighted:
+            if tensor.requires_grad:
+                self.edges.append(get_gradient_edge(tensor))
+                self.starts.append(torch.full_like(tensor, start))
         return detach(outputs) if work.want_outputs else None, loss.detach()
 
     def backward_starts(

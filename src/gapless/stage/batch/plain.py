@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GaplessError
-from gapless.stage.auxiliary import Added
+from gapless.stage.auxiliary import collected
 from gapless.stage.norm.batchnorm_calls import PlainMode, recomputed
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics
 from gapless.stage.random.seeds import seed_of
@@ -71,7 +71,7 @@ def plain_step(
     for microbatch, (part, goal, share) in enumerate(zip(batch.parts, batch.targets, weights, strict=True)):
         value = part
         statistics.enter(microbatch, replaying=False)
-        with mode, Added() as added:
+        with mode, collected() as added:
             for number, layer in enumerate(layers):
                 torch.manual_seed(seed_of(seed, step, microbatch, number))
                 value = apply_first(layer, value) if number == 0 else layer(value)

@@ -45,10 +45,12 @@ class Undo:
         self._again: tuple[str, Marks, list[Note]] | None = None
         self._miscounted = ""
         self._step = self._next_look = 0
+        self.quiet_until = 0  # before this step there is nothing to note: nothing is known to change
 
     def entered(self) -> Self:
         """A forward comes, which may take several runs."""
         self._again, self._miscounted = None, ""
+        self._taken, self._notes = [], []
         return self
 
     def begin(self, step: int) -> None:
@@ -68,6 +70,7 @@ class Undo:
             if guarded or IN_PLACE_ON_LEAF not in str(why):
                 raise why
             why = Restart("a layer changes its input in place")
+        self.quiet_until = 0
         story = f"{why} for the first time, so stage {stage} had to run this forward again, and"
         counted = self._statistics.moved  # these count a forward once, however often it runs
         if why.misdrawn and self._statistics.has_counted:
@@ -94,7 +97,9 @@ class Undo:
         else:
             self._changed = self._notes
         self._notes = []
-        return self.buffers.learn(self._taken)
+        taken = self.buffers.learn(self._taken)
+        self.quiet_until = self._next_look if self.buffers.is_settled and not self._held.changes else 0
+        return taken
 
     def note(
         self,
@@ -115,6 +120,7 @@ class Undo:
             )
         if not self._held.changes:
             return
+        self.quiet_until = 0
         kept.after = list(without_tensors(self._held.taken()))
         kept.before = list(for_replay([*self._changed, *found])) if self._always else []
         self._changed = []

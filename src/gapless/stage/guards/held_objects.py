@@ -129,39 +129,39 @@ class Was(NamedTuple):
 class Watched:
     """The attributes of a module, as they were when it was looked at last."""
 
-    __slots__ = ("_held", "_inside", "_names", "_values", "module")
+    __slots__ = ("held", "inside", "module", "names", "size", "values")
 
     def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
-        self.module, self._held = module, module.__dict__
-        self._names = [name for name in self._held if name not in OWN] if names is None else list(names)
+        self.module, self.held = module, module.__dict__
+        self.names = [name for name in self.held if name not in OWN] if names is None else list(names)
         self.look()
 
     def look(self) -> None:
-        self._values = [*map(self._held.get, self._names)]
-        self._inside = [(each, _inside(each)) for each in self._values if isinstance(each, list | dict | Tensor)]
+        self.values, self.size = [*map(self.held.get, self.names)], len(self.names) + len(OWN)
+        self.inside = [(each, _inside(each)) for each in self.values if isinstance(each, list | dict | Tensor)]
 
     def look_anew(self) -> None:
-        self._names = [name for name in self._held if name not in OWN]
+        self.names = [name for name in self.held if name not in OWN]
         self.look()
 
     def forget(self) -> None:
         """Nobody looks until `look_anew`: what stood there may die."""
-        self._values, self._inside = [], []
+        self.values, self.inside = [], []
 
     def changed(self) -> list[tuple[str, Was]]:
         """Those that were set since, or changed where they are, and what they were."""
-        held, names, values = self._held, self._names, self._values
-        inside = [(each, before) for each, before in self._inside if not _same(_inside(each), before)]
+        held, names, values = self.held, self.names, self.values
+        inside = [(each, before) for each, before in self.inside if not _same(_inside(each), before)]
         altered = {id(each): before for each, before in inside}
-        stay = len(held) == len(names) + len(OWN) and all(map(is_, map(held.get, names), values))
+        stay = len(held) == self.size and all(map(is_, map(held.get, names), values))
         if stay and not altered:
             return []
         before = dict(zip(names, values, strict=True))
         found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
-        self._names = [name for name in held if name not in OWN]
+        self.names = [name for name in held if name not in OWN]
         found += [
             (name, Was(value, None))
-            for name in dict.fromkeys([*names, *self._names])
+            for name in dict.fromkeys([*names, *self.names])
             if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
         ]
         self.look()
@@ -187,7 +187,7 @@ class Objects:
     def __init__(self, key: object, modules: Collection[nn.Module]) -> None:
         """`key` is that of its layers, and `modules` those whose attributes are looked at."""
         self._key, self._modules = key, modules
-        self._seen: list[Seen] = []
+        self.seen: list[Seen] = []
 
     def find(self, shared: SharedObjects) -> None:
         """A step begins: those that were found and that nobody else holds."""
@@ -197,7 +197,7 @@ class Objects:
             for value in module.__dict__.values()
             if isinstance(value, list | dict | Tensor)
         }
-        self._seen = [
+        self.seen = [
             Seen(holder, path)
             for owner, (holder, path) in shared.held.get(self._key, {}).items()
             if not (isinstance(holder, Random) or owner in direct or owner in shared.holders)
@@ -206,24 +206,24 @@ class Objects:
 
     def look(self) -> None:
         """A forward begins."""
-        for each in self._seen:
+        for each in self.seen:
             each.look()
 
     def changed(self) -> list[Note]:
         """It has ended: what it has changed."""
-        moved = [each for each in self._seen if not each.stays()]
+        moved = [each for each in self.seen if not each.stays()]
         return [note for each in moved if (note := each.note()) is not None]
 
     def forget(self) -> None:
         """Nobody looks until they are looked for: what was held may die."""
-        self._seen = []
+        self.seen = []
 
 
 class SharedObjects:
     """Those that layers with two keys hold, and modules that two of them use."""
 
     def __init__(self) -> None:
-        self._seen: list[Seen] = []
+        self.seen: list[Seen] = []
         self._layers: Sequence[Holder] = ()
         self.holders: dict[int, tuple[Holder, Holder]] = {}  # by id who holds it
         self.held: dict[object, dict[int, tuple[Any, str]]] = {}  # what layers of a key hold, by id, and its path
@@ -236,7 +236,7 @@ class SharedObjects:
         contained = [list(each.part.modules()) if isinstance(each.part, nn.Module) else [] for each in layers]
         self.modules = {module for modules in contained for module in modules}
         first: dict[int, tuple[Holder, str]] = {}
-        self._seen, self.holders, self.held, self.lent = [], {}, {}, set()
+        self.seen, self.holders, self.held, self.lent = [], {}, {}, set()
         for each in layers:
             own = self.held.setdefault(each.key, {})
             for holder, path in reached(_roots([each]), self._met, most=_MOST_VISITED):
@@ -244,7 +244,7 @@ class SharedObjects:
                 other, its_path = first.setdefault(owner, (each, path))
                 own.setdefault(owner, (holder, path))
                 if other.key is not each.key and owner not in self.holders and not isinstance(holder, Random):
-                    self._seen.append(Seen(holder, its_path))
+                    self.seen.append(Seen(holder, its_path))
                     self.holders[owner] = other, each
 
     def _met(self, module: nn.Module) -> bool:
@@ -258,16 +258,16 @@ class SharedObjects:
 
     def forget(self) -> None:
         """The step has ended."""
-        self._seen, self._layers, self.holders, self.held = [], (), {}, {}
+        self.seen, self._layers, self.holders, self.held = [], (), {}, {}
         self.lent, self.modules = set(), set()
 
     def check(self) -> None:
         """While it runs: none has changed."""
-        for each in self._seen:
+        for each in self.seen:
             if each.stays() or (note := each.note()) is None or (path := self._changed(note)) is None:
                 continue
             if each.has_grown() and is_log(each.holder, visited(_roots(self._layers), self._met, most=_MOST_VISITED)):
-                self._seen = [other for other in self._seen if other is not each]
+                self.seen = [other for other in self.seen if other is not each]
                 continue
             raise self._refusal(note, path)
 

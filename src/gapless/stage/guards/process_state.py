@@ -10,12 +10,11 @@ looks them up, those in Python by their code, so that it does not matter who has
 layers in this thread. Where nobody does, it passes the call on.
 """
 
-import contextlib
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, FunctionType
 from typing import Any
@@ -28,7 +27,6 @@ from torch.nn.utils import parametrize
 
 from gapless.guards.process_wide import PROCESS_SETTINGS
 from gapless.stage.autocast import autocast_is_on, clear_cache, decrement_nesting, increment_nesting
-from gapless.stage.random.draws import alone
 from gapless.stage.random.exclusive import exclusively, is_held
 from gapless.stage.split.call_mode import Mode
 
@@ -70,16 +68,10 @@ class AtWork:
         self._before: AtWork | None = None
 
     def __enter__(self) -> None:
-        self._before, _here.work = _here.work, None if self.mode is None else self
+        self._before, here.work = here.work, None if self.mode is None else self
 
     def __exit__(self, *_: object) -> None:
-        _here.work = self._before
-
-    @contextlib.contextmanager
-    def alone(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """With torch's default generators to itself."""
-        with self, alone(generators):
-            yield
+        here.work = self._before
 
 
 class _ThisThread(threading.local):
@@ -88,7 +80,7 @@ class _ThisThread(threading.local):
     alone: AbstractContextManager[None] | None = None  # held in the autocast of a layer's own
 
 
-_here = _ThisThread()
+here = _ThisThread()
 
 
 class _Casting:
@@ -171,7 +163,7 @@ def _stand_in(*args: Any, _instead: Function, **kwargs: Any) -> Any:
 
 
 def _refuse_setting(name: str) -> None:
-    work = _here.work
+    work = here.work
     if work is None or work.mode is None or work.mode.one_thread or _caller().startswith(_PUT_BACK):
         return
     raise PROCESS_SETTINGS.refusal(
@@ -181,7 +173,7 @@ def _refuse_setting(name: str) -> None:
 
 
 def _touch_generators() -> None:
-    work = _here.work
+    work = here.work
     if work is None or work.mode is None or work.what != "forward":
         return
     if _caller() == _CHECKPOINT:  # which asks whether or not anything is drawn
@@ -193,7 +185,7 @@ def _touch_generators() -> None:
 
 def _enter_checkpoint() -> None:
     """Also one that does not ask for the state of generators."""
-    work = _here.work
+    work = here.work
     if work is not None and work.mode is not None and work.what == "forward":
         work.mode.checkpoints = True
 
@@ -216,14 +208,14 @@ def _get_state() -> Tensor | None:
 
 def _is_idle_checkpoint() -> bool:
     """Whether it is a checkpoint that asks, which draws nothing: where it does, it has the generators to itself."""
-    work = _here.work
+    work = here.work
     if work is None or work.mode is None or work.mode.one_thread or is_held():
         return False
     return _caller() == _CHECKPOINT
 
 
 def _enter_level() -> None:
-    work = _here.work
+    work = here.work
     if work is not None and work.mode is not None and work.what == "forward":
         work.mode.run_alone("a layer takes forward-mode derivatives")
 
@@ -231,13 +223,13 @@ def _enter_level() -> None:
 def _enter_autocast() -> int:
     depth = increment_nesting()
     if autocast_is_on():
-        work = _here.work
+        work = here.work
         if work is None or work.mode is None:
-            _here.casts = True
-        elif _here.alone is None and not work.mode.casts_all:
+            here.casts = True
+        elif here.alone is None and not work.mode.casts_all:
             work.mode.casts_by_itself = True
-            _here.alone = exclusively()
-            _here.alone.__enter__()
+            here.alone = exclusively()
+            here.alone.__enter__()
             with _Casting.lock:
                 _Casting.count += 1
     return depth
@@ -248,10 +240,10 @@ def _leave_autocast() -> int:
     depth = decrement_nesting()
     if depth != 0:
         return depth
-    if _here.casts:
-        _here.casts = False
+    if here.casts:
+        here.casts = False
         return depth
-    alone, _here.alone = _here.alone, None
+    alone, here.alone = here.alone, None
     with _Casting.lock:
         _Casting.count -= alone is not None
         if alone is not None or not _Casting.count:

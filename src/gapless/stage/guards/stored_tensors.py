@@ -13,6 +13,7 @@ nobody can look.
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -64,6 +65,7 @@ class Stored:
             part for each in self._others if isinstance(each.part, nn.Module) for part in each.part.modules()
         }
         self._paths = {part: path for path, part in model.named_modules()} if model is not None and elsewhere else {}
+        self.tells = bool(self._paths)  # other processes
         self._heard: set[str] = set()
         # By generator that layers bring, who has drawn from it: a stage, or perhaps one of another process.
         self.generators = no_users()
@@ -149,8 +151,6 @@ class Stored:
 
     def told(self, by: "Attributes") -> list[str]:
         """Names of the attributes that are set here, `by` this forward too, for other processes."""
-        if not self._paths:
-            return []
         by.look()
         found = [(self._paths.get(module), names) for module, names in self._set.items()]
         return sorted(f"{path}.{name}" for path, names in found if path is not None for name in names)
@@ -236,23 +236,30 @@ class Attributes(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before, _forward.of = _forward.of, self
-        self.begun = []
-        self.objects.look()
+        self.begun, self.changed = [], []
+        if self.objects.seen:
+            self.objects.look()
 
     def __exit__(self, kind: object, *_: object) -> None:
         _forward.of, self._before = self._before, None
         if kind is None:
             self.look()
-            self.changed = self.objects.changed()
-            self._stored.shared.check()
+            if self.objects.seen:
+                self.changed = self.objects.changed()
+            if self._stored.shared.seen:
+                self._stored.shared.check()
 
     def look(self) -> None:
         """Which attributes are set."""
-        for module, size in [each for each in self._torchs.items() if len(each[0].__dict__) != each[1]]:
-            del self._torchs[module]  # a hook has stored something in it
-            names = [name for name in list(module.__dict__)[:size] if name not in OWN]
-            self._watched.append(Watched(module, names=names))
+        if [*map(len, map(vars, self._torchs))] != [*self._torchs.values()]:
+            for module, size in [each for each in self._torchs.items() if len(each[0].__dict__) != each[1]]:
+                del self._torchs[module]  # a hook has stored something in it
+                names = [name for name in list(module.__dict__)[:size] if name not in OWN]
+                self._watched.append(Watched(module, names=names))
         for each in self._watched:
+            held = each.held
+            if not each.inside and len(held) == each.size and all(map(is_, map(held.get, each.names), each.values)):
+                continue  # as `changed` would find, without a call
             for name, was in each.changed():
                 key = each.module, name
                 if key not in self._changing:

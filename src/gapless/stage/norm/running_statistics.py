@@ -67,6 +67,8 @@ class Statistics:
         self._raised: list[Tensor] = []
         self._weights: dict[Any, Tensor] = {}
         self.moved: set[int] = set()  # running statistics and counters that calls were seen to move, by id
+        # Nobody has asked yet, so that a microbatch that comes need only be noted, and whether it does for remat.
+        self.idle, self.coming = option != "error", (-1, False)
         self.asked = 0  # how often there was a call of a batch norm, in training or not
         self.in_checkpoints = False  # whether calls were seen that the backward makes again
         self._recomputing = False
@@ -75,6 +77,7 @@ class Statistics:
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A microbatch comes, or comes again for remat; its forward may take several runs."""
+        self.idle = False
         if microbatch != self._microbatch:
             self._uses.clear()
         self._microbatch = microbatch
@@ -127,6 +130,9 @@ class Statistics:
 
     def counts(self, moving: Tensor) -> bool:
         """Whether the call that is being made counts, or did so before; it would move this."""
+        if self.idle:
+            microbatch, replaying = self.coming
+            self.enter(microbatch, replaying=replaying)
         self._seen += 1
         if self._seen <= self._counted:
             return False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .draws import default_generators, stands_at
-from .exclusive import exclusively
+from .exclusive import exclusively, mine
 
 _MOST_MOVES = 3
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # what a batch norm of the user's own has too
@@ -39,20 +39,20 @@ class Unwatched:
 
     def __init__(self, *, unknown: bool, is_open: bool) -> None:
         self._is_open, self._unknown = is_open, unknown
-        self._known: set[Call] = set()
-        self._allowed = False
+        self.known: set[Call] = set()
+        self.allowed = False
         self._before: Stood | None = None
         self._stood: Stood | None = None  # where they stood in the last forward of this step, to whose end none moved
         self._put_back = 0
         self._looks = _MOST_MOVES if unknown else 0
-        self._doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
+        self.doubt: Stood | None = None  # where the generators stood before they moved, in the run before this one
         self._suspects: set[Call] = set()
         self.has_settled = False  # it was a layer of this forward that has moved them
 
     @property
     def trusted(self) -> set[int]:
         """The numbers of those that run so."""
-        return {number for number, _ in self._known}
+        return {number for number, _ in self.known}
 
     @property
     def has_given_up(self) -> bool:
@@ -61,13 +61,13 @@ class Unwatched:
 
     def enter(self) -> None:
         """A forward comes, which may take several runs."""
-        self._doubt, self._suspects, self.has_settled = None, set(), False
+        self.doubt, self._suspects, self.has_settled = None, set(), False
 
     def begin(self, device: torch.device, *, apart: bool, allowed: bool) -> None:
         """A run of it starts. Its layers are to draw from other generators than torch's default ones, if these are kept
         `apart`; those that draw nothing may be `allowed` to run unwatched.
         """
-        self._before, self._allowed = None, allowed
+        self._before, self.allowed = None, allowed
         if not apart:  # a layer was seen to draw in another way than the mode sees
             self._settle()
         if not self._looks or not apart or not (allowed or self._is_open):
@@ -80,18 +80,18 @@ class Unwatched:
             self._put_back = _PutBack.times
 
     def runs(self, call: Call) -> bool:
-        """Whether this one needs no watching now."""
-        return self._allowed and self._before is not None and call in self._known
+        """Whether this one needs no watching now, where that is allowed."""
+        return self._before is not None and call in self.known
 
     def learn(self, call: Call, layer: object) -> None:
         """A call was watched, and drew nothing. What a batch norm counts does not show in a generator."""
-        if self._looks < _MOST_MOVES or call in self._known or not isinstance(layer, nn.Module):
+        if self._looks < _MOST_MOVES or call in self.known or not isinstance(layer, nn.Module):
             return
         if not any(
             isinstance(module, _NormBase) or any(name in module._buffers for name in _OF_NORMS)
             for module in layer.modules()
         ):
-            self._known.add(call)
+            self.known.add(call)
 
     def drew(self, call: Call) -> None:
         """A call was watched, and drew. If it ran unwatched before, it was the one that moved the generators."""
@@ -100,15 +100,15 @@ class Unwatched:
 
     def _settle(self) -> None:
         """It was a layer that has drawn: the caller's generators are left as they were."""
-        if self._doubt is None:
+        if self.doubt is None:
             return
         with exclusively():
-            for generator, state in self._doubt:
+            for generator, state in self.doubt:
                 generator.set_state(state)
             _PutBack.times += 1
             if self._before is not None:
-                self._before, self._put_back = self._doubt, _PutBack.times
-        self._doubt, self._suspects, self.has_settled = None, set(), True
+                self._before, self._put_back = self.doubt, _PutBack.times
+        self.doubt, self._suspects, self.has_settled = None, set(), True
 
     def hides(self) -> None:
         """A call was watched, and drew unseen: generators had moved, and were put back."""
@@ -122,15 +122,17 @@ class Unwatched:
         Another thread, of the user's, may draw too: so not too often.
         """
         before, self._before = self._before, None
-        self._doubt, self._suspects = None, set()
+        self.doubt, self._suspects = None, set()
         if before is None:
             return False
-        with exclusively():
-            stay = all(stands_at(generator, state) for generator, state in before)
+        stay = True
+        with mine.lock:
+            for generator, state in before:
+                stay = stay and stands_at(generator, state)
             if stay and self._put_back == _PutBack.times:
                 self._stood = before
                 return False
-        self._stood, self._doubt, self._suspects, self._known = None, before, self._known, set()
+        self._stood, self.doubt, self._suspects, self.known = None, before, self.known, set()
         self._looks -= 1
         return True
 
@@ -141,7 +143,7 @@ class Unwatched:
     def stop(self) -> None:
         """Others draw from these generators during a forward, so nothing is looked at any more, and all are watched."""
         self._looks = 0
-        self._known.clear()
+        self.known.clear()
 
 
 def _devices(device: torch.device) -> list[torch.device]:

@@ -66,30 +66,26 @@ class Draws:
         self.layer = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._replaying = False
-        self._drawn: dict[torch.device, tuple[int, int, int]] = {}
+        self._drawn: dict[torch.device, tuple[int, ...]] = {}
         # Where generators of a layer's own stood at its draws, so that it draws the same when it runs again.
         self._states: dict[tuple[int, ...], list[Tensor]] = {}
-        self._run = 0
+        self.run = 0  # of a forward; in each of its runs the same place draws the same numbers again
         self._place: tuple[int, ...] = ()  # that of the last such draw
         self._number = 0  # of the next one there
         self.count = 0  # of the draws so far
         self.on_gpu: set[int] = set()  # layers that were seen to draw there
         self._captured: Mapping[int, torch.Generator] | None = None  # of the layers, while a CUDA graph is captured
+        self.are_captured = False
         self._first_run: dict[int, int] = {}  # in which of the runs of a capture each of them has drawn
 
     @contextlib.contextmanager
     def captured(self, generators: Mapping[int, torch.Generator]) -> Iterator[None]:
         """Around the capture of a CUDA graph: each layer draws from the one that is registered for it."""
-        self._captured, self._first_run = generators, {}
+        self._captured, self._first_run, self.are_captured = generators, {}, True
         try:
             yield
         finally:
-            self._captured = None
-
-    @property
-    def are_captured(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-        return self._captured is not None
+            self._captured, self.are_captured = None, False
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -127,8 +123,8 @@ class Draws:
         place = (self.step, self.microbatch, self.layer)
         if self._place[:1] != place[:1]:
             self._states.clear()
-        if self._place != (*place, self._run):
-            self._place, self._number = (*place, self._run), 0
+        if self._place != (*place, self.run):
+            self._place, self._number = (*place, self.run), 0
         known = self._states.setdefault(place, [])
         self._number += 1
         if self._number <= len(known):
@@ -146,10 +142,10 @@ class Draws:
         if self._captured is not None:
             if device.type != "cuda" or self.layer not in self._captured:
                 raise UncapturableError(f"a layer draws on the {device.type}, or only now and then")
-            if self._first_run.setdefault(self.layer, self._run) != self._run:
+            if self._first_run.setdefault(self.layer, self.run) != self.run:
                 raise UncapturableError("a layer started again, and would draw other numbers")
             return self._captured[self.layer]
-        place = (self.step, self.microbatch, self.layer)
+        place = (self.step, self.microbatch, self.layer, self.run)
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
@@ -177,11 +173,6 @@ class Draws:
             yield defaults
             if not known and all(stands_at(*each) for each in zip(defaults[1:], before[1:], strict=True)):
                 self.on_gpu.discard(self.layer)
-
-    def restart(self) -> None:
-        """Forgets what was drawn: the same place draws the same numbers again."""
-        self._drawn.clear()
-        self._run += 1
 
 
 @contextlib.contextmanager

@@ -17,17 +17,17 @@ class _Mine(threading.local):
     held = 0
 
 
-_mine = _Mine()
+mine = _Mine()
 
 
 class _Exclusively(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
-        _mine.lock.acquire()
-        _mine.held += 1
+        mine.lock.acquire()
+        mine.held += 1
 
     def __exit__(self, *_: object) -> None:
-        _mine.held -= 1
-        _mine.lock.release()
+        mine.held -= 1
+        mine.lock.release()
 
 
 _exclusively = _Exclusively()
@@ -40,21 +40,21 @@ def exclusively() -> contextlib.AbstractContextManager[None]:
 
 def is_held() -> bool:
     """Whether it is this thread that is here."""
-    return _mine.held > 0
+    return mine.held > 0
 
 
 class Heirs:
     """The lock for threads that this one will wait for."""
 
     def __init__(self) -> None:
-        self._lock = Lock() if _mine.held else _mine.lock
+        self._lock = Lock() if mine.held else mine.lock
         self.are_ordinary = self._lock is _everybodys  # it is the one that threads start with
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """In such a thread."""
-        before, _mine.lock = _mine.lock, self._lock
+        before, mine.lock = mine.lock, self._lock
         try:
             yield
         finally:
-            _mine.lock = before
+            mine.lock = before

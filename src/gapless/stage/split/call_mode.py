@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from gapless.stage.autocast import casts_are_kept, runs_low
+from gapless.stage.autocast import decrement_nesting, increment_nesting, runs_low
 from gapless.stage.norm.running_statistics import Statistics
 from gapless.stage.random.draws import Draws, checkpoints_around, device_of, draws_by_tag, own_generator
 from gapless.stage.random.hidden_draws import Touched
@@ -59,6 +59,7 @@ class Mode(TorchFunctionMode):
         self._stands_for: dict[int, int] = {}  # leaves and the parameters in whose place they are, by id
         self._spread = 0  # how many were excluded when these were last told of each other
         self._records: Records | None = None
+        self.defers_now = False  # whether this forward defers at all
         # Parameters used in this forward, by id; those that wait with whether autocast's cast of them was used.
         self.deferred: dict[int, tuple[Parameter, bool]] = {}
         self._plain: set[int] = set()
@@ -85,24 +86,21 @@ class Mode(TorchFunctionMode):
         self.switched: dict[int, tuple[Tensor, bool]] = {}  # weights that it has frozen or thawed, by id
         self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
 
-    @property
-    def defers_now(self) -> bool:
-        """Whether this forward defers at all."""
-        return self._records is not None
-
     def begin(self, records: Records | None, kind: str) -> None:
         """A forward starts; it is to record into `records`, or it defers nothing."""
-        self._records = records
+        self._records, self.defers_now = records, records is not None
         if self._stands_for and len(self.excluded) != self._spread:
             self._spread_exclusions()
         self.deferred = {}
         self._plain.clear()
         self.second_use = self.met_strangers = False
         self._kind = kind
-        self.casts_all = casts_are_kept()
+        increment_nesting()  # as in `casts_are_kept`
+        self.casts_all = decrement_nesting() > 0
         if self.cast_anew:
             self.own_casts, self._own = {}, {}
-        self.statistics.run()
+        if not self.statistics.idle:
+            self.statistics.run()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.cast_anew and runs_low(func, self._kind) and (low := self._autocast_dtype()) is not None:

@@ -24,23 +24,19 @@ class Running(Generic[T]):
     """What the backwards that are running were started with."""
 
     def __init__(self) -> None:
-        self._thread = _Thread()
+        self.thread = _Thread()  # what runs in this thread, as on a CPU
         self._tasks: dict[int, T] = {}
 
     def now(self) -> T | None:
         """Of the backward that has called us; None where none was started with anything."""
-        value: T | None = self._thread.value
+        value: T | None = self.thread.value
         if value is None and self._tasks:
             value = self._tasks.get(torch._C._current_graph_task_id())
         return value
 
-    def here(self, value: T) -> AbstractContextManager[None]:
-        """Around a backward that runs in this thread, as on a CPU."""
-        return _Here(self._thread, value)
-
     def around(self, value: T, edges: Sequence[GradientEdge], device: torch.device) -> AbstractContextManager[None]:
         """Around the backward that starts at these edges, on this device."""
-        return _Here(self._thread, value) if device.type == "cpu" else self._noted(value, edges)
+        return _Here(self.thread, value) if device.type == "cpu" else self._noted(value, edges)
 
     @contextlib.contextmanager
     def _noted(self, value: T, edges: Sequence[GradientEdge]) -> Iterator[None]:
