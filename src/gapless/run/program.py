@@ -150,7 +150,7 @@ class Program:
                 microbatch,
                 inputs,
                 step=batch.step,
-                target=lane.unpack(Parcel(batch.targets[microbatch], borrowed=True)),
+                target=_given(lane, batch.targets[microbatch]),
                 weight=batch.weights[microbatch],
                 want_outputs=batch.want_outputs,
                 defer=defer,
@@ -169,7 +169,7 @@ class Program:
             if batch.targets:
                 target = batch.targets[microbatch]
                 with torch.no_grad():
-                    value = loss(outputs, lane.unpack(Parcel(target, borrowed=True)))
+                    value = loss(outputs, _given(lane, target))
                 if target is not None:
                     check_scalar(value)
                 batch.losses[microbatch] = value
@@ -181,7 +181,7 @@ class Program:
         microbatch, lane, batch = action.microbatch, self.lanes[device], self.batch
         route = self._routes.arriving(action)
         if route is None and action.kind is Kind.FORWARD:
-            return lambda: lane.unpack(Parcel(batch.inputs[microbatch], borrowed=True))
+            return lambda: _given(lane, batch.inputs[microbatch])
         if route is None:
             return None
         if not route.crosses:
@@ -264,6 +264,13 @@ class Program:
             turns.clear()
         for stage in self.stages.values():
             stage.drop()
+
+
+def _given(lane: Lane, value: Any) -> Any:
+    """What the caller has made, as the lane needs it."""
+    if type(value) is Tensor and value.is_cpu and lane.device.type == "cpu":
+        return value
+    return lane.unpack(Parcel(value, borrowed=True))
 
 
 def _in_turn(turns: Turns, half: Callable[..., Any], *, last: bool) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ from .compiled import CompiledCalls, is_compiled, is_traced
 from .saved_activations import Work
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_CPU = torch.device("cpu")
 _LOSS = -1  # as the number of a layer
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
@@ -182,7 +183,7 @@ class Calls:
         draws.step, draws.microbatch = step, self.first_microbatch + microbatch
         draws.run += 1
         self.ran_unseen = False
-        device = self._device()
+        device = self._parameters[0].device if self._parameters else _CPU
         mode.begin(records if self._split else None, device.type)
         seen = again or mode.defers_now or bool(mode.cast_anew) or not mode.one_thread
         self._unwatched.begin(device, apart=not (mode.alone or draws.are_captured), allowed=not seen)
@@ -249,7 +250,11 @@ class Calls:
                 result = call(*args)
         if self.draws.count != drawn:
             unwatched.drew(key)
-        elif key not in unwatched.known and (self.statistics.asked, mode.behind) == (normed, behind):
+        elif (
+            key not in unwatched.known
+            and isinstance(layer, nn.Module)
+            and (self.statistics.asked, mode.behind) == (normed, behind)
+        ):
             unwatched.learn(key, layer)
         return result
 
@@ -372,7 +377,7 @@ class Calls:
         return way is not Way.IN_TRAINING or any(module.training for module in layer.modules()) or has_hooks(layer)
 
     def _device(self) -> torch.device:
-        return self._parameters[0].device if self._parameters else torch.device("cpu")
+        return self._parameters[0].device if self._parameters else _CPU
 
 
 def _holds_tensors(loss: Any) -> bool:

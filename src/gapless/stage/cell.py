@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, edge_of, mark_view, was_view
+from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, mark_view, was_view
 from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
 from gapless.stage.guards.grad_fields import check_switched
@@ -29,7 +29,7 @@ from .auxiliary import WithAux
 from .calls import Calls
 from .cell_inputs import VERSION, Intake, copied, copied_view
 from .compiled import is_traced
-from .saved_activations import Kept, Work
+from .saved_activations import Kept, Work, edge_of
 
 Stray = Callable[[Place, Tensor, bool], None]  # and whether it is late for the casts of this step
 
@@ -227,8 +227,8 @@ class Cell:
                 copies = intake.guarded or not intake.tried
                 tensors = intake.given(leaves, kept.views, cast=cast) if copies or cast else leaves
                 self._viewed = Viewed(tensors, kept.views) if kept.views else NO_VIEWS
-                versions = [*map(VERSION, tensors)]
-                taken = intake.taken(leaves)
+                versions, taken = [*map(VERSION, tensors)], [*map(VERSION, leaves)]
+                numbers = None if intake.tried else [leaf.detach().clone() for leaf in leaves]
                 if not quiet:
                     undo.begin(work.step)
                 try:
@@ -239,7 +239,7 @@ class Cell:
                         undo.entered()
                     quiet = False
                     undo.start_again(error, self._place[0], guarded=intake.guarded)
-                    intake.put_back(taken)
+                    intake.put_back(leaves, taken, numbers)
                     intake.guarded |= not isinstance(error, Restart)
                 else:
                     break

@@ -1,6 +1,5 @@
 """How the layers of a cell get its inputs: as they are, or as copies where a layer changes them in place."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
@@ -47,24 +46,19 @@ class Intake:
             result = torch.ops.aten.alias.default(leaf)
         return result
 
-    def taken(self, leaves: Sequence[Tensor]) -> list[tuple[Tensor, int, Tensor | None]]:
-        """Before a run that may start again: each leaf, how often it had changed, and its numbers while nobody knows
-        whether a layer changes them.
+    def put_back(self, leaves: Sequence[Tensor], versions: Sequence[int], numbers: Sequence[Tensor] | None) -> None:
+        """A run did not come to its end: what it has changed is as before, when leaves had changed so often and, while
+        nobody knew whether a layer changes them, had these numbers.
         """
-        numbers = itertools.repeat(None) if self.tried else [leaf.detach().clone() for leaf in leaves]
-        return [*zip(leaves, map(VERSION, leaves), numbers, strict=False)]
-
-    def put_back(self, taken: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
-        """The run did not come to its end: what it has changed is as before."""
-        for leaf, version, numbers in taken:
-            if leaf._version == version:
+        for index, leaf in enumerate(leaves):
+            if leaf._version == versions[index]:
                 continue
             if numbers is None:
                 raise CHANGED_INPUTS.refusal(
                     "a layer has changed its input in place, and its forward must start again, since something in it "
                     "was seen for the first time"
                 )
-            leaf.detach().copy_(numbers)
+            leaf.detach().copy_(numbers[index])
 
     def learn(self, changed: bool, *, seen: bool) -> None:
         """Learns from a run whether the layers change their input."""

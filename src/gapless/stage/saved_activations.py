@@ -214,6 +214,16 @@ class Kept:
         ]
 
 
+def _bare_edge(tensor: Tensor) -> GradientEdge:
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+# The gradient edge of a tensor that is no leaf. Before torch 2.13 the node of a Python function did not keep its graph
+# alive, so `get_gradient_edge` adds one that does; since then to make it costs as much as the function.
+edge_of = get_gradient_edge if torch.__version__ < "2.13" else _bare_edge
+
+
 def leaf_of(tensor: Tensor) -> Tensor:
     """The same data without its history, marked if a gradient for it is wanted."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()

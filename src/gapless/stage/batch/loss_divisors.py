@@ -7,7 +7,7 @@ out as much; that is looked at in every step, for the nodes are there anyway.
     loss <- cross entropy (target, weight, ignore_index) <- view <- outputs      the walk ends at the outputs
 """
 
-from collections.abc import Iterator
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from . import microbatch as mb
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _UNREADABLE = "linear_cross_entropy"
 _MEAN = 1
+_GRAD_FN, _NODE = attrgetter("grad_fn"), itemgetter(0)  # of a tensor; of an edge
 
 
 class _Microbatch(NamedTuple):
@@ -44,8 +45,8 @@ class Divisors:
         node = getattr(loss, "grad_fn", None)
         if node is None or (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        ends = {tensor.grad_fn for tensor in mb.flatten(outputs)[0]}
-        found = [_divisor(each) for each in _cross_entropies(node, ends)]
+        tensors = [outputs] if type(outputs) is Tensor else mb.flatten(outputs)[0]
+        found = [*map(_divisor, _cross_entropies(node, set(map(_GRAD_FN, tensors))))]
         if not loss.is_cuda:
             self._check(_Microbatch(step, found, weight))
         elif found:
@@ -68,7 +69,7 @@ class Divisors:
 
     def _check(self, microbatch: _Microbatch) -> None:
         """Raises if it divides by something else than what it counts."""
-        divisors, weight = [float(each) for each in microbatch.divisors], float(microbatch.weight)
+        divisors, weight = [*map(float, microbatch.divisors)], float(microbatch.weight)
         if self._first is None or self._first[0] != microbatch.step:
             self._first = microbatch.step, divisors, weight
             return
@@ -92,8 +93,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _cross_entropies(start: Any, ends: set[Any]) -> Iterator[Any]:
-    seen, left = {None, *ends}, [start]
+def _cross_entropies(start: Any, ends: set[Any]) -> list[Any]:
+    seen, left, found = {None, *ends}, [start], []
     while left:
         node = left.pop()
         if node in seen:
@@ -106,9 +107,10 @@ def _cross_entropies(start: Any, ends: set[Any]) -> Iterator[Any]:
             )
         if name in _CROSS_ENTROPIES:
             if node._saved_reduction == _MEAN:
-                yield node
+                found.append(node)
         else:
-            left += [each for each, _ in node.next_functions]
+            left += map(_NODE, node.next_functions)
+    return found
 
 
 def _divisor(node: Any) -> Tensor:

@@ -40,16 +40,6 @@ def marked_as(made: Tensor, tensor: Tensor) -> Tensor:
     return made
 
 
-def _bare_edge(tensor: Tensor) -> GradientEdge:
-    assert tensor.grad_fn is not None
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
-
-
-# The gradient edge of a tensor that is no leaf. Before torch 2.13 the node of a Python function did not keep its graph
-# alive, so `get_gradient_edge` adds one that does; since then to make it costs as much as the function.
-edge_of = get_gradient_edge if torch.__version__ < "2.13" else _bare_edge
-
-
 class Base(NamedTuple):
     """What a view was a view of, without its memory."""
 
@@ -120,7 +110,7 @@ def base_of(tensor: Tensor, viewed: Viewed) -> tuple[bool, Base | None]:
         or tensor.is_neg()
     ):
         return True, None
-    edge = get_gradient_edge(base) if base.grad_fn is None else edge_of(base)
+    edge = get_gradient_edge(base)
     offset = int(tensor.storage_offset()) - int(base.storage_offset())
     return True, Base(edge, base.shape, base.stride(), tensor.shape, tensor.stride(), offset, source)
 

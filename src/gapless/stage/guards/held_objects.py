@@ -61,16 +61,16 @@ class Holder(NamedTuple):
 class Seen:
     """One of them as it was when it was looked at last."""
 
-    __slots__ = ("_is_dict", "_source", "_was_long", "before", "holder", "path")
+    __slots__ = ("_was_long", "before", "holder", "is_dict", "path", "source")
 
     def __init__(self, holder: Any, path: str) -> None:
         self.holder, self.path = holder, path
-        self._source = holder.held if isinstance(holder, Entries) else holder
-        self._is_dict = isinstance(self._source, dict)
+        self.source = holder.held if isinstance(holder, Entries) else holder
+        self.is_dict = isinstance(self.source, dict)
         self.look()
 
     def look(self) -> None:
-        self.before, self._was_long = self._read(), is_long(self._source)
+        self.before, self._was_long = self._read(), is_long(self.source)
 
     def stays(self) -> bool:
         """Whether it is as it was; what is in its place and equal is the same."""
@@ -80,7 +80,7 @@ class Seen:
             return False
 
     def _read(self) -> list[Any]:
-        source: Any = self._source
+        source: Any = self.source
         if isinstance(source, Tensor):
             return [source._version]
         if isinstance(source, types.CellType):
@@ -95,8 +95,8 @@ class Seen:
 
     def note(self) -> Note | None:
         """What has changed of it, as it was; no content where that is not known."""
-        source, before = self._source, self.before
-        if self._is_dict and not self._was_long:
+        source, before = self.source, self.before
+        if self.is_dict and not self._was_long:
             half = len(before) // 2
             was = dict(zip(before[:half], before[half:], strict=True))
             keys = [key for key in changed_keys(was, dict(source)) if not equal_numbers(was.get(key), source.get(key))]
@@ -110,7 +110,7 @@ class Seen:
 
     def has_grown(self) -> bool:
         """Whether nothing was taken away, at least."""
-        source = self._source
+        source = self.source
         return isinstance(source, LISTS) and (self._was_long or len(source) > len(self.before))
 
 
@@ -203,11 +203,6 @@ class Objects:
             if not (isinstance(holder, Random) or owner in direct or owner in shared.holders)
             if not (isinstance(holder, Fields) and isinstance(holder.owner, nn.Module))
         ]
-
-    def look(self) -> None:
-        """A forward begins."""
-        for each in self.seen:
-            each.look()
 
     def changed(self) -> list[Note]:
         """It has ended: what it has changed."""

@@ -13,6 +13,7 @@ nobody can look.
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -26,7 +27,7 @@ from gapless.stage.compiled import is_compiled, is_traced
 from gapless.stage.random.draws import no_users
 from gapless.stage.split.interception import is_torchs
 
-from .held_objects import Holder, Objects, SharedObjects, Was, Watched, equal_numbers
+from .held_objects import Holder, Objects, Seen, SharedObjects, Was, Watched, equal_numbers
 from .state_notes import NOTHING, OWN, Note, holds_tensors
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
@@ -237,14 +238,15 @@ class Attributes(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._before, _forward.of = _forward.of, self
         self.begun, self.changed = [], []
-        if self.objects.seen:
-            self.objects.look()
+        for each in self.objects.seen:
+            if not _is_untouched(each):
+                each.look()
 
     def __exit__(self, kind: object, *_: object) -> None:
         _forward.of, self._before = self._before, None
         if kind is None:
             self.look()
-            if self.objects.seen:
+            if not all(map(_is_untouched, self.objects.seen)):
                 self.changed = self.objects.changed()
             if self._stored.shared.seen:
                 self._stored.shared.check()
@@ -271,6 +273,14 @@ class Attributes(contextlib.AbstractContextManager[None]):
                 ):
                     self._set.add(key)
                     self._stored.guard(*key, self)
+
+
+def _is_untouched(seen: Seen) -> bool:
+    """Whether the very same things are in it; if not, it may still be as it was."""
+    if not seen.is_dict:
+        return False
+    source, before = seen.source, seen.before
+    return 2 * len(source) == len(before) and all(map(is_, chain(source, source.values()), before))
 
 
 class Tripwire:

@@ -12,6 +12,8 @@ Where several threads compute, a layer may begin to draw so that the mode does n
 its own numbers in the generators. That goes unnoticed.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,6 +22,7 @@ from .draws import default_generators, stands_at
 from .exclusive import exclusively, mine
 
 _MOST_MOVES = 3
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")  # what a batch norm of the user's own has too
 Call = tuple[int, bool]  # the number of a layer, and whether it trains
 Stood = list[tuple[torch.Generator, Tensor]]  # generators, and their states
@@ -83,9 +86,9 @@ class Unwatched:
         """Whether this one needs no watching now, where that is allowed."""
         return self._before is not None and call in self.known
 
-    def learn(self, call: Call, layer: object) -> None:
+    def learn(self, call: Call, layer: nn.Module) -> None:
         """A call was watched, and drew nothing. What a batch norm counts does not show in a generator."""
-        if self._looks < _MOST_MOVES or call in self.known or not isinstance(layer, nn.Module):
+        if self._looks < _MOST_MOVES or call in self.known:
             return
         if not any(
             isinstance(module, _NormBase) or any(name in module._buffers for name in _OF_NORMS)
@@ -128,7 +131,10 @@ class Unwatched:
         stay = True
         with mine.lock:
             for generator, state in before:
-                stay = stay and stands_at(generator, state)
+                if _dispatch_modes():
+                    stay = stay and stands_at(generator, state)
+                else:  # the same without a call
+                    stay = stay and torch.equal(generator.get_state(), state)
             if stay and self._put_back == _PutBack.times:
                 self._stood = before
                 return False

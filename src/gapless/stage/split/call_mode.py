@@ -30,7 +30,8 @@ Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _in_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _OPERATORS = frozenset((OpOverload, OpOverloadPacket))
-_HOLDERS = frozenset((Parameter, list, tuple))  # what may be or hold a parameter
+_SEQUENCES = frozenset((list, tuple))
+_HOLDERS = _SEQUENCES | {Parameter}  # what may be or hold a parameter
 
 
 class Restart(BaseException):
@@ -107,7 +108,15 @@ class Mode(TorchFunctionMode):
             args = tuple([self._cast_one(each, low) for each in args])
             kwargs = {key: self._cast_one(each, low) for key, each in (kwargs or {}).items()}
         given = (*args, *kwargs.values()) if kwargs else args
-        holds = not _HOLDERS.isdisjoint(map(type, given)) and self._meet(given)
+        holds = not _HOLDERS.isdisjoint(map(type, given))
+        if holds:
+            own = self.own
+            for each in given:  # as in `_meet`; here every microsecond counts
+                if type(each) is Parameter:
+                    if id(each) not in own:
+                        self.met_strangers = True
+                elif type(each) in _SEQUENCES and not _HOLDERS.isdisjoint(map(type, each)):
+                    self._meet(each)
         handler = self._table.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
@@ -118,18 +127,13 @@ class Mode(TorchFunctionMode):
             self._note(given, result)
         return result
 
-    def _meet(self, given: Sequence[Any]) -> bool:
-        """Whether there are parameters among these, which may be those of another place."""
-        found = False
+    def _meet(self, given: Sequence[Any]) -> None:
+        """Whether one of these is a parameter of another place."""
         for each in given:
-            kind = type(each)
-            if kind is Parameter:
-                found = True
-                if id(each) not in self.own:
-                    self.met_strangers = True
-            elif (kind is list or kind is tuple) and not _HOLDERS.isdisjoint(map(type, each)):
-                found |= self._meet(each)
-        return found
+            if type(each) is Parameter:
+                self.met_strangers |= id(each) not in self.own
+            elif type(each) in _SEQUENCES:
+                self._meet(each)
 
     def _cast_one(self, arg: Any, low: torch.dtype) -> Any:
         """What autocast would do with its cache, with one that lasts for this forward."""
@@ -171,16 +175,16 @@ class Mode(TorchFunctionMode):
 
     def _note(self, args: Sequence[Any], result: Any) -> None:
         """Parameters whose gradient flows through this result are no longer to be deferred in this forward."""
+        needs_grad = result.requires_grad if type(result) is Tensor else _needs_grad(result)
         for arg in args:
-            kind = type(arg)
-            if kind is Parameter:
-                if arg.requires_grad and (_needs_grad(result) or _in_functorch() is not None):  # which hides it
+            if type(arg) is Parameter:
+                if arg.requires_grad and (needs_grad or _in_functorch() is not None):  # which hides it
                     self._plain.add(id(arg))
                     if id(arg) in self.deferred:
                         self.leave_to_autograd([arg])
                     elif id(arg) in self.waiting:
                         self.second_use = True
-            elif (kind is list or kind is tuple) and not _HOLDERS.isdisjoint(map(type, arg)):
+            elif type(arg) in _SEQUENCES and not _HOLDERS.isdisjoint(map(type, arg)):
                 self._note(arg, result)
 
     def leave_to_autograd(self, parameters: Iterable[Parameter]) -> None:

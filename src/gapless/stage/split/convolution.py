@@ -21,6 +21,8 @@ CONVOLUTIONS = {getattr(torch, f"conv{way}{dims}d"): dims for way in ("", "_tran
 
 def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.conv1d` to `F.conv_transpose3d`."""
+    if not mode.defers_now:
+        return func(*args, **kwargs)
     spatial, transposed = CONVOLUTIONS[func], "transpose" in func.__name__
     given = bound(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
     x, weight, bias, *options = given.values()
@@ -69,6 +71,8 @@ class _Both:
 
 def embedding(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.embedding(indices, weight, ...)`; sparse gradients, and max_norm, which changes the weight, are torch's."""
+    if not mode.defers_now:
+        return func(*args, **kwargs)
     indices, weight, padding_idx, max_norm, norm_type, by_freq, sparse = bound(_EMBEDDING, args, kwargs).values()
     stood = None if sparse or max_norm is not None else mode.stand_ins(indices, weight, None, casts=False)
     if stood is None:

@@ -33,6 +33,8 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 def linear(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`F.linear(x, w, b)`."""
+    if not mode.defers_now:
+        return func(*args, **kwargs)
     x, weight, bias = args if len(args) == 3 and not kwargs else _of_linear(*args, **kwargs)
     if type(weight) is not Parameter or weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return mode.plain(func, args, kwargs)
@@ -46,7 +48,7 @@ def linear(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def matmul(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x @ w` where w is a matrix."""
-    if kwargs or len(args) != 2 or type(args[0]) is not Tensor or type(args[1]) is not Parameter:
+    if not mode.defers_now or kwargs or len(args) != 2 or type(args[0]) is not Tensor or type(args[1]) is not Parameter:
         return mode.plain(func, args, kwargs)
     x, weight = args
     if x.dim() < 2 or weight.dim() != 2:
@@ -57,7 +59,7 @@ def matmul(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def addmm(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.addmm(b, x, w)`, which is how GPT-2's Conv1D is written."""
-    if kwargs or len(args) != 3 or type(args[1]) is not Tensor or type(args[2]) is not Parameter:
+    if not mode.defers_now or kwargs or len(args) != 3 or type(args[1]) is not Tensor or type(args[2]) is not Parameter:
         return mode.plain(func, args, kwargs)
     bias, x, weight = args
     if bias.shape != weight.shape[1:]:
