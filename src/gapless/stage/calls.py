@@ -313,14 +313,12 @@ class Calls:
 
     def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Runs autograd, outside of autocast; what is deferred goes to `records`."""
+        watching = None if self._compiled else self.watching
         if self._cold:  # torch compiles a backward when it first runs
             with alone():
                 start = time.perf_counter()
                 self._backward_with_care(records, edges, grads)
                 self._cold_seconds += time.perf_counter() - start
-        elif self.watching is not None and not self._compiled:
-            with self.watching:
-                self._backward_with_care(records, edges, grads)
         elif (
             autocast_is_on()
             or self.mode.alone
@@ -328,17 +326,20 @@ class Calls:
             or self.statistics.in_checkpoints
             or (self._split and not grads[0].is_cpu)
         ):
-            self._backward_with_care(records, edges, grads)
+            with _NOTHING if watching is None else watching:
+                self._backward_with_care(records, edges, grads)
         else:
             work, records_before = here.work, recording.thread.value
             here.work = self._backwards_here if self._backwards_here.mode is not None else None
             if self._split:
                 recording.thread.value = records
+            if watching is not None:
+                _push(watching)
             try:
-                _run_backward(
-                    tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+                _run_backward(tuple(edges), tuple(grads), *_ONCE)
             finally:
+                if watching is not None:
+                    _pop()
                 here.work, recording.thread.value = work, records_before
 
     def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

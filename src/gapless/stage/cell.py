@@ -7,7 +7,7 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -175,12 +175,13 @@ class Cell:
         if layout is None or layout not in self._layouts:
             kept.watch_layouts()
         try:
-            runs_again = kept.after and self._calls.mode.checkpoints
-            with self._undo.as_left(kept, self._place[0]) if runs_again else nullcontext():
-                if self._ties:
-                    self._backward_tied(work, kept, edges, starts)
-                elif edges:
-                    self._calls.backward(work.records, edges, starts)
+            if kept.after and self._calls.mode.checkpoints:  # these run layers again
+                with self._undo.as_left(kept, self._place[0]):
+                    self._backward(work, kept, edges, starts)
+            elif edges and not self._ties:
+                self._calls.backward(work.records, edges, starts)
+            else:
+                self._backward(work, kept, edges, starts)
         except RuntimeError as error:
             if _TWICE in str(error):
                 error.add_note(_STORED)
@@ -192,8 +193,12 @@ class Cell:
             self._layouts.add(layout)
         return found
 
-    def _backward_tied(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
+    def _backward(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
         """Gradients of shared parameters go on from what later places have added up."""
+        if not self._ties:
+            if edges:
+                self._calls.backward(work.records, edges, starts)
+            return
         edges, starts = [*edges], [*starts]
         if self._ties != kept.known_ties and not kept.bare:
             kept.find_casts([each for each in self._ties if each.is_first(self._place)])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from gapless.stage.split.reached_parameters import Reached
 
 from .autocast import AutocastState
 
+_GRAD = attrgetter("grad")
 _NO_BASE = (
     "a layer changes its input in place; it comes from another stage and is a view of a tensor of another type there, "
     "so its gradient can't go where it goes in plain training"
@@ -171,9 +173,12 @@ class Kept:
         if not starts or self.looked_at or (target is not None and type(target) is not Tensor):
             return None
         known = (*self.leaves, *starts) if target is None else (*self.leaves, *starts, target)
-        if any(each.is_nested or each.layout is not torch.strided for each in known):
-            return None
-        return (self.graph, *[(each.shape, each.stride()) for each in known])
+        found: list[Any] = [self.graph]
+        for each in known:
+            if each.layout is not torch.strided or each.is_nested:
+                return None
+            found += each.shape, each.stride()
+        return tuple(found)
 
     def seeds(
         self, work: Work, tie: Tie, place: Place, deferring: Collection[int], hooks: ExitStack
@@ -206,7 +211,7 @@ class Kept:
     def grads(self) -> list[Tensor | None]:
         """The gradients of the inputs, after the backward."""
         if not self.as_they_came and not self.changed:
-            return [leaf.grad for leaf in self.leaves]
+            return [*map(_GRAD, self.leaves)]
         found = [self.as_they_came.get(number, leaf.grad) for number, leaf in enumerate(self.leaves)]
         return [
             grad if grad is None or number not in self.changed else grad.detach().requires_grad_()

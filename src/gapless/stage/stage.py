@@ -13,7 +13,6 @@ alone; between `backward_input` and `backward_weight` only what the deferred wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -235,13 +234,16 @@ class Stage:
         grads: list[Tensor | None] = output_grads or []
         self._calls.watching = self._back if work.step != self._step_back else None
         # In a plain loop no forward of a later microbatch comes before a backward.
-        marks = marks_of(self._own_changing()) if self._calls.may_change_buffers else None
-        late = bool(marks) and any(later > microbatch for later in self._work)
+        late = self._calls.may_change_buffers and max(self._work) > microbatch
+        marks = marks_of(self._own_changing()) if late else None
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
         try:
-            with LateUses(self._changing(), self._number) if late else nullcontext():
-                for cell in self._cells_back:
-                    grads = cell.backward(work, grads)
+            if marks:
+                with LateUses(self._changing(), self._number):
+                    grads = self._through_cells(work, grads, then)
+            elif self._cells_back:
+                grads = self._through_cells(work, grads, then)
+            else:
                 grads = self._first_cell.backward(work, grads, then)
         except RuntimeError as error:
             if _CHANGED_SINCE not in str(error):
@@ -254,9 +256,14 @@ class Stage:
         self._step_back = work.step
         if before is not None:
             self._weight_changes.changed_in_backward(before, self._number, others=len(self._work) > 1)
-        if marks and late and moved(marks):
+        if marks and moved(marks):
             raise changed_late(self._number, "a buffer")
         return grads
+
+    def _through_cells(self, work: Work, grads: list[Tensor | None], then: Then | None) -> list[Tensor | None]:
+        for cell in self._cells_back:
+            grads = cell.backward(work, grads)
+        return self._first_cell.backward(work, grads, then)
 
     def _changing(self) -> list[Owned]:
         """Buffers that forwards were seen to change; those of batch norms are counted elsewhere."""

@@ -11,6 +11,7 @@ sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would dif
 
 import functools
 from collections.abc import Callable, Collection
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from gapless.stage.autocast import autocast_is_on, casts_are_kept, without_autoc
 from .graph_task import Running
 from .reached_parameters import Reached, is_cast
 
+_PARAMETER = itemgetter(0)  # of a record
+_KNOWS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
@@ -54,16 +57,17 @@ class Records(list[Any]):
         graded = torch.is_grad_enabled()
         _set_grad_enabled(False)  # torch.no_grad costs ten times as much, in every W
         try:
-            if len(self) == 1:
-                parameter, function, kept, grad, _ = self.pop()
-                value = in_grad_dtype(parameter, function(kept, grad))
-                add_grad(parameter, value, shared=function in _SHARED)
-            else:
-                self._accumulate_all()
+            if len({*map(id, map(_PARAMETER, self))}) < len(self):
+                self._accumulate_sums()
+            else:  # each parameter gets one contribution
+                self.reverse()
+                while self:
+                    parameter, function, kept, grad, _ = self.pop()
+                    add_grad(parameter, function(kept, grad), shared=function in _SHARED)
         finally:
             _set_grad_enabled(graded)
 
-    def _accumulate_all(self) -> None:
+    def _accumulate_sums(self) -> None:
         items = self
         left: dict[int, int] = {}  # how many contributions a parameter still gets
         left_low: dict[int, int] = {}  # and how many of these meet before a cast
@@ -80,7 +84,7 @@ class Records(list[Any]):
             key = id(parameter)
             more = left[key] = left[key] - 1
             if more == 0 and key not in sums:
-                add_grad(parameter, in_grad_dtype(parameter, value), shared=function in _SHARED)
+                add_grad(parameter, value, shared=function in _SHARED)
                 continue
             total = sums.setdefault(key, _Sum())
             if summed_low:
@@ -130,6 +134,9 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
     """What autograd's own accumulation does; and that itself, where hooks wait for it. A gradient that somebody else
     may hold (`shared`) is not kept but copied: two parameters must never share one `.grad`.
     """
+    dtype = getattr(parameter, "grad_dtype", grad.dtype)  # as in `in_grad_dtype`
+    if dtype is not grad.dtype or not _KNOWS_GRAD_DTYPE:
+        grad = in_grad_dtype(parameter, grad)
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (shared and grad.is_sparse):
         with torch.enable_grad():
             torch.autograd.backward((get_gradient_edge(parameter),), (grad,))

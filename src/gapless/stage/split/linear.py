@@ -146,7 +146,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _grad_by_input(x: Tensor, grad: Tensor) -> Tensor:
-    return _flat(grad).t().mm(_flat(x))
+    return (grad if grad.dim() == 2 else _flat(grad)).t().mm(x if x.dim() == 2 else _flat(x))
 
 
 def _grad_by_input_transposed(x: Tensor, grad: Tensor) -> Tensor:
