@@ -13,7 +13,6 @@ its own numbers in the generators. That goes unnoticed.
 """
 
 from collections.abc import Callable
-from ctypes import string_at
 
 import torch
 from torch import Tensor, nn
@@ -134,9 +133,8 @@ class Unwatched:
             for generator, state in before:
                 if _dispatch_modes():
                     stay = stay and stands_at(generator, state)
-                else:  # the same in less time
-                    now = generator.get_state()
-                    stay = stay and string_at(now.data_ptr(), now.numel()) == string_at(state.data_ptr(), state.numel())
+                else:  # the same without a call
+                    stay = stay and torch.equal(generator.get_state(), state)
             if stay and self._put_back == _PutBack.times:
                 self._stood = before
                 return False
