@@ -5,7 +5,7 @@ A stage and its microbatches
     cell               one autograd graph; `remat`: one that is rebuilt
     cell_inputs        how layers get the inputs of a cell
     saved_activations  what is kept of a microbatch
-    calls              the calls of a stage: layers, loss, backwards
+    calls              the calls of a stage: layers and loss; `backwards`: and autograd
     compiled           layers of which nothing can be seen
     auxiliary          losses that layers add
     autocast           its state, where it must be off or replayed; `settings`: all that a layer may depend on

@@ -1,8 +1,7 @@
-"""The calls of a stage: its layers, its loss and its backwards, each in its way."""
+"""The calls of a stage: its layers and its loss, each in its way."""
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import GradientEdge
-from torch.nn.modules.module import _has_any_global_hook
 
 from gapless.errors import ConfigError
 from gapless.guards.process_wide import COMPILED_DRAWS
@@ -20,19 +17,18 @@ from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
 from gapless.stage.guards.process_state import AtWork, here, watch_torch
 from gapless.stage.guards.stored_tensors import Stored
-from gapless.stage.norm.batchnorm_calls import recomputed
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics
 from gapless.stage.random.drawless_layers import Unwatched
 from gapless.stage.random.draws import Draws, alone, default_generators
 from gapless.stage.random.hidden_draws import watched
 from gapless.stage.split.call_mode import Mode, Restart
 from gapless.stage.split.call_table import TABLE
-from gapless.stage.split.deferred import Records, recording
-from gapless.stage.split.interception import Way, has_hooks, is_open, is_plainly_called, way_of
+from gapless.stage.split.deferred import Records
+from gapless.stage.split.interception import BareLayers, Way, has_hooks, is_open, way_of
 from gapless.stage.split.linear import linear
 
-from .autocast import autocast_is_on, without_autocast
 from .auxiliary import Added, adding
+from .backwards import Backwards
 from .compiled import CompiledCalls, is_compiled, is_traced
 from .saved_activations import Work
 
@@ -41,14 +37,11 @@ _CPU = torch.device("cpu")
 _LOSS = -1  # as the number of a layer
 _push: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop: Callable[[], Any] = torch._C._pop_torch_function_stack
-# What torch.autograd.backward calls in the end; on small tensors its checks cost a third of a backward.
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-_ONCE = False, False, (), True, True  # keep no graph, make none, for all leaves; unreachable ones may be; accumulate
 _OUTSIDE, _DIRECTLY, _INSIDE, _COMPILED = Way.OUTSIDE, Way.DIRECTLY, Way.INSIDE, Way.COMPILED
 
 
 class Calls:
-    """The calls of one stage: its layers, its loss, its backwards."""
+    """The calls of one stage."""
 
     def __init__(
         self,
@@ -74,36 +67,25 @@ class Calls:
         self.draws = Draws(seed, self.stored.generators)
         self.statistics = Statistics(batchnorm, [*layers, loss])
         self.mode = Mode(self.draws, self.statistics, TABLE)
-        self.watching: AbstractContextManager[Any] | None = None  # around backwards that are looked at for draws
         modules = self.mode.modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
         self.num_compiled = len(self._compiled)  # of the layers: their weight gradients do not wait
         if is_compiled(loss):
             self._compiled[_LOSS] = CompiledCalls(loss)
-        self._cold = False  # something was compiled in this step
-        self._cold_seconds = 0.0
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw
         self._hides = False  # one was seen in this forward to draw unseen
-        self._alone_now = False  # backwards of this step put generators where they stood in first calls
         ways = [way for _, way in (*self._layers, (loss, self._loss_way))]
         self.is_open = any(map(is_open, (*layers, loss)))
         self.ran_unseen = False  # a call of this forward
         watch_torch()
         self._forwards_here, self._aside = AtWork(self.mode, "forward"), AtWork(None)
-        self._backwards_here = AtWork(self.mode, "backward") if self.is_open and not self._compiled else self._aside
+        self.backwards = Backwards(self.mode, split=split, is_open=self.is_open, are_compiled=bool(self._compiled))
         self._around: tuple[Any, Any] = (None, None)  # what this thread was at when a forward began
         self._held: AbstractContextManager[Any] | None = None  # torch's default generators, by this forward
         unknown = any(way in (Way.INSIDE, Way.IN_TRAINING) for way in ways)
         self.unwatched = self._unwatched = Unwatched(unknown=unknown, is_open=self.is_open)
-        outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in self._layers)
-        outside = outside and self._loss_way is Way.OUTSIDE and not _holds_tensors(loss)
-        self._bare: list[Any] | None = None
-        if outside and all(isinstance(layer, nn.Module) and is_plainly_called(layer) for layer in layers):
-            self._bare = list(layers)
-        self._forwards = [layer.forward for layer in self._bare or []]
-        self.may_be_bare = self._bare is not None
-        self.may_change_buffers = not self.may_be_bare  # which none of torch's own modules does that is called barely
+        self.bare = BareLayers(self._layers, (loss, self._loss_way))
         # What runs outside the mode uses its parameters unseen.
         for layer, way in (*self._layers, (loss, self._loss_way)):
             if way in (Way.OUTSIDE, Way.COMPILED) and isinstance(layer, nn.Module) and not is_traced(layer):
@@ -138,21 +120,6 @@ class Calls:
         modules = (part for part in self.parts_of(layers, with_loss=with_loss) if isinstance(part, nn.Module))
         return list(dict.fromkeys(parameter for part in modules for parameter in part.parameters()))
 
-    def bare(self, target: Any) -> list[Callable[..., Any]] | None:
-        """The layers, where nothing that they and the loss do needs to be seen, so that they may be called just so with
-        one tensor; else None.
-        """
-        if self._bare is None or _has_any_global_hook():
-            return None
-        if target is not None and (type(target) is not Tensor or target.requires_grad):
-            return None
-        if self._loss is not None and has_hooks(self._loss):
-            return None
-        for layer in self._bare:
-            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-                return None
-        return self._forwards
-
     @property
     def drew_anew(self) -> bool:
         """Whether a layer was the one that drew, where the forward has started again for that."""
@@ -161,7 +128,7 @@ class Calls:
     @property
     def compile_seconds(self) -> float:
         """What the calls lasted in which layers were compiled."""
-        return self._cold_seconds + sum(each.seconds for each in self._compiled.values())
+        return self.backwards.cold_seconds + sum(each.seconds for each in self._compiled.values())
 
     def enter(self, microbatch: int, *, replaying: bool) -> None:
         """A forward comes, or comes again for remat. It may take several runs."""
@@ -229,7 +196,7 @@ class Calls:
             self.ran_unseen = True
             with self._aside:
                 result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
-            self._cold = self._cold or cold
+            self.backwards.cold |= cold
             return result
         key = (index, getattr(layer, "training", True))
         if unwatched.allowed and unwatched.runs(key):
@@ -280,7 +247,7 @@ class Calls:
             finally:
                 self.mode.first_call = None
         self._watched.add(key)
-        self._alone_now |= touched.checkpoints
+        self.backwards.alone_now |= touched.checkpoints
         if touched.seen:
             self._unwatched.hides()
             self._hides = True
@@ -311,64 +278,11 @@ class Calls:
             self.divisors.note(work.step, work.weight, outputs, result)
         return result
 
-    def backward(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        """Runs autograd, outside of autocast; what is deferred goes to `records`."""
-        watching = None if self._compiled else self.watching
-        if self._cold:  # torch compiles a backward when it first runs
-            with alone():
-                start = time.perf_counter()
-                self._backward_with_care(records, edges, grads)
-                self._cold_seconds += time.perf_counter() - start
-        elif (
-            autocast_is_on()
-            or self.mode.alone
-            or self._alone_now
-            or self.statistics.in_checkpoints
-            or (self._split and not grads[0].is_cpu)
-        ):
-            with _NOTHING if watching is None else watching:
-                self._backward_with_care(records, edges, grads)
-        else:
-            work, records_before = here.work, recording.thread.value
-            here.work = self._backwards_here if self._backwards_here.mode is not None else None
-            if self._split:
-                recording.thread.value = records
-            if watching is not None:
-                _push(watching)
-            try:
-                _run_backward(tuple(edges), tuple(grads), *_ONCE)
-            finally:
-                if watching is not None:
-                    _pop()
-                here.work, recording.thread.value = work, records_before
-
-    def _backward_with_care(self, records: Records, edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-        with (
-            self._backwards_here,
-            without_autocast(),
-            alone() if self.mode.alone or self._alone_now else _NOTHING,
-            recomputed(self.statistics) if self.statistics.in_checkpoints else _NOTHING,
-            recording.around(records, edges, grads[0].device) if self._split else _NOTHING,
-        ):
-            _run_backward(tuple(edges), tuple(grads), *_ONCE)
-
-    def why_no_graph(self) -> str | None:
-        """What of these calls can't be captured as a CUDA graph, if there is anything."""
-        if self.statistics.moved:
-            return "a batch norm counts what it sees"
-        if self.num_compiled:
-            return "its layers are compiled"
-        if autocast_is_on():
-            return "autocast casts its weights, which graphs would keep: give it weights in bfloat16"
-        if self.mode.alone:
-            return "a layer draws in a way that can't be seen"
-        return None
-
     def forget(self) -> None:
         """Lets go of what lasts for one step."""
         self.mode.forget()
         self._unwatched.rest()
-        self._cold = self._alone_now = False
+        self.backwards.cold = self.backwards.alone_now = False
 
     def _inside(self, layer: Any, way: Way) -> bool:
         if self.mode.cast_anew:
@@ -379,10 +293,3 @@ class Calls:
 
     def _device(self) -> torch.device:
         return self._parameters[0].device if self._parameters else _CPU
-
-
-def _holds_tensors(loss: Any) -> bool:
-    """Which may be somebody's parameters, whose use must be seen."""
-    if not isinstance(loss, nn.Module):
-        return False
-    return any(True for _ in loss.parameters()) or any(True for _ in loss.buffers())

@@ -6,12 +6,10 @@ outputs. It does not keep the outputs: what was handed on must be free to die.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch import Tensor
 
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.view_bases import NO_VIEWS, Viewed, base_of, mark_view, was_view
@@ -19,19 +17,17 @@ from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
 from gapless.stage.guards.grad_fields import check_switched
 from gapless.stage.guards.stored_tensors import Attributes
-from gapless.stage.shared.tie import Place, Tie, running
+from gapless.stage.shared.cell_ties import CellTies
 from gapless.stage.split.call_mode import Restart
 from gapless.stage.split.deferred import divert
-from gapless.stage.split.reached_parameters import Reached, nodes_made
+from gapless.stage.split.reached_parameters import nodes_made
 
 from .autocast import autocast_is_on, casts_are_kept
 from .auxiliary import WithAux
 from .calls import Calls
-from .cell_inputs import VERSION, Intake, copied, copied_view
+from .cell_inputs import VERSION, copied, copied_view
 from .compiled import is_traced
 from .saved_activations import Kept, Work, edge_of
-
-Stray = Callable[[Place, Tensor, bool], None]  # and whether it is late for the casts of this step
 
 _TWICE = "backward through the graph a second time"
 _STORED = (
@@ -40,74 +36,36 @@ _STORED = (
 )
 
 
-class Cell:
+class Cell(CellTies):
     """Some consecutive layers with one graph per microbatch."""
 
     remakes = False  # whether it runs its layers again for the backward
 
     def __init__(self, calls: Calls, layers: range, number: int, *, with_loss: bool) -> None:
-        self._calls, self._layers = calls, layers
+        super().__init__(calls, layers, number, with_loss=with_loss)
         self._undo = Undo(calls.parts_of(layers, with_loss=with_loss), calls.statistics, always=self.remakes)
         parts = calls.parts_of(layers, with_loss=with_loss)
         self._attributes = Attributes(calls.stored, parts, calls, calls.first_layer + layers.start, apart=self.remakes)
-        self._with_loss = with_loss
         # Pieces of a trace change nothing in place that another one has, and each view has its gradient there.
         self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))
         self._kept: dict[int, Kept] = {}
-        self._intake, self._viewed = Intake(), NO_VIEWS
+        self._viewed = NO_VIEWS
         self._layouts: set[Any] = set()  # of microbatches whose gradients were laid out as their inputs
-        self._place: Place = (0, number)
-        self._ties: tuple[Tie, ...] = ()
-        self._step, self._walked = -1, False  # whether a graph of this step was walked
-        self._cast_anew: tuple[Tie, ...] = ()  # in this step
-        self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
-        self._own = self._owned()  # parameters, by id
-        self._stray: Stray | None = None
-        self._graphs: set[tuple[bool, int]] = set()  # of torch's own modules: how many nodes those had that were walked
-
-    def tie(self, stage: int, ties: Sequence[Tie], stray: Stray | None) -> None:
-        """Tells the cell which of its parameters other places use too, and whom to tell of those that it should not
-        know.
-        """
-        self._own, self._place = self._owned(), (stage, self._place[1])
-        self._ties = tuple(each for each in ties if id(each.parameter) in self._own)
-        self._stray, self._graphs, self._step = stray, set(), -1
-        for each in self._ties:
-            each.settle(*self._place)
-
-    def _owned(self) -> dict[int, Tensor]:
-        return {id(each): each for each in self._calls.parameters_of(self._layers, with_loss=self._with_loss)}
 
     @property
     def changing(self) -> Collection[Owned]:
         """The buffers that a forward was seen to change; those of batch norms are counted elsewhere."""
         return self._undo.buffers.changing
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether it is one of its layers or of its loss."""
-        return id(parameter) in self._own
-
-    def has_deferred(self, parameter: Tensor) -> bool:
-        """Whether it waits for a W in this step."""
-        return id(parameter) in self._deferring
-
-    def refuse_strays(self, refuse: Stray) -> None:
-        """Whom to tell of parameters that it should not know, from the next forward on."""
-        self._stray, self._graphs = refuse, set()
-
-    def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """More parameters, each in the place of one that it may have."""
-        self._own.update((id(copy), copy) for copy, of in copies.items() if id(of) in self._own)
-
-    def join(self, tie: Tie) -> None:
-        """One more that other places use too."""
-        self._ties = (*self._ties, tie)
-        tie.join(self._place)
-
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
         calls, is_lone = self._calls, type(inputs) is Tensor
-        if calls.may_be_bare and is_lone and not autocast_is_on() and (layers := calls.bare(work.target)) is not None:
+        if (
+            is_lone
+            and calls.bare.exist
+            and not autocast_is_on()
+            and (layers := calls.bare.now(work.target)) is not None
+        ):
             return self._run_bare(work, layers, inputs, then)
         tensors, shape = ([inputs], None) if is_lone else mb.flatten(inputs, views=self._shares)
         kept = Kept.of(tensors, shape)
@@ -179,7 +137,7 @@ class Cell:
                 with self._undo.as_left(kept, self._place[0]):
                     self._backward(work, kept, edges, starts)
             elif edges and not self._ties:
-                self._calls.backward(work.records, edges, starts)
+                self._calls.backwards.run(work.records, edges, starts)
             else:
                 self._backward(work, kept, edges, starts)
         except RuntimeError as error:
@@ -192,26 +150,6 @@ class Cell:
         if layout is not None and not kept.as_they_came:
             self._layouts.add(layout)
         return found
-
-    def _backward(self, work: Work, kept: Kept, edges: list[GradientEdge], starts: list[Tensor]) -> None:
-        """Gradients of shared parameters go on from what later places have added up."""
-        if not self._ties:
-            if edges:
-                self._calls.backward(work.records, edges, starts)
-            return
-        edges, starts = [*edges], [*starts]
-        if self._ties != kept.known_ties and not kept.bare:
-            kept.find_casts([each for each in self._ties if each.is_first(self._place)])
-        with ExitStack() as hooks:
-            for each in self._ties:
-                for edge, grad in kept.seeds(work, each, self._place, self._deferring, hooks):
-                    edges.append(edge)
-                    starts.append(grad)
-            if edges:
-                with running.around((self._place, work.microbatch), edges, starts[0].device):
-                    self._calls.backward(work.records, edges, starts)
-        for each in self._ties:
-            each.passed(self._place, work.microbatch)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch."""
@@ -317,48 +255,6 @@ class Cell:
                 used = each in kept.casts or mode.deferred.get(id(each.parameter), (None, False))[1]
                 each.casts(self._place, work.microbatch, used)
         return handed
-
-    def _look(self, kept: Kept) -> None:
-        """Walks the graph for parameters that are used in a way that nobody told: one whose gradient waits and arrives
-        now too, and one of another place.
-        """
-        mode, found = self._calls.mode, Reached(kept.edges or ())
-        deferred, own = mode.deferred, self._own
-        if both := [each for each in found.parameters if id(each) in deferred]:
-            mode.leave_to_autograd(both)
-        if not self._deferring.isdisjoint(found.leaves):
-            mode.second_use = True
-        if self._stray is not None:
-            used = [each for each in found.parameters if id(each) not in own]
-            used += [each for key, (each, _) in deferred.items() if key not in own]
-            for each in used:
-                self._stray(self._place, each, self._walked and casts_are_kept())
-                own[id(each)] = each
-            late = [tie for tie in self._ties if any(tie.parameter is each for each in used)]
-            low = {*found.casts, *(key for key, (_, is_low) in deferred.items() if is_low)} if late else set()
-            again = [tie for tie in late if casts_are_kept() and tie.may_cast(low) and self._may_cast_anew(tie)]
-            if again or any(id(tie.parameter) in deferred and not tie.may_wait(self._place) for tie in self._ties):
-                raise Restart("a weight of another stage is used")
-        self._calls.stored.learns(found.others, kept.leaves, self._place)
-        if not self._intake.casts and any(id(leaf) in found.casts for leaf in kept.leaves):
-            self._intake.casts = True
-            raise Restart("a layer casts its input in an autocast of its own")
-        if casts_are_kept():
-            self._look_at_casts(found)
-
-    def _may_cast_anew(self, tie: Tie) -> bool:
-        """Not where gradients of this step wait: they all do, or none does."""
-        return not tie.is_first(self._place) or id(tie.parameter) not in self._deferring
-
-    def _look_at_casts(self, found: Reached) -> None:
-        """Autocast keeps one cast of a parameter, for all microbatches and threads. Where the order of more than two
-        contributions depends on it, every forward must make the cast anew, as it does where other places use it too.
-        Two are enough: a penalty in the loss may turn out to be the third.
-        """
-        often = [parameter for key, parameter in found.casts.items() if found.uses[key] > 1]
-        news = [self._calls.mode.casts_anew(parameter, unless_deferred=True) for parameter in often]
-        if any(news):
-            raise Restart("autocast casts a weight that is used twice")
 
     def _hand_on(self, kept: Kept, value: Any) -> Any:
         if type(value) is Tensor and value.grad_fn is not None and not value._is_view() and self._viewed is NO_VIEWS:

@@ -12,7 +12,7 @@ alone; between `backward_input` and `backward_weight` only what the deferred wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,13 +28,11 @@ from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.guards.weight_changes import WeightChanges, versions_of
 from gapless.stage.norm.running_statistics import BatchNorm
 from gapless.stage.random.backward_draws import BackwardMode
-from gapless.stage.shared.tie import Tie
+from gapless.stage.shared.stage_ties import StageTies
 from gapless.stage.split.deferred import Records
 
 from .autocast import clear_casts
 from .calls import Calls
-from .cell import Stray
-from .compiled import is_traced
 from .remat import cells_of
 from .saved_activations import Work
 
@@ -43,7 +41,7 @@ Remat = Literal["none", "stage", "layer"]
 _CHANGED_SINCE = "modified by an inplace operation"  # what torch says of a saved tensor
 
 
-class Stage:
+class Stage(StageTies):
     """A run of consecutive layers on one device.
 
     `first_layer` is the number of its first layer in the model, `first_microbatch` that of its microbatch 0 among all
@@ -68,6 +66,7 @@ class Stage:
         first_microbatch: int = 0,
         stored: Stored | None = None,
     ) -> None:
+        super().__init__()
         self.layers = list(layers)
         self.remat = remat
         self.split = split
@@ -91,9 +90,6 @@ class Stage:
         self._first_cell, *later = self._cells
         self._cells_back = later[::-1]
         self._work: dict[int, Work] = {}
-        self._shared: list[Tie] = []
-        self._shared_buffers: Mapping[Owned, str] = {}
-        self._number = 0
         self.forwards_in_order = True  # else nothing may be kept from one microbatch to the next
         # Around the first backward of each step, and around its other half.
         self._back, self._weights = (
@@ -102,61 +98,9 @@ class Stage:
         self._step_back = self._step_weight = -1
         self._step, self._weight_changes = -1, WeightChanges(self.parameters())
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that its layers and its loss use, each once."""
-        return self._calls.parameters_of(range(len(self.layers)), with_loss=True)
-
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients this stage adds: not those that an earlier stage uses too."""
-        elsewhere = {each.parameter for each in self._shared if each.stages[0] != self._number}
-        return [each for each in self.parameters() if each not in elsewhere]
-
-    def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
-        """Tells the stage its number, which of its parameters other stages use too, and whom to tell when it uses a
-        parameter that it should not know.
-        """
-        self._number, self._shared = number, list(ties)
-        self._weight_changes.of = self.parameters()
-        self._calls.mode.exclude([each.parameter for each in ties])
-        for cell in self._cells:
-            cell.tie(number, ties, stray)
-
-    def join(self, tie: Tie, cell: int | None = None) -> None:
-        """A parameter that other places use too, as a run has shown: of this cell, or of those whose layers have it."""
-        self._shared.append(tie)
-        for number, each in enumerate(self._cells):
-            if number == cell or (cell is None and each.owns(tie.parameter)):
-                each.join(tie)
-
-    def share_buffers(self, buffers: Mapping[Owned, str]) -> None:
-        """Tells the stage which buffers other stages have too, with their names: none of these may change."""
-        self._shared_buffers = buffers
-
-    def refuse_strays(self, refuse: Stray) -> None:
-        """Parameters of other stages may not be used, and whoever does is told so."""
-        for cell in self._cells:
-            cell.refuse_strays(refuse)
-
-    def own(self, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Tells the stage of more parameters, each of which takes the place of one that it has."""
-        for layer in self.layers:
-            if is_traced(layer):
-                layer.learn()  # type: ignore[attr-defined]
-        for cell in self._cells:
-            cell.own(copies)
-        self._calls.mode.stand_in(copies)
-
     def draws_among_others(self) -> None:
         """Whoever is not of ours may draw from torch's default generators during a forward: a loader that goes on."""
         self._calls.watch_always()
-
-    def exclude(self, parameter: nn.Parameter) -> None:
-        """Leaves the gradient of a parameter to autograd."""
-        self._calls.mode.exclude([parameter])
-
-    def has_deferred(self, parameter: nn.Parameter) -> bool:
-        """Whether its gradients wait for a W, those of some microbatches of this step at least."""
-        return any(cell.has_deferred(parameter) for cell in self._cells)
 
     @property
     def live(self) -> int:
@@ -232,9 +176,10 @@ class Stage:
         """
         work = self._work[microbatch]
         grads: list[Tensor | None] = output_grads or []
-        self._calls.watching = self._back if work.step != self._step_back else None
+        self._calls.backwards.watching = self._back if work.step != self._step_back else None
         # In a plain loop no forward of a later microbatch comes before a backward.
-        late = self._calls.may_change_buffers and max(self._work) > microbatch
+        # None of torch's own modules changes a buffer that is called barely.
+        late = not self._calls.bare.exist and max(self._work) > microbatch
         marks = marks_of(self._own_changing()) if late else None
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
         try:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import GaplessError
-from gapless.stage.guards.stored_tensors import Stored, Tripwire
+from gapless.stage.guards.stored_tensors import Stored
+from gapless.stage.guards.tripwire import Tripwire
 
 WIDTH = 6
 

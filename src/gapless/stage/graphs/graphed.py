@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gapless.stage.cell import Stray
 from gapless.stage.random.draws import UncapturableError
 from gapless.stage.random.seeds import seed_of
+from gapless.stage.shared.cell_ties import Stray
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.stage import Stage, Then
 
-from .graph_assumptions import why_not
+from .graph_assumptions import why_no_call, why_not
 from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .graph_sharing import Flight, ForwardCall, Likenesses
 from .graph_trial import Trial
@@ -264,7 +264,7 @@ class GraphedStage(Stage):
             return "another stage uses a weight of its own too"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
-        return self._calls.why_no_graph() or why_not(self._likenesses.parts, self.parameters())
+        return why_no_call(self._calls) or why_not(self._likenesses.parts, self.parameters())
 
     def _seed(self, flight: Flight) -> Callable[[int], int]:
         asked, calls = flight.asked, self._calls

@@ -24,9 +24,8 @@ from gapless.stage.saved_activations import Kept
 from gapless.stage.split.call_mode import Restart
 
 from .changing_buffers import Buffers, Marks, Taken, changed_late
-from .held_objects import Was
 from .layer_state import Held, for_replay, without_tensors
-from .state_notes import Note
+from .state_notes import Note, Was
 
 IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 _ON_META = "device meta"  # what belongs to another process is there

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Sequence
-from operator import is_
 from random import Random
 from typing import Any, NamedTuple
 
@@ -117,66 +116,6 @@ class Seen:
 def equal_numbers(before: Any, now: Any) -> bool:
     """Whether what has come in the place of a number or a string is the same."""
     return type(before) is type(now) and isinstance(before, _NUMBERS) and before == now
-
-
-class Was(NamedTuple):
-    """An attribute before a forward has changed it: what it was, and what was in it, if that is what has changed."""
-
-    value: Any
-    inside: Any
-
-
-class Watched:
-    """The attributes of a module, as they were when it was looked at last."""
-
-    __slots__ = ("held", "inside", "module", "names", "size", "values")
-
-    def __init__(self, module: nn.Module, *, names: Sequence[str] | None = None) -> None:
-        self.module, self.held = module, module.__dict__
-        self.names = [name for name in self.held if name not in OWN] if names is None else list(names)
-        self.look()
-
-    def look(self) -> None:
-        self.values, self.size = [*map(self.held.get, self.names)], len(self.names) + len(OWN)
-        self.inside = [(each, _inside(each)) for each in self.values if isinstance(each, list | dict | Tensor)]
-
-    def look_anew(self) -> None:
-        self.names = [name for name in self.held if name not in OWN]
-        self.look()
-
-    def forget(self) -> None:
-        """Nobody looks until `look_anew`: what stood there may die."""
-        self.values, self.inside = [], []
-
-    def changed(self) -> list[tuple[str, Was]]:
-        """Those that were set since, or changed where they are, and what they were."""
-        held, names, values = self.held, self.names, self.values
-        inside = [(each, before) for each, before in self.inside if not _same(_inside(each), before)]
-        altered = {id(each): before for each, before in inside}
-        stay = len(held) == self.size and all(map(is_, map(held.get, names), values))
-        if stay and not altered:
-            return []
-        before = dict(zip(names, values, strict=True))
-        found = [(name, Was(value, altered[id(value)])) for name, value in before.items() if id(value) in altered]
-        self.names = [name for name in held if name not in OWN]
-        found += [
-            (name, Was(value, None))
-            for name in dict.fromkeys([*names, *self.names])
-            if held.get(name, NOTHING) is not (value := before.get(name, NOTHING))
-        ]
-        self.look()
-        return found
-
-
-def _inside(value: Any) -> Any:
-    """What tells of a change in place."""
-    if isinstance(value, Tensor):
-        return value._version
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
-
-
-def _same(now: Any, before: Any) -> bool:
-    return now == before if isinstance(now, int) else len(now) == len(before) and all(map(is_, now, before))
 
 
 class Objects:

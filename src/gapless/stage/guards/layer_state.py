@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gapless.stage.compiled import is_traced
 
-from .held_objects import Was
 from .state_notes import (
     NOTHING,
     Entries,
     Fields,
     Note,
+    Was,
     changed_keys,
     content_of,
     holds_tensors,

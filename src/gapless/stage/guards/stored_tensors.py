@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 from torch import Generator, Tensor, nn
@@ -27,8 +27,9 @@ from gapless.stage.compiled import is_compiled, is_traced
 from gapless.stage.random.draws import no_users
 from gapless.stage.split.interception import is_torchs
 
-from .held_objects import Holder, Objects, Seen, SharedObjects, Was, Watched, equal_numbers
-from .state_notes import NOTHING, OWN, Note, holds_tensors
+from .held_objects import Holder, Objects, Seen, SharedObjects, equal_numbers
+from .state_notes import NOTHING, OWN, Note, Was, Watched, holds_tensors
+from .tripwire import Tripwire
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
 _ELSEWHERE = object()  # stages of other processes
@@ -281,28 +282,3 @@ def _is_untouched(seen: Seen) -> bool:
         return False
     source, before = seen.source, seen.before
     return 2 * len(source) == len(before) and all(map(is_, chain(source, source.values()), before))
-
-
-class Tripwire:
-    """Stands for an attribute that has no sensible value here; `why` says so."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def _trip(self, *_: Any, **__: Any) -> NoReturn:
-        raise STORED_TENSORS.refusal(f"{self._why}, and the loss or another layer uses it")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked by copy, pickle and the like
-            raise AttributeError(name)
-        self._trip()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _trip
-    __float__ = __bool__ = __len__ = __iter__ = __getitem__ = _trip
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for arg in args:
-            if isinstance(arg, cls):
-                arg._trip()
-        return NotImplemented

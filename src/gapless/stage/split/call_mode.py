@@ -23,6 +23,7 @@ from gapless.stage.random.draws import Draws, checkpoints_around, device_of, dra
 from gapless.stage.random.hidden_draws import Touched
 
 from .deferred import Records
+from .kept_casts import KeptCasts
 
 Put = tuple[Callable[[Any], None], bool]  # a place for records, and whether autocast has cast their parameters
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -44,11 +45,11 @@ class Restart(BaseException):
         self.misdrawn = misdrawn
 
 
-class Mode(TorchFunctionMode):
+class Mode(KeptCasts, TorchFunctionMode):
     """What handlers work with. One per stage, entered for one forward at a time."""
 
     def __init__(self, draws: Draws, statistics: Statistics, table: Mapping[Any, Handler]) -> None:
-        super().__init__()
+        KeptCasts.__init__(self)
         self.draws = draws
         self.statistics = statistics
         self.alone = False  # the layers draw from torch's default generators, which are theirs alone meanwhile
@@ -69,14 +70,8 @@ class Mode(TorchFunctionMode):
         self.casts_all = False  # there is an autocast of the caller's, so all uses in this forward share one cast
         self.checkpoints = False  # a layer uses torch.utils.checkpoint
         self.casts_by_itself = False  # a layer has an autocast of its own
-        self._kind = "cpu"
-        self._casts: dict[int, tuple[int, torch.dtype, Tensor]] = {}
         self._table = table
-        self.cast_anew: set[int] = set()  # parameters of which every forward makes its own cast, by id
-        self._unless_deferred: set[int] = set()  # of these, those that may go on waiting if they have waited
         self._have_waited: set[int] = set()  # parameters that some forward has deferred, by id
-        self.own_casts: dict[Tensor, Any] = {}  # their casts' nodes in this forward
-        self._own: dict[int, Tensor] = {}
         self.modules: Sequence[nn.Module] = ()  # of the stage
         self.leaves: Collection[int] = ()  # what this forward starts from, by id
         self.own: Collection[int] = ()  # parameters of this forward's layers, by id
@@ -268,41 +263,11 @@ class Mode(TorchFunctionMode):
         self.excluded.update(found, (copy for copy, of in self._stands_for.items() if of in found))
         self._spread = len(self.excluded)
 
-    def casts_anew(self, parameter: Tensor, *, unless_deferred: bool = False) -> bool:
-        """Has autocast's cast of a parameter made anew by every forward; whether that is news. `unless_deferred`: not
-        where its gradient waits. What is learnt from a forward that defers nothing must not change those that do: some
-        of their step have run, and gradients of one step either all wait or none.
-        """
-        is_news = id(parameter) not in self.cast_anew
-        self.cast_anew.add(id(parameter))
-        if not unless_deferred:
-            self._unless_deferred.discard(id(parameter))
-        elif is_news:
-            self._unless_deferred.add(id(parameter))
-        return is_news
-
     def exclude_deferred(self) -> None:
         """Leaves to autograd what this forward has deferred so far."""
         if self.deferred:
             self.excluded.update(self.deferred)
             raise Restart("a layer asks for gradients in its forward")
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """What autocast casts to here, if it is on."""
-        return torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-
-    def _cast(self, parameter: Parameter, low: torch.dtype) -> Tensor:
-        """The parameter as autocast would cast it, kept until it changes or the step ends."""
-        if parameter.dtype == low or parameter.dtype == torch.float64 or not parameter.is_floating_point():
-            return parameter.detach()
-        known = self._casts.get(id(parameter))
-        if known is None or known[:2] != (parameter._version, low):
-            known = self._casts[id(parameter)] = (parameter._version, low, parameter.detach().to(low))
-        return known[2].detach()
-
-    def forget(self) -> None:
-        """Lets go of casts."""
-        self._casts.clear()
 
     def refuse_checkpoint(self) -> None:
         """Called before a draw. A checkpoint replays torch's default generators, so inside one the draws must come from

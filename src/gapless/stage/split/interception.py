@@ -6,10 +6,11 @@ else nothing is known, and it runs inside.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
@@ -82,11 +83,6 @@ def is_torchs(thing: Any) -> bool:
     )
 
 
-def is_plainly_called(layer: nn.Module) -> bool:
-    """Whether calling it is, where it has no hooks, nothing but its forward."""
-    return type(layer).__call__ is nn.Module._wrapped_call_impl and layer._compiled_call_impl is None
-
-
 def has_hooks(layer: Any) -> bool:
     """Whether a module's call is more than its class's forward."""
     if not isinstance(layer, nn.Module):
@@ -94,3 +90,44 @@ def has_hooks(layer: Any) -> bool:
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return True
     return "forward" in layer.__dict__ or bool(_has_any_global_hook())
+
+
+class BareLayers:
+    """Layers of torch's own that may be called just so with one tensor: nothing that they and the loss do needs to be
+    seen.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Any, Way]], loss: tuple[Any, Way]) -> None:
+        self._loss = loss[0]
+        outside = all(way is Way.OUTSIDE and not is_traced(layer) for layer, way in layers)
+        outside = outside and loss[1] is Way.OUTSIDE and not _has_tensors(loss[0])
+        self.exist = outside and all(is_plainly_called(layer) for layer, _ in layers)
+        self._layers: list[Any] = [layer for layer, _ in layers] if self.exist else []
+        self._forwards = [layer.forward for layer in self._layers]
+
+    def now(self, target: Any) -> list[Callable[..., Any]] | None:
+        """Their forwards, if they may be called so with this target."""
+        if not self.exist or _has_any_global_hook():
+            return None
+        if target is not None and (type(target) is not Tensor or target.requires_grad):
+            return None
+        if self._loss is not None and has_hooks(self._loss):
+            return None
+        for layer in self._layers:
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+                return None
+        return self._forwards
+
+
+def is_plainly_called(layer: Any) -> bool:
+    """Whether calling it is, where it has no hooks, nothing but its forward."""
+    if not isinstance(layer, nn.Module):
+        return False
+    return type(layer).__call__ is nn.Module._wrapped_call_impl and layer._compiled_call_impl is None
+
+
+def _has_tensors(loss: Any) -> bool:
+    """Which may be somebody's parameters, whose use must be seen."""
+    if not isinstance(loss, nn.Module):
+        return False
+    return any(True for _ in loss.parameters()) or any(True for _ in loss.buffers())
