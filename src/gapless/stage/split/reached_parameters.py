@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr  # by this thread, so far
+_CAST = "ToCopyBackward0"
 _END: Any = type(
     get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node
 )  # what adds to a leaf's gradient
@@ -41,14 +42,14 @@ class Reached:
                 elif following is not None and following not in seen:
                     seen.add(following)
                     to_visit.append(following)
-        self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in (end.variable for end, _ in self._ends)}
+        self.leaves: dict[int, Tensor] = {}
         self.parameters: list[Parameter] = []
         self.others: list[Tensor] = []  # leaves that are none
-        for leaf in self.leaves.values():
-            if isinstance(leaf, Parameter):
-                self.parameters.append(leaf)
-            else:
-                self.others.append(leaf)
+        for end, _ in self._ends:
+            leaf = end.variable
+            if id(leaf) not in self.leaves:
+                self.leaves[id(leaf)] = leaf
+                (self.parameters if isinstance(leaf, Parameter) else self.others).append(leaf)
 
     def users(self) -> Iterator[tuple[Any, int, Tensor]]:
         """Nodes with an edge to a leaf, and the number of that edge among theirs."""
@@ -70,9 +71,9 @@ class Reached:
     @cached_property
     def cast_nodes(self) -> dict[int, Any]:
         """The casts, by the id of the leaf."""
-        return {id(end.variable): by for end, by in self._ends if is_cast(by)}
+        return {id(end.variable): by for end, by in self._ends if type(by).__name__ == _CAST}
 
 
 def is_cast(node: Any) -> bool:
     """Whether it is the cast of a tensor."""
-    return type(node).__name__ == "ToCopyBackward0"
+    return type(node).__name__ == _CAST
