@@ -43,8 +43,8 @@ class Cell(CellTies):
 
     def __init__(self, calls: Calls, layers: range, number: int, *, with_loss: bool) -> None:
         super().__init__(calls, layers, number, with_loss=with_loss)
-        self._undo = Undo(calls.parts_of(layers, with_loss=with_loss), calls.statistics, always=self.remakes)
         parts = calls.parts_of(layers, with_loss=with_loss)
+        self._undo = Undo(parts, calls.statistics, calls.stored.shared, always=self.remakes)
         self._attributes = Attributes(calls.stored, parts, calls, calls.first_layer + layers.start, apart=self.remakes)
         # Pieces of a trace change nothing in place that another one has, and each view has its gradient there.
         self._shares = not any(is_traced(part) for part in calls.parts_of(layers, with_loss=False))

@@ -18,7 +18,7 @@ from gapless.stage.batch.aliases import has_history
 from gapless.stage.batch.plain import detach, without_loss
 from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of
 from gapless.stage.guards.changing_buffers import Taken
-from gapless.stage.guards.state_notes import Note
+from gapless.stage.guards.state.state_notes import Note
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.split.deferred import Records, given
 from gapless.stage.split.reached_parameters import Reached

@@ -4,7 +4,6 @@ A trace has all of it as it was for one batch, and changes nothing when it runs.
 """
 
 import contextlib
-import random
 import sys
 from collections.abc import Collection, Iterator
 from types import FrameType
@@ -13,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gapless.stage.guards.held_objects import Seen
-from gapless.stage.guards.state_notes import OWN, Fields, Note, content_of, holds_tensors, reached, write
+from gapless.stage.guards.state.held_objects import Seen, can_be_seen
+from gapless.stage.guards.state.reachable_state import named, reached
+from gapless.stage.guards.state.state_notes import OWN, Fields, Note, content_of, holds_tensors, write
 
 from . import thread_patches
 from .batch_questions import constant, depends_on_data
@@ -22,7 +22,6 @@ from .batch_questions import constant, depends_on_data
 Attribute = tuple[nn.Module, str]
 _TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 _TRACERS = ("torch.fx.", "torch.export.", "torch._")
-_UNSEEN = (Tensor, random.Random)
 _OF_A_TRACE = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -41,7 +40,8 @@ class ForwardState:
     @contextlib.contextmanager
     def put_back(self, model: nn.Module) -> Iterator[None]:
         """Around the forward of a model: what that changes is noted, and put back."""
-        found = [Seen(*each) for each in reached([(model, type(model).__name__)]) if not isinstance(each[0], _UNSEEN)]
+        held = [each for each in reached(named([model])) if not isinstance(each[0], Tensor)]
+        found = [Seen(*each) for each in held if can_be_seen(each[0])]
         try:
             with (
                 thread_patches.instead(nn.Module, "__setattr__", self._set),

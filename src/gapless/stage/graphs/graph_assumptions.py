@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from gapless.stage.autocast import autocast_is_on
 from gapless.stage.calls import Calls
 from gapless.stage.compiled import is_traced
-from gapless.stage.guards.state_notes import content_of
+from gapless.stage.guards.state.state_notes import content_of
 from gapless.stage.settings import settings
 from gapless.stage.split.interception import has_hooks
 

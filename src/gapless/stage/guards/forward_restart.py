@@ -24,8 +24,11 @@ from gapless.stage.saved_activations import Kept
 from gapless.stage.split.call_mode import Restart
 
 from .changing_buffers import Buffers, Marks, Taken, changed_late
-from .layer_state import Held, for_replay, without_tensors
-from .state_notes import Note, Was
+from .state.held_objects import Was
+from .state.layer_state import Held, for_replay, without_tensors
+from .state.opaque_state import Opaque
+from .state.shared_objects import SharedObjects
+from .state.state_notes import Note, key_of
 
 IN_PLACE_ON_LEAF = "leaf Variable that requires grad"
 _ON_META = "device meta"  # what belongs to another process is there
@@ -34,9 +37,9 @@ _ON_META = "device meta"  # what belongs to another process is there
 class Undo:
     """What the layers of a cell hold. With `always`, every run may show that a buffer changes."""
 
-    def __init__(self, parts: Sequence[Any], statistics: Statistics, *, always: bool) -> None:
+    def __init__(self, parts: Sequence[Any], statistics: Statistics, shared: SharedObjects, *, always: bool) -> None:
         self.buffers = Buffers(parts, always=always)
-        self._held, self._always = Held(parts, always=always), always
+        self._held, self._always = Held(parts, shared, always=always), always
         self._statistics = statistics
         self._taken: Taken = []
         self._notes: list[Note] = []
@@ -75,9 +78,17 @@ class Undo:
         if why.misdrawn and self._statistics.has_counted:
             self._miscounted = story
         self.buffers.put_back(self._taken, but=counted)
-        self._held.put_back(self._notes)
-        if self._held.is_known:
-            self._again = story, self.buffers.marks(), self._held.all()
+        lost, notes = self._held.put_back(self._notes, but=counted), self._held.all(of_others=True)
+        lost += [each.path for each in notes if isinstance(each.holder, Opaque) and each.holder.is_unknown]
+        if lost:
+            raise RESTARTED_FORWARDS.refusal(
+                f"{story} {lost[0]}, which can't be put back where it was, may have moved a second time",
+                f"{RESTARTED_FORWARDS.way_out}, or keep what it draws in a list or a number",
+            )
+        if not self._held.is_known:
+            noted = {key_of(each.holder) for each in self._notes}
+            notes = [each for each in notes if key_of(each.holder) not in noted]
+        self._again = story, self.buffers.marks() if self._held.is_known else [], notes
 
     def end(self, *, drew_anew: bool) -> Taken:
         """The run counts. Returns what a second run for remat must start from. `drew_anew`: it was right to start again

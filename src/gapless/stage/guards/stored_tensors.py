@@ -27,8 +27,9 @@ from gapless.stage.compiled import is_compiled, is_traced
 from gapless.stage.random.draws import no_users
 from gapless.stage.split.interception import is_torchs
 
-from .held_objects import Holder, Objects, Seen, SharedObjects, equal_numbers
-from .state_notes import NOTHING, OWN, Note, Was, Watched, holds_tensors
+from .state.held_objects import Seen, Was, Watched, equal_numbers
+from .state.shared_objects import Holder, Objects, SharedObjects
+from .state.state_notes import NOTHING, OWN, Note, holds_tensors
 from .tripwire import Tripwire
 
 Places = Iterable[tuple[nn.Module, str]]  # attributes of modules
@@ -247,7 +248,7 @@ class Attributes(contextlib.AbstractContextManager[None]):
         _forward.of, self._before = self._before, None
         if kind is None:
             self.look()
-            if not all(map(_is_untouched, self.objects.seen)):
+            if self.objects.of_others or not all(map(_is_untouched, self.objects.seen)):
                 self.changed = self.objects.changed()
             if self._stored.shared.seen:
                 self._stored.shared.check()

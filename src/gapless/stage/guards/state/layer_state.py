@@ -7,25 +7,30 @@ backward          finds what its forward has left, for a checkpoint in it that r
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from gapless.errors import GaplessError
+from gapless.guards.held_state import RECOMPUTED_STATE
 from gapless.stage.compiled import is_traced
 
+from .held_objects import Was
+from .opaque_state import Opaque
+from .reachable_state import Walk, named, notes_of
+from .shared_objects import SharedObjects
 from .state_notes import (
     NOTHING,
     Entries,
     Fields,
     Note,
-    Was,
+    can_be_put_back,
     changed_keys,
     content_of,
     holds_tensors,
     is_long,
-    notes_of,
-    owner_id,
+    key_of,
     same,
     write,
 )
@@ -34,9 +39,9 @@ from .state_notes import (
 class Held:
     """What some layers hold. With `always`, what is known to change is noted however long it is."""
 
-    def __init__(self, parts: Sequence[Any], *, always: bool = False) -> None:
+    def __init__(self, parts: Sequence[Any], shared: SharedObjects, *, always: bool = False) -> None:
         self._parts = [part for part in parts if not is_traced(part)]
-        self._always = always
+        self._always, self._shared = always, shared
         self._known: list[Note] | None = None  # what was seen to change
 
     def taken(self, everything: bool = False) -> list[Note]:
@@ -47,27 +52,34 @@ class Held:
             self._known = [each for each in self._known if not is_long(each.holder)]
         return [each._replace(content=content_of(each.holder)) for each in self._known or ()]
 
-    def put_back(self, taken: list[Note]) -> None:
-        """The run does not count."""
-        for holder, _, content in taken:
-            if not same(holder, content):
-                write(holder, content)
+    def put_back(self, taken: list[Note], *, but: Collection[int] = ()) -> list[str]:
+        """The run does not count, `but` for what of tensors (by id) is counted elsewhere. Returns what can't be put
+        back, and so does for a cache whose function has changed something: it will not do so again.
+        """
+        changed = [each for each in taken if id(each.holder) not in but and not same(each.holder, each.content)]
+        keys = {key_of(each.holder) for each in changed}
+        lost = [each.path for each in changed if not can_be_put_back(each.holder) and _matters(each.holder, keys)]
+        for holder, _, content in changed:
+            write(holder, content)
+        return lost
 
     def learn(self, everything: list[Note]) -> list[Note]:
         """After a run that counts. Returns what is known to change, as it was before."""
         for each in everything:
             if not same(each.holder, each.content):
                 holder = each.holder
+                if self._always and not can_be_put_back(holder) and not holder.is_cache:
+                    raise _unreadable(each.path, "a forward has moved")
                 if isinstance(holder, Fields):
                     holder = Fields(holder.owner, changed_keys(each.content, holder.read()))
                 self._know([each._replace(holder=holder)])
-        self._known, before = self._known or [], {owner_id(each.holder): each.content for each in everything}
+        self._known, before = self._known or [], {key_of(each.holder): each.content for each in everything}
         return [
             each._replace(content={key: content.get(key, NOTHING) for key in each.holder.keys or ()})
             if isinstance(each.holder, Entries)
             else each._replace(content=content)
             for each in self._known
-            if (content := before.get(owner_id(each.holder))) is not None
+            if (content := before.get(key_of(each.holder))) is not None
         ]
 
     def begun(
@@ -80,8 +92,11 @@ class Held:
         for each in objects:
             if not self._knows(each.holder):
                 self._know([each._replace(content=None)])
-                if each.content is None:
+                if each.content is None and can_be_put_back(each.holder):
                     lost.append(each.path)
+                elif each.content is None:
+                    if self._always:
+                        raise _unreadable(each.path, "a forward has moved")
                 else:
                     found.append(each)
         for module, name, was in attributes:
@@ -103,14 +118,14 @@ class Held:
 
     def _knows(self, holder: Any) -> bool:
         """Whether all of it is known to change."""
-        keys = self._known_keys().get(owner_id(holder), ())
+        keys = self._known_keys().get(key_of(holder), ())
         return keys is None or (isinstance(holder, Fields) and {*(holder.keys or ())} <= {*keys})
 
-    def _known_keys(self) -> dict[int, set[str] | None]:
-        """By the id of what changes its attributes that do; None: it is no such thing."""
-        found: dict[int, set[str] | None] = {}
+    def _known_keys(self) -> dict[Any, set[str] | None]:
+        """By the key of what changes its attributes that do; None: it is no such thing."""
+        found: dict[Any, set[str] | None] = {}
         for each in self._known or ():
-            keys = found.setdefault(owner_id(each.holder), set() if isinstance(each.holder, Fields) else None)
+            keys = found.setdefault(key_of(each.holder), set() if isinstance(each.holder, Fields) else None)
             if keys is not None:
                 keys.update(each.holder.keys or ())
         return found
@@ -125,9 +140,14 @@ class Held:
         """Whether something is known to."""
         return bool(self._known)
 
-    def all(self) -> list[Note]:
-        """All that could change."""
-        return list(notes_of(self._parts))
+    def all(self, *, of_others: bool = False) -> list[Note]:
+        """All that could change. `of_others`: also what layers of other stages reach, which can't be put back."""
+        found = list(notes_of(named(self._parts), lambda module: module not in self._shared.modules))
+        if self._always:
+            for each in found:
+                if isinstance(each.holder, Opaque) and each.holder.is_unknown:
+                    raise _unreadable(each.path, f"a layer or the loss holds a {type(each.holder.value).__name__} in")
+        return found if of_others else [each for each in found if key_of(each.holder) not in self._shared.around]
 
     def twice(self, before: list[Note]) -> list[str]:
         """What such a run has changed, but for what is known: the run before it has done so too."""
@@ -135,8 +155,8 @@ class Held:
         return [
             name
             for each in before
-            if not same(each.holder, each.content)
-            for name in _names(each, known.get(owner_id(each.holder), set()))
+            if not same(each.holder, each.content) and not (isinstance(each.holder, Opaque) and each.holder.is_cache)
+            for name in _names(each, known.get(key_of(each.holder), set()))
         ]
 
     @contextlib.contextmanager
@@ -158,7 +178,12 @@ class Held:
         """Around a backward, which finds what the forward of its microbatch has left. Yields the names of what later
         forwards have changed and this backward too, once it is over.
         """
-        moved = [each for note in after for each in _moved(note)]
+        moved = [each for note in after if can_be_put_back(note.holder) for each in _moved(note)]
+        moved += [
+            note._replace(content=content_of(note.holder))
+            for note in after
+            if not (can_be_put_back(note.holder) or note.holder.is_cache or same(note.holder, note.content))
+        ]
         present = [each._replace(content=content_of(each.holder)) for each in moved]
         changed: list[str] = []
         self.put_back(moved)
@@ -200,12 +225,27 @@ def _moved(note: Note) -> Iterator[Note]:
     holder, path, content = note
     if same(holder, content):
         return
-    if isinstance(content, dict):
+    if isinstance(content, dict) and not isinstance(holder, Opaque):
         keys = changed_keys(content, content_of(holder))
         held = holder.held if isinstance(holder, Entries) else holder
         holder, content = Entries(held, keys), {key: content.get(key, NOTHING) for key in keys}
         path = f"{path}.{keys[0]}" if isinstance(note.holder, Entries) else path
     yield Note(holder, path, content)
+
+
+def _matters(holder: Any, changed: set[Any]) -> bool:
+    """Whether it is no cache, or one of what has `changed` something."""
+    if not holder.is_cache:
+        return True
+    walk = Walk([(holder.value.__wrapped__, "")])
+    return any(key_of(each) in changed for _, each, _ in (*walk.held(), *walk.around()) if each is not None)
+
+
+def _unreadable(path: str, story: str) -> GaplessError:
+    return RECOMPUTED_STATE.refusal(
+        f"{story} {path}, which can't be put back where it was, and remat runs the forward again",
+        "keep what it draws in a list or a number, or use remat='none' for its stage",
+    )
 
 
 def _names(note: Note, known: set[str] | None) -> list[str]:

@@ -10,10 +10,13 @@ from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from .state_notes import LIBRARIES, LISTS, Fields, content_of
+from .reachable_state import LIBRARIES
+from .state_notes import LISTS, Fields, content_of
 
 _ADDS = frozenset(("append", "appendleft", "add"))
-_LOADS = frozenset(("LOAD_ATTR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
+_LOADS = frozenset(
+    ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+)
 
 
 def is_log(log: Any, reached: Iterable[tuple[Any, Any, str]]) -> bool:
@@ -23,6 +26,7 @@ def is_log(log: Any, reached: Iterable[tuple[Any, Any, str]]) -> bool:
         if isinstance(value, FunctionType):
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             names.update(name for name, cell in cells for each in content_of(cell) if each is log)
+            names.update(name for name in value.__code__.co_names if value.__globals__.get(name) is log)
             codes.add(value.__code__)
         elif isinstance(value, MethodType):
             codes.add(value.__func__.__code__)
