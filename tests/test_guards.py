@@ -38,11 +38,11 @@ from tests.pipelines import Do
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline as on_ranks
 from tests.stage.batch.test_view_bases import _before_and_after
+from tests.stage.guards.state.test_held_objects import counter_twice
 from tests.stage.guards.test_changing_buffers import InCheckpoint, norm_twice
 from tests.stage.guards.test_data_writes import Changing, _adds_a_local_loss, _shrinks
 from tests.stage.guards.test_forward_restart import Both, Learner, gradient_inside, unseen_draw
 from tests.stage.guards.test_grad_fields import WHEN, flipped, read
-from tests.stage.guards.test_held_objects import counter_twice
 from tests.stage.guards.test_stored_tensors import Keeps, sequence
 from tests.stage.guards.test_weight_changes import stepped
 from tests.stage.state_loops import Clock, linear

@@ -17,8 +17,9 @@ SHARED_STATE = Guard(
     "in every step",
     "a walk over what the layers hold at the start of a step; comparing what is shared after each forward",
     "pass the value with the activations, or give each layer its own",
-    "global variables, attributes of a class, `random.Random`, objects with a lock, more than 65,536 objects, entries "
-    "that are replaced in a list of more than 4096; what backward hooks change",
+    "global variables, attributes of a class and what forward hooks reach, unless remat runs the layer again; queues, "
+    "generators, random numbers, objects with a lock, more than 65,536 objects, entries that are replaced in a list of "
+    "more than 4096; what backward hooks change",
 )
 RESTARTED_FORWARDS = Guard(
     "forwards that start again",
@@ -26,6 +27,8 @@ RESTARTED_FORWARDS = Guard(
     "in every step",
     "a copy of what changes, before each forward; of everything in the first step and now and then",
     "let the layer do so from the first step on",
+    "objects with a lock, objects in C of other libraries, files that are written; globals and class attributes of "
+    "installed packages",
 )
 RECOMPUTED_STATE = Guard(
     "state in recomputes",
@@ -34,6 +37,8 @@ RECOMPUTED_STATE = Guard(
     "a copy of what changes, with each microbatch",
     "take what changes it out of the checkpoint, pass its value to the checkpoint as an argument, or use remat= in "
     "place of the checkpoint",
+    "objects with a lock, objects in C of other libraries, files that are written; globals and class attributes of "
+    "installed packages; a list to which layers of two stages add by a global name has what recomputes add as well",
 )
 SHARED_BUFFERS = Guard(
     "buffers of two stages",

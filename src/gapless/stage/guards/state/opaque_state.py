@@ -8,6 +8,7 @@ caches      of functools: what is in them may stay, unless the function behind h
 """
 
 import array
+import contextlib
 import contextvars
 import ctypes
 import functools
@@ -65,9 +66,8 @@ def opaque(value: Any) -> Opaque | None:
     """The object, if it is one of them."""
     if isinstance(value, types.GeneratorType) and value.gi_frame is None:
         return None  # it has ended
-    for kinds, access in _KINDS:
-        if isinstance(value, kinds):
-            return Opaque(value, access)
+    if isinstance(value, _ALL):
+        return next(Opaque(value, access) for kinds, access in _KINDS if isinstance(value, kinds))
     home, name = type(value).__module__, type(value).__name__
     if home == "numpy" and name == "ndarray":
         return Opaque(value, _ARRAY)
@@ -120,7 +120,11 @@ def _read_variable(value: contextvars.ContextVar[Any]) -> list[Any]:
 
 
 def _write_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> None:
-    value.set(content[0])
+    if content[0] is not _UNSET:
+        value.set(content[0])
+        return
+    with contextlib.suppress(LookupError):  # it has no default
+        value.set(contextvars.Context().run(value.get))
 
 
 def _write_elements(value: Any, content: Any) -> None:
@@ -168,3 +172,4 @@ _KINDS: tuple[tuple[Any, Access], ...] = (
     ((itertools.count, itertools.repeat), Access(repr, None, repr, True)),
     (_GENERATORS, _UNKNOWN),
 )
+_ALL = tuple(kind for kinds, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))

@@ -42,6 +42,7 @@ _NO_STATE = frozenset(
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HELD = (dict, types.CellType, *LISTS)
+_PLAIN = frozenset(_HELD) - {bytearray}  # of these types and no other nothing else is to be known
 _BEHIND = (types.BuiltinFunctionType, types.MethodWrapperType, types.MappingProxyType, functools.partial)
 _STORES = dis.opmap["STORE_GLOBAL"]
 _INSTALLED = tuple(
@@ -74,7 +75,9 @@ def named(parts: Iterable[Any]) -> list[Path]:
 
 def reached(parts: Iterable[Path], meet: Met | None = None, *, most: int = sys.maxsize) -> Iterator[Path]:
     """What is held and can change, and its path from them."""
-    return ((holder, path) for _, holder, path in Walk(parts, meet, most=most).held() if holder is not None)
+    return (
+        (holder, path) for _, holder, path in Walk(parts, meet, most=most, follows=False).held() if holder is not None
+    )
 
 
 class Walk:
@@ -83,12 +86,15 @@ class Walk:
     first and that says no: into their buffers and modules as well.
     """
 
-    def __init__(self, parts: Iterable[Path], meet: Met | None = None, *, most: int = sys.maxsize) -> None:
+    def __init__(
+        self, parts: Iterable[Path], meet: Met | None = None, *, most: int = sys.maxsize, follows: bool = True
+    ) -> None:
+        """`follows`: `around` will be asked for."""
         self._waiting = deque(parts)
         self._given = {id(value) for value, _ in self._waiting}
         self._around: deque[Path] = deque()
         self._seen = set[Any]()
-        self._meet, self._most = meet, most
+        self._meet, self._most, self._follows = meet, most, follows
 
     def held(self) -> Iterator[tuple[Any, Any, str]]:
         """What is held, before anything else."""
@@ -105,23 +111,34 @@ class Walk:
             yield from self.held()
 
     def _visit(self, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+        fields: Fields | None
+        if type(value) in _PLAIN:
+            yield value, value, path
+            self._wait(path, content_of(value))
+            return
         if isinstance(value, nn.Module):
             if id(value) not in self._given:
                 if self._meet is not None and not self._meet(value):
                     return
                 self._wait(path, {**value._modules, **value._buffers, "_buffers": value._buffers})
-            for hooks in _HOOKS:
-                self._around += [(hook, f"{path}.{hooks}") for hook in value.__dict__.get(hooks, {}).values()]
-        elif isinstance(value, Variable):
+            fields = Fields(value)
+            yield value, fields, path
+            self._wait(path, fields.read())
+            if self._follows:
+                self._around.append((type(value), type(value).__name__))
+                for hooks in _HOOKS:
+                    self._around += [(hook, f"{path}.{hooks}") for hook in value.__dict__.get(hooks, {}).values()]
+            return
+        if isinstance(value, Variable):
             yield value, value, path
             self._wait(path, value.read())
             return
-        elif isinstance(value, type):
-            if _is_users(value.__module__):
+        if isinstance(value, type):
+            if self._follows and _is_users(value.__module__):
                 self._visit_class(value, path)
             return
-        elif isinstance(value, types.ModuleType):
-            if _is_users(value.__name__):
+        if isinstance(value, types.ModuleType):
+            if self._follows and _is_users(value.__name__):
                 self._add_variables(value.__dict__, list(value.__dict__), path)
             return
         holder = _holder(value)
@@ -129,9 +146,9 @@ class Walk:
         yield value, fields if holder is None else holder, path
         if fields is not None and holder is not None:
             yield value, fields, path
-        if isinstance(value, types.FunctionType):
+        if self._follows and isinstance(value, types.FunctionType):
             self._visit_code(value, path)
-        elif fields is not None and _is_users(type(value).__module__):
+        elif self._follows and fields is not None:
             self._around.append((type(value), type(value).__name__))
         if fields is not None:
             self._wait(path, fields.read())
@@ -140,9 +157,10 @@ class Walk:
         self._wait(path, _parts(value))
 
     def _wait(self, path: str, content: Any) -> None:
-        entries = content.items() if isinstance(content, dict) else enumerate(content)
-        text = "{}.{}" if isinstance(content, dict) else "{}[{}]"
-        self._waiting += [(each, text.format(path, key)) for key, each in entries if type(each) not in _SIMPLE]
+        if isinstance(content, dict):
+            self._waiting += [(each, f"{path}.{key}") for key, each in content.items() if type(each) not in _SIMPLE]
+        else:
+            self._waiting += [(each, f"{path}[{n}]") for n, each in enumerate(content) if type(each) not in _SIMPLE]
 
     def _visit_code(self, function: types.FunctionType, path: str) -> None:
         """The global variables that it names, and attributes of modules in these."""
@@ -194,13 +212,9 @@ def _has_fields(value: Any) -> bool:
     """Whether it has attributes that can change, and is not one of those that are no state of a layer."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        if not attributes and isinstance(value, (*_HELD, types.FunctionType)):
+        if not attributes and isinstance(value, types.FunctionType):
             return False
-        if isinstance(value, nn.Module):
-            return True
-        if any(
-            type(each).__module__ in _THREADING and type(each) is not threading.local for each in attributes.values()
-        ):
+        if any(_is_for_threads(each) for each in attributes.values()):
             return False
     elif not slots_of(type(value)):
         return False

@@ -115,7 +115,7 @@ class SharedObjects:
             self._in_code, self.around, self._next_look = {}, {}, 2 * self._found
         self._found += 1
         first: dict[Any, tuple[Holder, str]] = {}
-        walks = [Walk(_roots([each]), self._met, most=_MOST_VISITED) for each in layers]
+        walks = [Walk(_roots([each]), self._met, most=_MOST_VISITED, follows=looks) for each in layers]
         for each, walk in zip(layers, walks, strict=True):
             own = self._held.setdefault(each.key, {})
             for _, holder, path in walk.held():
