@@ -218,6 +218,15 @@ def _() -> None:
         step([linear(), linear()])
 
 
+@case(process.GRAD_MODE)
+def _() -> None:
+    def switches(part: nn.Module, x: Tensor) -> Any:
+        torch.set_grad_enabled(False)
+        return part(x)
+
+    step([linear(), Do(switches, linear())])
+
+
 # -- weights and gradients ---------------------------------------------------------------------------------------------
 
 

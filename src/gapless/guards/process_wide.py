@@ -53,3 +53,11 @@ CALLERS_MODES = Guard(
     "three questions to torch when a step begins",
     "enter it in the forward of the layers that need it",
 )
+GRAD_MODE = Guard(
+    "grad mode of a layer",
+    "a layer that leaves gradients switched on or off for those after it: the layers of other stages run in other "
+    "threads",
+    "in every step",
+    "one question to torch before and after the forwards of a stage",
+    "switch it inside the layer, with torch.no_grad()",
+)

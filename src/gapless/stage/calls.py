@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from gapless.errors import ConfigError
-from gapless.guards.process_wide import COMPILED_DRAWS
+from gapless.guards.process_wide import COMPILED_DRAWS, GRAD_MODE
 from gapless.stage.batch.loss_divisors import Divisors
 from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
 from gapless.stage.guards.process_state import AtWork, here, watch_torch
@@ -149,7 +149,7 @@ class Calls:
             self.forget()
         draws.step, draws.microbatch = step, self.first_microbatch + microbatch
         draws.run += 1
-        self.ran_unseen = False
+        self.ran_unseen, self._grads = False, torch.is_grad_enabled()
         device = self._parameters[0].device if self._parameters else _CPU
         mode.begin(records if self._split else None, device.type)
         seen = again or mode.defers_now or bool(mode.cast_anew) or not mode.one_thread
@@ -230,7 +230,10 @@ class Calls:
         self._unwatched.stop()
 
     def look_back(self) -> None:
-        """A forward is over: nothing may have been drawn unseen, but in first calls."""
+        """A forward is over: gradients are on or off as before, and nothing was drawn unseen, but in first calls."""
+        if torch.is_grad_enabled() is not self._grads:
+            torch.set_grad_enabled(self._grads)
+            raise GRAD_MODE.refusal("a layer leaves gradients switched on or off for those after it")
         if self._unwatched.moved():
             self._watched.clear()
             raise Restart("a layer draws random numbers in a new way", misdrawn=True)
