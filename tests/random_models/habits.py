@@ -4,6 +4,8 @@ attributes, things that begin at a later step or that only some microbatches do,
 
 from __future__ import annotations
 
+import array
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +45,50 @@ class Stateful(nn.Module):
             self.seen.append(float(x.detach().mean()))
             return self.part(x) * (1 + sum(self.seen[-3:]) / 64)  # type: ignore[no-any-return]
         return self.part(x) - self.mean.to(x)  # type: ignore[no-any-return]
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def tick(self) -> float:
+        self.n += 1
+        return self.n
+
+
+def _add(held: Any) -> float:
+    held[0] += 1
+    return float(held[0])
+
+
+class Ticks(nn.Module):
+    """State behind other things than attributes. A buffer keeps it from being used in two places."""
+
+    def __init__(self, tick: Callable[[], float]) -> None:
+        super().__init__()
+        self.register_buffer("nothing", torch.zeros(()))
+        self.part, self.tick = linear(), tick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) * (1 + self.tick() / 64)  # type: ignore[no-any-return]
+
+
+class Loose(nn.Module):
+    """A batch norm that nobody registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("nothing", torch.zeros(()))
+        self.part, self.norms = linear(), [nn.BatchNorm1d(WIDTH, affine=False, momentum=None)]
+        self.shift = lambda: self.norms[0].running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norms[0](x.detach().flatten(0, -2).to(torch.float32))
+        moved = self.shift()  # type: ignore[no-untyped-call]
+        assert moved is not None
+        return self.part(x) + moved.to(x)  # type: ignore[no-any-return]
 
 
 class Untied(nn.Linear):
@@ -131,6 +177,13 @@ class Habits:
             "checkpoint with batch norm": lambda: _checkpointed("batch norm", False),
             "float32 gradients of bfloat16": _low_with_high_gradients,
         }
+        # In the place of some of those in an attribute, so that the models of known seeds keep all others.
+        self.elsewhere: dict[str, Callable[[], nn.Module]] = {
+            "slots": lambda: Ticks(Slots().tick),
+            "list in a partial": lambda: Ticks(functools.partial(_add, [0])),
+            "array": lambda: Ticks(functools.partial(_add, array.array("d", [0]))),
+            "batch norm in a list": Loose,
+        }
         self.by_step: dict[str, Callable[[], nn.Module]] = {
             "dropout later": lambda: Do(lambda part, x: F.dropout(part(x), 0.2 if self.late else 0.0), linear()),
             "another weight later": lambda: Do(lambda a, b, x: (b if self.late else a)(x), linear(), linear()),
@@ -166,6 +219,10 @@ class Habits:
         for place in rng.sample(range(len(layers)), min(len(layers), rng.randint(1, 3))):
             names[place] = rng.choice(list(known))
             layers[place] = known[names[place]]()
+            choice = random.Random(f"{names}")
+            if isinstance(layers[place], Stateful) and choice.random() < 0.6:
+                names[place] = choice.choice(list(self.elsewhere))
+                layers[place] = self.elsewhere[names[place]]()
 
     def use_elsewhere(self, rng: random.Random, layers: list[nn.Module], names: list[str]) -> None:
         """A layer that uses the weight of another one, later or now and then, without having it."""
