@@ -200,9 +200,80 @@ def changes_data(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def differentiates_forward(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = torch.func.jvp(layer, (x,), (x,))[1]
+    return y
+
+
+def differentiates(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = torch.func.grad(lambda x: layer(x).sum())(x)
+    return y
+
+
+def differentiates_vectors(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = torch.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
+    return y
+
+
+def fails_while_it_differentiates(layer: nn.Module, x: Tensor) -> Tensor:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("of its own")
+
+    y: Tensor = torch.func.vjp(fail, x)[0]
+    return y
+
+
+def catches_what_is_said(layer: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return differentiates(layer, x)
+    except Exception:
+        return x
+
+
+def hooks(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    y.register_hook(lambda grad: grad * 2)
+    return y
+
+
+def casts_and_packs(layer: nn.Module, x: Tensor) -> Tensor:
+    with bfloat16(), torch.no_grad():
+        return packs(layer, x)
+
+
+def plain_torch_works() -> bool:
+    """As it does in a process that has traced nothing."""
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH)
+    layer(x).sum().backward()
+    with bfloat16():
+        cast = layer(x).dtype
+    rows = torch.vmap(torch.func.grad(lambda row: layer(row).sum()))(x)
+    tangents = torch.func.jvp(torch.tanh, (x,), (x,))[1]
+    exported = torch.export.export(layer, (x,), strict=False).module()
+    works = [
+        layer.weight.grad is not None and torch.allclose(layer.weight.grad, x.sum(0).expand(WIDTH, WIDTH)),
+        cast == torch.bfloat16 and not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled(),
+        torch.allclose(rows, layer.weight.sum(0).expand(3, WIDTH)),
+        torch.allclose(tangents, x * (1 - torch.tanh(x) ** 2)),
+        torch.equal(exported(x), layer(x)),
+        type(layer(x)) is Tensor,
+    ]
+    return all(works)
+
+
+_GRADIENTS = r"it computes gradients in its forward \(torch.func or autograd.grad\), which no trace can keep"
+
+
 @pytest.mark.parametrize(
     ("middle", "message"),
     [
+        (differentiates_forward, _GRADIENTS),
+        (differentiates, _GRADIENTS),
+        (differentiates_vectors, _GRADIENTS),
+        (fails_while_it_differentiates, _GRADIENTS),
+        (catches_what_is_said, _GRADIENTS),
+        (hooks, r"register_hook of a tensor, which a trace would lose"),
+        (casts_and_packs, r"saved_tensors_hooks, which a trace would lose"),
         (
             changes_data,
             r"can't trace Three: it uses \.data of a tensor, which no trace can follow: use \.detach\(\) in",
@@ -214,10 +285,12 @@ def changes_data(layer: nn.Module, x: Tensor) -> Tensor:
         (packs, r"saved_tensors_hooks, which a trace would lose"),
     ],
 )
-def test_what_a_trace_would_lose_is_refused(middle: Any, message: str) -> None:
+def test_what_a_trace_would_lose_is_refused_and_torch_is_as_it_was(middle: Any, message: str) -> None:
+    """After the refusal of torch.func.jvp no backward of the process worked any more."""
     with pytest.raises(PartitionError, match=message) as refused:
         gapless.Pipeline(Three(middle), devices=2, microbatches=1, loss=F.mse_loss, example=torch.randn(2, WIDTH))
     assert "cut the model by hand" in str(refused.value)
+    assert plain_torch_works()
 
 
 def test_what_others_do_meanwhile_is_their_own() -> None:

@@ -38,8 +38,10 @@ def nothing_lost() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in replaced:
             stack.enter_context(instead(*each))
-        stack.enter_context(_Switches())
+        switches = stack.enter_context(_Switches())
         yield
+    if switches.refusal is not None:  # which the model has caught
+        raise switches.refusal
     if _drawn_outside() != drawn:
         raise LostError(
             "it draws from the generators of Python or NumPy, and a trace would have one number for all microbatches: "
@@ -70,6 +72,17 @@ def _leave_inference(original: Any, mode: Any, *error: Any) -> None:
     torch._C._set_grad_enabled(mode._graded)
 
 
+@contextlib.contextmanager
+def levels_left() -> Iterator[None]:
+    """Around a trace: if it fails, torch is in none of the transforms in which it was stopped."""
+    functions, depth = torch._C._functorch, torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functions.get_dynamic_layer_stack_depth() > depth:
+            functions.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
 class _Switches(TorchFunctionMode):
     """Notices calls that are made under other switches of torch than the caller's, or under a transform that
     differentiates.
@@ -78,17 +91,24 @@ class _Switches(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._before = _switches()
+        self.refusal: LostError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.refusal is None:  # then what is still called leaves the levels and settings that were entered
+            fault = self._fault(func)
+            if fault is not None:
+                self.refusal = LostError(fault)
+                raise self.refusal
+        return func(*args, **(kwargs or {}))
+
+    def _fault(self, func: Any) -> str | None:
         top = torch._C._functorch.peek_interpreter_stack()
         if func in _GRADIENTS or (top is not None and top.key() != _VMAP):
-            raise LostError(
-                "it computes gradients in its forward (torch.func or autograd.grad), which no trace can keep"
-            )
+            return "it computes gradients in its forward (torch.func or autograd.grad), which no trace can keep"
         for name, value in _switches().items():
             if value != self._before[name]:
-                raise LostError(f"for a part of its forward it sets {name} to {value}, which a trace would lose")
-        return func(*args, **(kwargs or {}))
+                return f"for a part of its forward it sets {name} to {value}, which a trace would lose"
+        return None
 
 
 def _switches() -> dict[str, Any]:

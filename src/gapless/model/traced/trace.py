@@ -32,7 +32,7 @@ from gapless.model.fidelity.forward_state import ForwardState
 from gapless.model.fidelity.own_backward import OwnBackwards
 from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
 from gapless.model.fidelity.traced_forward import in_forward
-from gapless.model.fidelity.untraceable import LostError, nothing_lost
+from gapless.model.fidelity.untraceable import LostError, levels_left, nothing_lost
 from gapless.stage.auxiliary import traced
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.settings import settings
@@ -118,6 +118,7 @@ def _export(
             # and at the types of what it has made, so it is traced under the caller's.
             questions, state, own = Questions(flat), ForwardState(), OwnBackwards()
             with (
+                levels_left(),
                 own.kept(),
                 traced(),
                 _without_torchs_report(),
