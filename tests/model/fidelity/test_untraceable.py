@@ -236,6 +236,44 @@ def hooks(layer: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+def hooks_a_node(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    if y.grad_fn is not None:
+        y.grad_fn.register_hook(lambda inputs, outputs: tuple(None if each is None else each * 2 for each in inputs))
+    return y
+
+
+def hooks_before_a_node(layer: nn.Module, x: Tensor) -> Tensor:
+    y = torch.tanh(layer(x))
+    if y.grad_fn is not None:
+        y.grad_fn.next_functions[0][0].register_prehook(lambda outputs: tuple(each * 2 for each in outputs))  # type: ignore[union-attr]
+    return y
+
+
+def hooks_many(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    torch.autograd.graph.register_multi_grad_hook((y,), lambda grad: None, mode="any")
+    return y
+
+
+def hooks_after(layer: nn.Module, x: Tensor) -> Tensor:
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    y: Tensor = layer(x)
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_a_backward_hook_of_a_module_in_its_old_form_is_refused() -> None:
+    """It sits on a node of autograd's graph, and was lost without a word."""
+    model = Three(lambda layer, x: layer(x))
+    model.third.register_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(
+        PartitionError, match="register_hook of a node of autograd's graph, as register_backward_hook of"
+    ):
+        gapless.Pipeline(model, devices=2, microbatches=1, loss=F.mse_loss, example=torch.randn(2, WIDTH))
+
+
 def casts_and_packs(layer: nn.Module, x: Tensor) -> Tensor:
     with bfloat16(), torch.no_grad():
         return packs(layer, x)
@@ -273,6 +311,10 @@ _GRADIENTS = r"it computes gradients in its forward \(torch.func or autograd.gra
         (fails_while_it_differentiates, _GRADIENTS),
         (catches_what_is_said, _GRADIENTS),
         (hooks, r"register_hook of a tensor, which a trace would lose"),
+        (hooks_a_node, r"register_hook of a node of autograd's graph, .* which a trace would lose"),
+        (hooks_before_a_node, r"register_prehook of a node of autograd's graph, .* which a trace would lose"),
+        (hooks_many, r"register_hook of a tensor, which a trace would lose"),
+        (hooks_after, r"register_hook of a tensor, which a trace would lose"),
         (casts_and_packs, r"saved_tensors_hooks, which a trace would lose"),
         (
             changes_data,

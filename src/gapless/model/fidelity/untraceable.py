@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .thread_patches import instead
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
@@ -31,6 +32,7 @@ def nothing_lost() -> Iterator[None]:
     drawn = _drawn_outside()
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (Tensor, "register_hook", _refuse_hook),
+        (Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
         (saved_tensors_hooks, "__enter__", _enter_without_hooks_of_ones_own),
         (torch.inference_mode, "__enter__", _enter_inference),
         (torch.inference_mode, "__exit__", _leave_inference),
@@ -51,6 +53,30 @@ def nothing_lost() -> Iterator[None]:
 
 def _refuse_hook(*_: Any, **__: Any) -> Any:
     raise LostError("register_hook of a tensor, which a trace would lose")
+
+
+class _GraphNode:
+    """Stands for a node of autograd's graph, whose own class can't be changed: it takes no hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise LostError(
+                f"{name} of a node of autograd's graph, as register_backward_hook of a module calls it, which a trace "
+                "would lose"
+            )
+        found = getattr(self._node, name)
+        if name != "next_functions":
+            return found
+        return tuple((None if node is None else _GraphNode(node), number) for node, number in found)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node is (other._node if isinstance(other, _GraphNode) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
 
 
 def _enter_without_hooks_of_ones_own(original: Any, hooks: Any) -> Any:
@@ -99,7 +125,8 @@ class _Switches(TorchFunctionMode):
             if fault is not None:
                 self.refusal = LostError(fault)
                 raise self.refusal
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        return made if made is None or func != _GRAD_FN else _GraphNode(made)
 
     def _fault(self, func: Any) -> str | None:
         top = torch._C._functorch.peek_interpreter_stack()
