@@ -71,7 +71,8 @@ class Statistics:
         self.idle, self.coming = option != "error", (-1, False)
         self.asked = 0  # how often there was a call of a batch norm, in training or not
         self.in_checkpoints = False  # whether calls were seen that the backward makes again
-        self._recomputing = False
+        self._recomputing = self._replaying = False
+        self._own = set[int]()  # buffers of the layers, by id
         # In this minibatch, by running mean: how many calls the backward is to make again, less those that it has made.
         self._to_come: Counter[int] = Counter()
 
@@ -80,7 +81,7 @@ class Statistics:
         self.idle = False
         if microbatch != self._microbatch:
             self._uses.clear()
-        self._microbatch = microbatch
+        self._microbatch, self._replaying = microbatch, replaying
         self._counted = sys.maxsize if replaying else 0
         if self.option == "error":
             for module in self._modules():
@@ -126,6 +127,7 @@ class Statistics:
         self._moments.clear()
         self._uses.clear()
         self._to_come.clear()
+        self._own.clear()
         self._microbatch = -1
 
     def counts(self, moving: Tensor) -> bool:
@@ -165,6 +167,15 @@ class Statistics:
         """A call that does not count."""
         if self._recomputing and self.option != "deferred":
             self._to_come[id(running_mean)] -= 1
+
+    def is_put_back(self, running_mean: Tensor) -> bool:
+        """Whether it may move where a call does not count: remat puts back what belongs to a batch norm that is no
+        module of a layer, as it does with all that layers hold.
+        """
+        if not self._replaying or self._recomputing or self.option == "deferred":
+            return False
+        self._own = self._own or {id(each) for module in self._modules() for each in module._buffers.values()}
+        return id(running_mean) not in self._own
 
     def factor(self, running_mean: Tensor, factor: float) -> float:
         """A batch norm counts a call once more; the weight of that in its average."""
