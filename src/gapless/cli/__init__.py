@@ -2,7 +2,7 @@
 
 terminal      all that is printed goes through here
 parser        argparse with errors of one sentence
-options       the options that commands share: sizes, costs, passes, output
+options       the options that commands share: sizes, costs, passes; `output`: what is written
 schedules     list all schedules
 show          draw a schedule
 simulate      time and memory of a schedule

@@ -3,6 +3,7 @@
 import argparse
 
 from gapless.cli import options, terminal
+from gapless.cli.output import asked
 from gapless.schedule.costs import Costs
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
@@ -20,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ranks by the objective; what can't be made or does not fit is told with the reason."""
-    costs = Costs(**options.given(arguments, Costs))
+    costs = Costs(**asked.given(arguments, Costs))
     limit = options.limit_of(arguments, costs)
 
     def simulated(name: str) -> Timeline:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         left_out = filled("listing.html", title="Left out", rows=found.refused.items())
     # naive lasts so long that the others would be slivers beside it
     pictured = [timeline for timeline in found if names is not None or timeline.name != "naive"]
-    options.write_pictures(arguments, list(found), limit, pictured=pictured, overview=True, back=left_out)
+    asked.write_pictures(arguments, list(found), limit, pictured=pictured, overview=True, back=left_out)
     if arguments.json:
         best = found.best.name if found.ranked else None
         rows = {"schedules": found.rows(), "refused": found.refused}

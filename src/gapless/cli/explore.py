@@ -6,7 +6,8 @@ import sys
 import webbrowser
 from threading import Thread
 
-from gapless.cli import options, terminal
+from gapless.cli import terminal
+from gapless.cli.output import asked
 from gapless.errors import ConfigError
 
 EXAMPLE = "gapless explore --port 8800 --no-browser"
@@ -14,7 +15,7 @@ EXAMPLE = "gapless explore --port 8800 --no-browser"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Where it is served, and whether to open it."""
-    options.add_values(parser, ("--port", int, 0, "N", "port of 127.0.0.1 to serve it on; 0 is any that is free"))
+    asked.add_values(parser, ("--port", int, 0, "N", "port of 127.0.0.1 to serve it on; 0 is any that is free"))
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open nothing")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object, and open nothing")
 

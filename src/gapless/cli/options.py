@@ -3,14 +3,13 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gapless.cli.output.asked import add_look, add_outputs, add_values, given, number_of
 from gapless.cli.terminal import say, show_progress
-from gapless.errors import ConfigError, GaplessError, ScheduleError, printable
+from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule import recipes
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
@@ -20,15 +19,6 @@ from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
 from gapless.units import show_count
 from gapless.user_file import read_user_file
-from gapless.view.pictures.picture_file import draw, suffix_of
-
-
-def add_values(group: Any, *rows: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
-    """Options that take a value: the flags, how it is read, its default, a word for it in the help, and what it is."""
-    for flags, read, default, word, what in rows:
-        shown = ",".join(default) if isinstance(default, tuple) else default
-        told = what if default is None else f"{what} (default {shown})"
-        group.add_argument(*flags.split(), type=read, default=default, metavar=word, help=told)
 
 
 def add_all(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +47,8 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         ("--activation", _per_stage, 1, "X", "memory of an activation, held from F to W"),
         ("--boundary", _per_stage, 0, "X", boundary),
         ("--kept-for-weight-grad", _per_stage, None, "X", "the part of the activation held from I to W (default: all)"),
-        ("--latency", _number, 0, "X", "time of a hop between devices"),
-        ("--bandwidth", _number, None, "X", "boundary memory that a link carries per unit of time"),
+        ("--latency", number_of, 0, "X", "time of a hop between devices"),
+        ("--bandwidth", number_of, None, "X", "boundary memory that a link carries per unit of time"),
         ("--memory-limit", str, None, "X", limit),
     )
     costs.add_argument(
@@ -66,7 +56,7 @@ def add_all(parser: argparse.ArgumentParser) -> None:
     )
     _add_passes(parser)
     add_outputs(parser)
-    _add_look(parser)
+    add_look(parser)
 
 
 def _add_passes(parser: argparse.ArgumentParser) -> None:
@@ -85,51 +75,6 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     passes.add_argument("--transfers", action="store_true", help="add the sends and receives")
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Where a result goes beside standard output."""
-    outputs = parser.add_argument_group("output")
-    outputs.add_argument("--json", action="store_true", help="print one JSON object")
-    add_values(
-        outputs,
-        ("--html", file_to_write, None, "FILE", "write the interactive page"),
-        ("--figure --svg", picture_to_write, None, "FILE", "write a picture: .svg, .pdf or .png"),
-        ("--perfetto", file_to_write, None, "FILE", "write a trace for ui.perfetto.dev"),
-    )
-
-
-def _add_look(parser: argparse.ArgumentParser) -> None:
-    looks = parser.add_argument_group("figure", "how the picture of --figure looks")
-    add_values(
-        looks,
-        ("--title", str, None, "TEXT", "a title above it"),
-        ("--width", _number, None, "MM", "its width in millimetres"),
-        ("--font", str, None, "NAME", "a font family"),
-    )
-    looks.add_argument("--theme", choices=("light", "dark"), default="light", help="its colours (default light)")
-    looks.add_argument("--greyscale", action="store_true", help="greys with hatches in place of colours")
-    looks.add_argument("--no-labels", action="store_false", dest="labels", help="no numbers on the actions")
-    looks.add_argument("--no-headings", action="store_false", dest="headings", help="no name above each timeline")
-
-
-def picture_to_write(path: str) -> str:
-    """One whose suffix is that of a picture."""
-    try:
-        suffix_of(file_to_write(path))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return path
-
-
-def file_to_write(path: str) -> str:
-    """Looked at before the work that it is to hold, not after."""
-    file = Path(path)
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {printable(str(file.parent)[:200])}: make it first")
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{printable(str(file)[:200])} is a folder: name a file")
-    return path
-
-
 def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Which schedule, for commands that take one, or `several`."""
     told = "a name from `gapless schedules`, or a schedule file"
@@ -137,12 +82,7 @@ def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
         parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help=told + "; several are drawn together")
     else:
         parser.add_argument("schedule", metavar="SCHEDULE", help=told)
-    add_values(parser, ("--time-limit", _number, 60, "S", "optimal: seconds to search"))
-
-
-def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are options."""
-    return {field.name: vars(arguments)[field.name] for field in fields(kind) if field.name in arguments}
+    add_values(parser, ("--time-limit", number_of, 60, "S", "optimal: seconds to search"))
 
 
 def limit_of(arguments: argparse.Namespace, costs: Costs) -> Number | None:
@@ -258,52 +198,8 @@ def passed(
     return made, costs.recomputed_late(schedule.placement) if late else costs
 
 
-def write_pictures(
-    arguments: argparse.Namespace,
-    timelines: Sequence[Timeline],
-    limit: Number | None = None,
-    unit: str = "ms",
-    pictured: Sequence[Timeline] = (),
-    **page_options: Any,
-) -> None:
-    """The files asked for; where they went is said on standard error, so that standard output stays the result. `unit`
-    is that of the times, for programs that show seconds; `pictured` are those of the picture, if not all;
-    `page_options` are those of the page.
-    """
-    from gapless.view import page, perfetto
-    from gapless.view.pictures.look import Look
-
-    look = {name: value for name, value in given(arguments, Look).items() if value is not None}
-    title = getattr(arguments, "title", None) or ""
-    writers: dict[str, Callable[[str], None]] = {
-        "html": lambda path: page.write(path, timelines, memory_limit=limit, **page_options),
-        "figure": lambda path: draw(path, *(pictured or timelines), title=title, **look),
-        "perfetto": lambda path: perfetto.write(path, timelines, unit),
-    }
-    if arguments.perfetto and (warning := perfetto.about_its_size(timelines)):
-        say(warning, sys.stderr)
-    refused: list[GaplessError] = []
-    for name, write in writers.items():
-        if path := getattr(arguments, name):
-            try:
-                write(path)
-                say(f"wrote {path}", sys.stderr)
-            except GaplessError as error:  # the other files are wanted all the same
-                refused.append(error)
-    if refused:
-        raise type(refused[0])("; ".join(map(str, refused)))
-
-
-def _number(text: str) -> Number:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
-    return int(value) if value.is_integer() else value
-
-
 def _per_stage(text: str) -> PerStage:
-    return tuple(map(_number, text.split(","))) if "," in text else _number(text)
+    return tuple(map(number_of, text.split(","))) if "," in text else number_of(text)
 
 
 def words(text: str) -> tuple[str, ...] | None:

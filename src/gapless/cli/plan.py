@@ -9,6 +9,7 @@ from typing import Any
 
 from gapless import units
 from gapless.cli import options, terminal
+from gapless.cli.output import asked
 from gapless.cli.planning import plan_page
 from gapless.cli.planning.device_options import kinds_of, machine_of, memories, speeds_of
 from gapless.cli.planning.pipedream_plan import planned
@@ -38,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/planning.md); or "
         "a .toml config with a model and data, which is then measured (docs/training.md)",
     )
-    options.add_values(
+    asked.add_values(
         parser.add_argument_group("devices and sizes"),
         ("--devices -K", int, None, "N", "number of devices (default: the config's, or 4)"),
         ("--memory", str, None, "SIZE", "memory of each device, as 24GiB, or a list such as 24GiB,16GiB"),
@@ -55,14 +56,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
         ("--latency", str, None, "T", "of that link, as 20us (default 0)"),
     )
-    options.add_values(
+    asked.add_values(
         parser.add_argument_group("measuring a config"),
         ("--seconds", float, None, "S", "about how many seconds to measure (default 10)"),
-        ("--profile", options.file_to_write, None, "FILE", "write the measured profile, to plan again later"),
+        ("--profile", asked.file_to_write, None, "FILE", "write the measured profile, to plan again later"),
     )
     searched = parser.add_argument_group("search")
     names = ("--schedules", options.words, None, "NAME,NAME", "schedules to try (default: auto and all with a flush)")
-    options.add_values(searched, names)
+    asked.add_values(searched, names)
     searched.add_argument(
         "--no-flush",
         nargs="?",
@@ -81,14 +82,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
-    options.add_values(
+    asked.add_values(
         searched,
         ("--slack", float, None, "X", slack),
         ("--time-limit", float, 60, "S", "seconds to search"),
         ("--top", int, 10, "N", "number of plans to list"),
     )
-    options.add_outputs(parser)
-    options.add_values(parser, ("--write", options.file_to_write, None, "FILE", "write the best plan, to train with"))
+    asked.add_outputs(parser)
+    asked.add_values(parser, ("--write", asked.file_to_write, None, "FILE", "write the best plan, to train with"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,7 +136,7 @@ def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
 
 
 def _wanted(arguments: argparse.Namespace) -> SearchOptions:
-    return SearchOptions(**options.given(arguments, SearchOptions), replicas=True)
+    return SearchOptions(**asked.given(arguments, SearchOptions), replicas=True)
 
 
 def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Alternative]:
@@ -214,7 +215,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
     made = build(config).planned(
         memory=memories(arguments.memory or None, count),
         speeds=speeds_of(arguments.speeds or None, count),
-        wanted=SearchOptions(**options.given(arguments, SearchOptions)),
+        wanted=SearchOptions(**asked.given(arguments, SearchOptions)),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
     )
@@ -243,5 +244,5 @@ def _write(arguments: argparse.Namespace, found: Found) -> None:
     kinds = best_of_each_kind(found.plans, 3)
     limit = plan_page.room_for_activations(found.best)
     page, arguments.html = arguments.html, None  # which is more than its timelines
-    options.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
+    asked.write_pictures(arguments, [plan.timeline for plan in kinds], limit, unit="s")
     arguments.html = page

@@ -3,6 +3,7 @@
 import argparse
 
 from gapless.cli import options, terminal
+from gapless.cli.output import asked
 from gapless.errors import ConfigError
 from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.simulate import simulate
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         for timeline in timelines:
             if misfit := options.misfit(timeline, limit):
                 terminal.complain(misfit)
-        options.write_pictures(arguments, timelines, limit)
+        asked.write_pictures(arguments, timelines, limit)
     schedule = found[0][0]
     if form == "text":
         terminal.say(schedule.text())

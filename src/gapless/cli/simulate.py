@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from gapless.cli import options, terminal
+from gapless.cli.output import asked
 from gapless.errors import ScheduleError
 from gapless.schedule.costs import Number
 from gapless.schedule.simulate import simulate
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = simulate(schedule, costs)
     if misfit := options.misfit(timeline, limit):
         raise ScheduleError(misfit)
-    options.write_pictures(arguments, [timeline], limit)
+    asked.write_pictures(arguments, [timeline], limit)
     if arguments.json:
         terminal.print_json({**timeline.summary(), **_proof(arguments)})
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gapless.cli import options, terminal
+from gapless.cli.output import asked
 from gapless.errors import ConfigError
 from gapless.plan.plan import Plan
 from gapless.schedule.recipes import find_recipe
@@ -31,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--example", action="store_true", help="print a config to start from")
     parser.add_argument("--keys", action="store_true", help="print what every key of a config means")
-    options.add_values(
+    asked.add_values(
         parser.add_argument_group("instead of what the config says"),
         ("--plan", str, None, "auto|FILE", "make a plan first, or use one from `gapless plan --write`"),
         ("--steps", int, None, "N", "number of steps"),

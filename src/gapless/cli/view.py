@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from gapless.cli import options, terminal
+from gapless.cli import terminal
+from gapless.cli.output import asked
 
 EXAMPLE = "gapless view runs/gpt --html report.html"
 
@@ -11,9 +12,15 @@ EXAMPLE = "gapless view runs/gpt --html report.html"
 def add(parser: argparse.ArgumentParser) -> None:
     """Which run, and where its report goes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run of `gapless train`")
-    options.add_values(
+    asked.add_values(
         parser,
-        ("--html", options.file_to_write, None, "FILE", "where it goes (default: report.html in the run's folder)"),
+        (
+            "--html",
+            asked.file_to_write,
+            None,
+            "FILE",
+            "where it goes (default: report.html in the run's folder)",
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead")
 

@@ -1,15 +1,16 @@
 """The model of a pipeline as its user sees it: under its own names, whatever the stages are."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from gapless.checkpoint.saveable import Saveable
 from gapless.model.uses import own_parameters
+from gapless.pipeline.arguments.habits import not_here
 from gapless.pipeline.options import Options
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
@@ -29,6 +30,7 @@ class HeldModel:
     _streams: weakref.WeakSet[Stream]
     _nothing: nn.Parameter
     _options: Options
+    _close: Callable[[], object]
     steps: int
 
     @property
@@ -117,6 +119,24 @@ class HeldModel:
     def compile_seconds(self) -> float:
         """Seconds spent in calls that compiled layers: the cold start."""
         return sum(stage.calls.compile_seconds for stage in self._staged.stages.values())
+
+    def close(self) -> None:
+        """Ends the threads. The model and its gradients stay."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise not_here(self, name)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline has threads, so it can't be copied or pickled: do that with its model or state_dict()"
+        )
 
     def __repr__(self) -> str:
         return "\n".join([*self._staged.described(), *self._world.described()])

@@ -10,7 +10,7 @@ for x, y in loader:
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from gapless.model.layers import Layer, check_no_hooks_for_all, is_sequence
 from gapless.model.materialise import Init
 from gapless.model.traced.capture import own_loss
 from gapless.pipeline.arguments import checks as arguments
-from gapless.pipeline.arguments.habits import batch_of, check_model, explained, not_here
+from gapless.pipeline.arguments.habits import batch_of, check_model, explained
 from gapless.pipeline.arguments.schedule_arguments import ScheduleArguments
 from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
@@ -134,9 +134,8 @@ class Pipeline(HeldModel):
     ) -> None:
         check_model(model)
         carriage = Carriage(transport, static_shapes)
-        self._world = arguments.world_of(devices, mesh, timeout, intra_op_threads, carriage, schedule)
-        self.devices = self._world.devices
-        self._close = close_with(self, self._world.close)
+        self._world = world = arguments.world_of(devices, mesh, timeout, intra_op_threads, carriage, schedule)
+        self.devices, self._close = world.devices, close_with(self, world.close)
         self.seed, self.timeline, self.steps = seed, timeline, 0  # random numbers depend on the steps done so far
         self._nothing, self._streams = nn.Parameter(torch.empty(0)), weakref.WeakSet()
         with arguments.closed_if_refused(self._close), self._world.making():
@@ -299,21 +298,3 @@ class Pipeline(HeldModel):
         the steps of one minibatch (`sync=False`) it stays False, so that the minibatch is finished first.
         """
         return self._world.stopping
-
-    def close(self) -> None:
-        """Ends the threads. The model and its gradients stay."""
-        self._close()
-
-    def __enter__(self) -> "Pipeline":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise not_here(self, name)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a Pipeline has threads, so it can't be copied or pickled: do that with its model or state_dict()"
-        )

@@ -134,8 +134,6 @@ class StagedModel:
         needed = self.has_first or isinstance(self.model, Captured)
         return Minibatch.cut(inputs, target, most, dims, self._options.target_dims, needed=needed)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def prepared(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
         model = self.model
@@ -196,8 +194,6 @@ class StagedModel:
                 schedule, self.stages, options.told_loss, options.schedules.costs, recorded=recorded
             )
         return self._programs[key]
-
-    # -- stages -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Takes over what was edited in the model since the last step."""
