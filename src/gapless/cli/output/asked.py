@@ -27,6 +27,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_look(parser: argparse.ArgumentParser) -> None:
+    """How a picture looks."""
     looks = parser.add_argument_group("figure", "how the picture of --figure looks")
     add_values(
         looks,
@@ -109,6 +110,7 @@ def given(arguments: argparse.Namespace, kind: Any) -> dict[str, Any]:
 
 
 def number_of(text: str) -> Number:
+    """A number of the command line."""
     try:
         value = float(text)
     except ValueError:
