@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import BENCHMARKS, benchmark_module
 from benchmarks.runner.parameters import PROGRAM, check_names, command_of, make_parser, parsed
 from gapless.cli import exit_code, options, terminal
+from gapless.cli.output import asked
 from gapless.cli.parser import parse
 from gapless.errors import ConfigError
 
@@ -100,7 +101,7 @@ def _all(words: list[str]) -> int:
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     parser = make_parser("all", f"{_ALL[0].upper()}{_ALL[1:]}.\n\nexample: {PROGRAM} all --html report.html")
-    parser.add_argument("--html", type=options.file_to_write, metavar="FILE", help="write a page with all figures")
+    parser.add_argument("--html", type=asked.file_to_write, metavar="FILE", help="write a page with all figures")
     parser.add_argument(
         "--results", metavar="FOLDER", default="gapless-results",
         help="where results are kept, a folder for each run; a stopped run goes on (default: gapless-results)",

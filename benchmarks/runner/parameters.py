@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from benchmarks import benchmark_module
-from gapless.cli import options
+from gapless.cli.output import asked
 from gapless.cli.parser import Parser, parse
 from gapless.errors import ConfigError
 from gapless.schedule.recipes import find_recipe
@@ -70,7 +70,7 @@ def parsed(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], str | 
     for option, parameter in parameters.items():
         _add_option(parser, option, parameter)
     parser.add_argument(
-        "--json", nargs="?", const=True, default=False, type=options.file_to_write, metavar="FILE",
+        "--json", nargs="?", const=True, default=False, type=asked.file_to_write, metavar="FILE",
         help="print one JSON object; with a file: store the result there, for pages and comparisons",
     )  # fmt: skip
     given = vars(parse(parser, words, parser))
@@ -101,11 +101,9 @@ def _add_option(parser: argparse.ArgumentParser, name: str, parameter: Parameter
         float: (_number(*(note for note in notes if isinstance(note, Between))), "X"),
         str: (str, "NAME"),
         tuple[str, ...]: (lambda text: tuple(filter(None, text.split(","))), "NAME,NAME"),
-        Path | None: (lambda text: Path(options.file_to_write(text)), "FILE"),
+        Path | None: (lambda text: Path(asked.file_to_write(text)), "FILE"),
     }
-    options.add_values(
-        parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about)
-    )
+    asked.add_values(parser, (f"{flag} -{letter}" if letter else flag, kinds[kind][0], default, kinds[kind][1], about))
 
 
 def _count(text: str) -> int:
