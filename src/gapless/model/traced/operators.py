@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gapless.stage.auxiliary import aux_loss
+from gapless.stage.norm.batchnorm_calls import checkpointed, checkpointed_count
 from gapless.stage.random.random_calls import RECURRENT
 
 from .grouped import run_grouped_mm
@@ -99,7 +100,7 @@ def body_of(node: Node) -> Any:
 # Calls whose weight gradients can wait.
 _HEAVY = (F.linear, torch.matmul, torch.mm, torch.addmm, F.embedding, *_convolutions().values())
 _KNOWN: dict[Any, Any] = {_embedding: F.embedding, _attention: F.scaled_dot_product_attention}
-COUNTING = (torch.batch_norm, aten.add_.Tensor)
+COUNTING = (torch.batch_norm, checkpointed, checkpointed_count, aten.add_.Tensor)
 WRAPPING = (_with_grad, _with_autocast)  # calls that are given the body they run
 _UNCOMPILED = {*WRAPPING, aux_loss}
 

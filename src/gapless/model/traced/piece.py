@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from gapless.model.fidelity.checkpointed_norms import RECOMPUTES
 from gapless.stage.compiled import Compiler
+from gapless.stage.norm.batchnorm_calls import checkpointed, checkpointed_count
 
 from .compiled_segments import in_segments
 from .crossing import Crossing
@@ -70,6 +72,9 @@ class Piece:
             made.meta = {}
             if self._moved is not None:
                 made.args, made.kwargs = _moved((made.args, made.kwargs), self._moved)
+            if RECOMPUTES in node.meta:
+                target = checkpointed if target is torch.batch_norm else checkpointed_count
+                made.args = (node.meta[RECOMPUTES], *made.args)
             if node in self._numbers or target in COUNTING or (split and is_heavy(node)):
                 target, made.args = answered(target), (answer, *made.args)
             made.target = target

@@ -28,6 +28,7 @@ from gapless.errors import PartitionError
 from gapless.guards.whole_model import LOST_IN_TRACE
 from gapless.model.code_origin import is_users
 from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
+from gapless.model.fidelity.checkpointed_norms import CheckpointedNorms
 from gapless.model.fidelity.forward_state import ForwardState
 from gapless.model.fidelity.own_backward import OwnBackwards
 from gapless.model.fidelity.plain_choices import as_called, spelled_out, switches
@@ -116,7 +117,7 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            questions, state, own = Questions(flat), ForwardState(), OwnBackwards()
+            questions, state, own, norms = Questions(flat), ForwardState(), OwnBackwards(), CheckpointedNorms()
             with (
                 levels_left(),
                 own.kept(),
@@ -124,7 +125,7 @@ def _export(
                 _without_torchs_report(),
                 as_called(model),
                 spelled_out(model, kwargs),
-                in_forward(model, functools.partial(_watched, model, state, questions)),
+                in_forward(model, functools.partial(_watched, model, state, norms, questions)),
             ):
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
@@ -133,6 +134,7 @@ def _export(
             last = None  # an error holds the frames it went through, and so itself
             module = program.module()
             own.put_back(module, model)
+            norms.mark(module)
             return module, questions.asked, state
         except LostError as error:
             raise LOST_IN_TRACE.refusal(_refusal(model, error), "", PartitionError) from error
@@ -145,8 +147,8 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, state: ForwardState, questions: Questions) -> Iterator[None]:
-    with state.put_back(model), nothing_lost(), questions:
+def _watched(model: nn.Module, state: ForwardState, norms: CheckpointedNorms, questions: Questions) -> Iterator[None]:
+    with state.put_back(model), nothing_lost(), norms, questions:
         yield
 
 

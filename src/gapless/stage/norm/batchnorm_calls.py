@@ -51,7 +51,30 @@ class PlainMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def checkpointed(times: int, *args: Any) -> Any:
+    """A batch norm in a traced graph, where so many checkpoints were around it: a plain loop runs it again as often."""
+    return torch.batch_norm(*args)
+
+
+def checkpointed_count(times: int, counter: Tensor, *args: Any) -> Tensor:
+    """The same of its counter, which may be another stage's."""
+    return counter.add_(*args)
+
+
+def _checkpointed(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _batch_norm(mode, torch.batch_norm, args[1:], kwargs, args[0])
+
+
+def _checkpointed_count(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    times, counter = args[:2]
+    if mode.statistics.is_counter(counter) and not mode.statistics.raises(counter):
+        return counter
+    return counter.add_(1 if mode.statistics.option == "deferred" else 1 + times)
+
+
+def _batch_norm(
+    mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], times: int | None = None
+) -> Any:
     """`F.batch_norm`, which torch's modules call, and the operator below it, which a traced graph calls."""
     given = bound(_FUNCTIONAL if func is F.batch_norm else _OPERATOR, args, kwargs)
     statistics, running_mean, running_var = mode.statistics, given["running_mean"], given["running_var"]
@@ -69,13 +92,13 @@ def _batch_norm(mode: Answering, func: Any, args: tuple[Any, ...], kwargs: dict[
         # As many tensors are saved as by the first call: a checkpoint compares that.
         apart = given | {"running_mean": running_mean.clone(), "running_var": running_var.clone()}
         return mode.plain(func, tuple(apart.values()), {})
-    repeats = statistics.repeats(running_mean)
+    repeats = statistics.repeats(running_mean, times)
     if statistics.option != "deferred":
         result = mode.plain(func, args, kwargs)
         for _ in range(repeats):
             with torch.no_grad():
-                again = given | {"momentum": statistics.factor(running_mean, given["momentum"])}
-                func(*again.values())
+                factor = given["momentum"] if times is not None else statistics.factor(running_mean, given["momentum"])
+                func(*(given | {"momentum": factor}).values())
         return result
     # An update of zeros with all the weight on the new leaves the moments themselves, as the kernel computed them.
     mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
@@ -102,6 +125,8 @@ def recomputed(statistics: Statistics) -> Iterator[None]:
 
 
 HANDLERS: dict[Any, Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    checkpointed: _checkpointed,
+    checkpointed_count: _checkpointed_count,
     **dict.fromkeys((F.batch_norm, torch.batch_norm, torch.ops.aten.batch_norm.default), _batch_norm),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__, torch.ops.aten.add_.Tensor), _add),
 }

@@ -147,19 +147,22 @@ class Statistics:
         """Those that calls were seen to raise, and perhaps more, by the modules that have them."""
         return [(module, _COUNTER) for module in self._counting]
 
-    def repeats(self, running_mean: Tensor) -> int:
-        """How often the backward makes the call again that is being made, and counts."""
+    def repeats(self, running_mean: Tensor, traced: int | None = None) -> int:
+        """How often the backward of a plain loop makes the call again that is being made, and counts. In a traced graph
+        `traced` says so, and no backward makes it again.
+        """
         if id(running_mean) in self._uses and self.option != "deferred":
             raise CHECKPOINTED_NORMS.refusal(
                 "a batch norm inside torch.utils.checkpoint is used twice in one forward, and which use the backward "
                 "computes again first is not known",
                 "give each use a batch norm of its own, or use remat= in place of the checkpoint",
             )
-        times = checkpoints_around()
-        self.in_checkpoints = self.in_checkpoints or times > 0
+        times = checkpoints_around() if traced is None else traced
+        self.in_checkpoints = self.in_checkpoints or (times > 0 and traced is None)
         if not times or self.option == "deferred":
             return 0
-        self._to_come[id(running_mean)] += times
+        if traced is None:
+            self._to_come[id(running_mean)] += times
         self._uses[id(running_mean)] = 1
         return times
 
