@@ -704,7 +704,7 @@ def test_actions_are_named_ranges_in_torchs_profiler() -> None:
 
 def test_a_schedule_with_recomputes_recomputes() -> None:
     """And where the backward comes right after its forward, nothing is thrown away."""
-    calls = {"first": 0, "last": 0}
+    calls: list[str] = []  # a log: a recompute does not put it back
 
     class Counted(nn.Linear):
         def __init__(self, name: str) -> None:
@@ -712,7 +712,7 @@ def test_a_schedule_with_recomputes_recomputes() -> None:
             self.name = name
 
         def forward(self, x: Tensor) -> Tensor:
-            calls[self.name] += 1
+            calls.append(self.name)
             return super().forward(x)
 
     model = nn.Sequential(Counted("first"), Counted("last"))
@@ -720,9 +720,9 @@ def test_a_schedule_with_recomputes_recomputes() -> None:
     schedule = lower.add_recompute(gapless.make_schedule("1f1b", devices=2, microbatches=4))
     with gapless.Pipeline(model, devices=["cpu"] * 2, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
         pipe.step(X, Y)
-        calls.update(first=0, last=0)
+        calls.clear()
         pipe.zero_grad()
         pipe.step(X, Y)
-    assert calls == {"first": 8, "last": 4}
+    assert (calls.count("first"), calls.count("last")) == (8, 4)
     gapless.plain_step(reference, X, Y, loss=F.mse_loss, microbatches=4, step=1)
     assert_same_gradients(model, reference)

@@ -217,7 +217,7 @@ def test_sequence_lengths_may_change_from_step_to_step(schedule: str, remat: str
     assert_one_model_is_exact(small_gpt(4), batches, schedule=schedule, loss=loss, remat=remat)
 
 
-runs: Counter[str] = Counter()  # what a recompute does not put back
+runs: list[str] = []  # a log: a recompute does not put it back
 
 
 class Counted(nn.Module):
@@ -229,7 +229,7 @@ class Counted(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        runs[self.name] += 1
+        runs.append(self.name)
         return F.dropout(torch.tanh(self.linear(x)), 0.3, self.training)
 
 
@@ -248,7 +248,7 @@ def test_remat_with_a_split_backward_recomputes_each_layer_once_and_is_exact(sch
         stages = [stage for stage, count in enumerate(pipe.partition) for _ in range(count)]
     # 4 microbatches, and once again where the schedule has an R: not where the backward comes right after its forward.
     expected = [4 + again[stage] for stage in stages] if remat == "stage" else [8] * 8
-    assert [runs[layer.name] for layer in model] == expected
+    assert [runs.count(layer.name) for layer in model] == expected
     assert sum(expected) > 32
 
 

@@ -106,9 +106,9 @@ def test_all_that_differs_from_the_plan_is_refused_at_once(plan: Plan) -> None:
     )
 
 
-def test_without_a_plan_microbatches_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match="microbatches= is missing"):
-        gapless.Pipeline(model(), devices=["cpu"] * 2, loss=F.mse_loss)
+def test_without_a_plan_there_are_four_microbatches_for_each_device() -> None:
+    with gapless.Pipeline(model(), devices=["cpu"] * 2, loss=F.mse_loss) as pipe:
+        assert pipe.microbatches == 8
 
 
 def test_several_sizes_of_microbatches_are_tried_and_the_best_is_measured() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import signal
 import textwrap
 import threading
@@ -227,6 +226,18 @@ class _Scale(torch.autograd.Function):
         return grad * weight, defer(layer.weight, weight_grad), None
 
 
+class Times:
+    """Counts. What has a lock is taken for a log, so that a recompute does not put it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def next(self) -> int:
+        with self._lock:
+            self._count += 1
+            return self._count - 1
+
+
 class Fragile(nn.Module):
     """A layer that can be told to fail: at which kind of action, the how manieth time, and with what."""
 
@@ -241,12 +252,12 @@ class Fragile(nn.Module):
 
     def arm(self, kind: str, after: int = 0, error: BaseException | None = None, seconds: float = 0.0) -> None:
         self.kind, self.after, self.error, self.seconds = kind, after, error, seconds
-        self.times = itertools.count()  # a number would be put back after a recompute
+        self.times = Times()
 
     def reach(self, kind: str) -> None:
         if kind != self.kind:
             return
-        if next(self.times) >= self.after:
+        if self.times.next() >= self.after:
             time.sleep(self.seconds)
             if self.error is not None:
                 raise self.error

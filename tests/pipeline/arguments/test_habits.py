@@ -111,7 +111,7 @@ def test_what_a_pipeline_does_not_have_is_told(pipe: gapless.Pipeline, name: str
 def test_a_name_or_a_class_is_no_model() -> None:
     with pytest.raises(ConfigError, match=r"model is 'gpt2', a name, .*from_pretrained\('gpt2'\)"):
         make("gpt2", devices=2)
-    with pytest.raises(ConfigError, match=r"model is the class Linear, .*: Linear\(\.\.\.\)"):
+    with pytest.raises(GaplessError, match=r"model is the class Linear, .*: pass Linear\(\.\.\.\)"):
         make(nn.Linear, devices=2)
 
 

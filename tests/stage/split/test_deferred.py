@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -267,13 +268,21 @@ def test_infer_gives_the_bits_of_the_model_in_eval_mode_and_keeps_nothing() -> N
     assert not value.requires_grad
 
 
-runs: list[int] = []  # what a recompute does not put back
+class Log:
+    """What has a lock is not put back by a recompute."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.runs: list[int] = []
+
+
+log = Log()
 
 
 def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
     def counted(number: int) -> Any:
         def layer(x: Tensor) -> Tensor:
-            runs.append(number)
+            log.runs.append(number)
             return x * 1
 
         return layer
@@ -284,12 +293,12 @@ def test_each_layer_is_recomputed_once_also_with_a_split_backward() -> None:
             [counted(0), counted(1), nn.Linear(8, 8)], first_layer=0, split=True, remat=remat, loss=mean_square
         )
         for microbatch, x in enumerate(torch.randn(2, 2, 8)):
-            runs.clear()
+            log.runs.clear()
             stage.forward(microbatch, x, step=0)
             stage.recompute(microbatch)
             stage.backward_input(microbatch, None)
             stage.backward_weight(microbatch)
-            assert runs == order
+            assert log.runs == order
 
 
 @pytest.mark.parametrize("whole", [torch.float64, torch.float32])

@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_ends_it_before_the_weights_change(tmp_path: P
     before = [parameter.clone() for parameter in job.model.parameters()]
     with (
         job.pipeline(None) as pipe,
-        pytest.raises(NotFiniteError, match="the loss of step 1 is nan, in microbatch 0 of 4; a smaller"),
+        pytest.raises(NotFiniteError, match="the loss of step 1 is nan, in microbatch 0 of 4: a smaller"),
     ):
         make_trainer(job.config, job, pipe).run()
     assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))

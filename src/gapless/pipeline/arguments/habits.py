@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
-
 from gapless.errors import ConfigError
 
 P = ParamSpec("P")
@@ -106,14 +104,12 @@ def not_here(pipeline: object, name: str) -> AttributeError:
 
 
 def check_model(model: object) -> None:
-    """It is one, and not its name or its class."""
+    """It is one, and not its name."""
     if isinstance(model, str):
         raise ConfigError(
             f"model is {model!r:.60}, a name, but a Pipeline takes the model itself: for one of Hugging Face's, "
             f"AutoModelForCausalLM.from_pretrained({model!r:.60})"
         )
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise ConfigError(f"model is the class {model.__name__}, but a Pipeline takes a model: {model.__name__}(...)")
 
 
 def batch_of(inputs: Any, named: Mapping[str, Any], call: str) -> Any:

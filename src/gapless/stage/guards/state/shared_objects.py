@@ -96,10 +96,9 @@ class SharedObjects:
         self.holders: dict[Any, tuple[Holder, Holder]] = {}  # by `key_of` who holds it
         self._held: dict[object, dict[Any, Path]] = {}  # what layers of a key hold, by `key_of`, and its path
         # What their code reaches is looked for in the first steps, and then less and less often.
-        self._in_code: dict[object, dict[Any, Path]] = {}
-        self.around: dict[
-            Any, tuple[Holder, Holder]
-        ] = {}  # of that by `key_of` what is not of one key alone, and whose
+        # By numbers of layers: layers and stages themselves would be held from step to step, in a circle.
+        self._in_code: dict[int, dict[Any, Path]] = {}
+        self.around: dict[Any, tuple[int, int]] = {}  # of that by `key_of` what is not of one key alone, and whose
         self._found, self._next_look = 0, 0
         self.lent: set[nn.Module] = set()  # modules of one stage that another one can read
         self.modules: set[nn.Module] = set()  # of all layers
@@ -128,18 +127,22 @@ class SharedObjects:
                     self.seen.append(Seen(holder, its_path))
                     self.holders[key] = other, each
         for each, walk in zip(layers, walks, strict=True) if looks else ():
-            own = self._in_code.setdefault(each.key, {})
+            own = self._in_code.setdefault(each.number, {})
             for _, holder, path in walk.around():
                 if holder is not None:
                     key = key_of(holder)
                     other, _ = first.setdefault(key, (each, path))
                     own.setdefault(key, (holder, path))
                     if other.key is not each.key and key not in self.holders:
-                        self.around.setdefault(key, (other, each))
+                        self.around.setdefault(key, (other.number, each.number))
 
     def reached_by(self, key: object) -> Iterable[tuple[Any, Path]]:
         """What layers of this key can reach, by `key_of`."""
-        return {**self._in_code.get(key, {}), **self._held.get(key, {})}.items()
+        found: dict[Any, Path] = {}
+        for each in self._layers:
+            if each.key == key:
+                found |= {name: path for name, path in self._in_code.get(each.number, {}).items() if name not in found}
+        return {**found, **self._held.get(key, {})}.items()
 
     def _met(self, module: nn.Module) -> bool:
         """A module that is not a part of the layer from which it is reached: those of other layers are looked at by
@@ -193,7 +196,8 @@ class SharedObjects:
 
     def _refusal(self, note: Note, path: str) -> GaplessError:
         key = key_of(note.holder)
-        one, other = self.holders[key] if key in self.holders else self.around[key]
+        numbered = {each.number: each for each in self._layers}
+        one, other = self.holders[key] if key in self.holders else map(numbered.__getitem__, self.around[key])
         both, way = "layers of two stages", "put both into one stage with partition="
         if isinstance(one.key, tuple) and isinstance(other.key, tuple) and one.key[0] is other.key[0]:
             both, way = "two layers that remat='layer' runs again one by one", "use remat='stage'"
