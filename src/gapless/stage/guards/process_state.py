@@ -105,10 +105,10 @@ def watch_torch() -> None:
     for name in _GENERATORS.split():
         _wrap_code(getattr(torch.random, name), answers.get(name, _touch_generators))
     _wrap_default_generator()
-    for checkpoint in (
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator,
-        torch.utils.checkpoint.CheckpointFunction.forward,
-    ):
+    # From torch 2.15 on a checkpoint goes around the function that it had before.
+    before: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    generator = getattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl", before)
+    for checkpoint in (generator, torch.utils.checkpoint.CheckpointFunction.forward):
         _wrap_code(checkpoint, _enter_checkpoint)
     _wrap_code(transforms.jvp_increment_nesting, _enter_level)
     _wrap_code(torch.autograd.forward_ad.enter_dual_level, _enter_level)

@@ -7,6 +7,7 @@ private one, under a lock. The caller's own generators are left as they were.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor
 
 from gapless.guards.process_wide import SHARED_GENERATORS
@@ -21,6 +23,8 @@ from gapless.guards.process_wide import SHARED_GENERATORS
 from .exclusive import exclusively
 from .seeds import seed_of
 
+# From torch 2.15 on `checkpoint` is also a decorator, and calls another function.
+_CHECKPOINT = inspect.unwrap(getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)).__code__
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -277,6 +281,6 @@ def checkpoints_around() -> int:
         return 0
     frame, found = sys._getframe(1).f_back, 0
     while frame is not None:
-        found += frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        found += frame.f_code is _CHECKPOINT
         frame = frame.f_back
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -327,6 +328,26 @@ def test_state_in_an_object_that_begins_to_change_later(where: str, schedule: st
         schedule=schedule,
         state=state,
         **options,
+    )
+
+
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "_checkpoint_impl"), reason="a decorator from torch 2.15 on")
+@pytest.mark.parametrize("begins", BEGINS)
+def test_a_checkpoint_may_be_a_decorator(begins: int) -> None:
+    class Checkpoints(Counts):
+        def forward(self, x: Tensor) -> Any:
+            if self.settings.begun:
+                self.count += 1
+            decorate: Any = checkpoint
+            return decorate(use_reentrant=False)(self.compute)(x)
+
+        def compute(self, x: Tensor) -> Tensor:
+            return F.dropout(torch.tanh(self.linear(x) * (1 + 0.1 * self.count)), 0.2)
+
+    assert_same_as_loop(
+        lambda clock: ([linear(), *(Checkpoints(Settings(clock, begins)) for _ in range(3))], F.mse_loss),
+        schedule="1f1b",
+        state=lambda layers: [each.count for each in layers[1:]],
     )
 
 
