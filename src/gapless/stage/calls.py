@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from gapless.errors import ConfigError
 from gapless.guards.process_wide import COMPILED_DRAWS, GRAD_MODE
 from gapless.stage.batch.loss_divisors import Divisors
-from gapless.stage.batch.plain import apply_first, check_scalar, note_rows
+from gapless.stage.batch.plain import apply_first, check_scalar
 from gapless.stage.guards.process_state import AtWork, here, watch_torch
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.norm.running_statistics import BatchNorm, Statistics
@@ -265,13 +265,12 @@ class Calls:
                 result = self._called(_LOSS, self._loss, self._loss_way, self._loss, outputs, target)
             else:
                 result = self._loss(outputs, target)
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            if target is None and isinstance(error, AttributeError | TypeError):
+        except (AttributeError, TypeError) as error:
+            if target is None:
                 raise ConfigError(
                     f"no target was given, and the loss failed without one ({type(error).__name__}: {error}): pass it "
                     "after the inputs, as step(inputs, target)"
                 ) from error
-            note_rows(error, outputs, target)
             raise
         if self._loss_way is _COMPILED and self._compiled[_LOSS].draws:
             raise COMPILED_DRAWS.refusal("a compiled loss draws random numbers, which can't be seeded")

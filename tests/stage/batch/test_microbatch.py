@@ -182,14 +182,14 @@ def test_a_mapping_within_a_batch_that_hides_tensors_is_refused() -> None:
         mb.split({"y": torch.zeros(4), "more": Encoded(x=torch.zeros(4))}, 2)
 
 
-@pytest.mark.parametrize(("samples", "rows"), [(8, 2), (7, 2), (7, 1), (4, 1)])
-def test_a_target_with_the_rows_of_one_microbatch_is_refused(samples: int, rows: int) -> None:
+@pytest.mark.parametrize(("samples", "rows"), [(8, 2), (7, 2), (7, 1), (4, 1), (8, 5), (6, 3)])
+def test_a_target_with_another_number_of_rows_is_refused(samples: int, rows: int) -> None:
     """Every microbatch got the same two labels, and trained on them; the plain loop refuses."""
     with pytest.raises(ConfigError, match=f"the target has {rows} rows for {samples} samples"):
         mb.split(torch.zeros(rows), 4, size=samples)
 
 
-@pytest.mark.parametrize("target", [torch.zeros(5), torch.zeros(()), (torch.zeros(8), torch.zeros(2))], ids=str)
+@pytest.mark.parametrize("target", [torch.zeros(()), (torch.zeros(8), torch.zeros(2))], ids=str)
 def test_a_target_that_can_not_be_taken_for_rows_goes_to_every_microbatch(target: object) -> None:
     assert len(mb.split(target, 4, size=8)) == 4
 

@@ -198,7 +198,7 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
         _refuse_arrays(shape.leaves)
     dims = _dims(tensors, shape, tree, batch_dims)
     if follows and batch_dims is None and count > 1:
-        _refuse_rows_of_a_microbatch(tensors, size, count)
+        _refuse_other_rows(tensors, size, count)
     columns = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if dim is None or tensor.dim() <= dim or (batch_dims is None and tensor.size(dim) != size):
@@ -213,15 +213,15 @@ def split(tree: Any, num_microbatches: int, batch_dims: Any = None, *, size: int
     return [unflatten([column[m] for column in columns], shape) for m in range(count)]
 
 
-def _refuse_rows_of_a_microbatch(tensors: Sequence[Tensor], size: int, count: int) -> None:
-    """A target that is not cut but fits every microbatch would train on wrong pairs without a word."""
+def _refuse_other_rows(tensors: Sequence[Tensor], size: int, count: int) -> None:
+    """A target that is not cut may fit a microbatch where it does not fit the batch, by its size or by broadcasting."""
     rows = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
-    fitting = [number for number in rows if number in sizes(size, count)]
-    if fitting and size not in rows:
+    if rows and size not in rows:
         raise CUT_BATCHES.refusal(
-            f"the target has {fitting[0]} rows for {size} samples, which is as many as one of the {count} microbatches "
-            "has, so each of them would get all rows",
-            "give the target one row per sample, or say with target_dims where to cut it",
+            f"the target has {rows[0]} rows for {size} samples, so each of the {count} microbatches would get all of "
+            "them",
+            "give the target one row per sample, specify with target_dims= where to cut it, or let the loss hold what "
+            "all samples share",
         )
 
 

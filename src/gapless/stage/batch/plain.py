@@ -136,16 +136,6 @@ def check_scalar(loss: Any) -> None:
         )
 
 
-def note_rows(error: BaseException, outputs: Any, target: Any) -> None:
-    """A target that has no row for each sample goes whole to every microbatch: if a loss fails, that may be why."""
-    rows, there = ([tensor.size(0) for tensor in mb.flatten(tree)[0] if tensor.dim()] for tree in (outputs, target))
-    if rows and there and rows[0] not in there:
-        error.add_note(
-            f"gapless: the outputs of this microbatch have {rows[0]} rows and the target has {there[0]}, which is not "
-            "cut: give it one row per sample, or say with target_dims where to cut it"
-        )
-
-
 def _backward(starts: Sequence[Tensor]) -> None:
     starts = [tensor for tensor in starts if tensor.requires_grad]
     if starts:

@@ -171,12 +171,13 @@ def connect_all(
             "before init_device_mesh('cuda', ...)"
         )
     if courier.group is not None and transport in ("auto", "memory"):
+        failures: list[str] = []
         if gpu is None:
             made.carriers.extend(ThroughPipes.found(courier, made.waiting, device))
         else:
-            made.carriers.extend(OverGpuMemory.found(courier, made.waiting, device, gpu))
+            made.carriers.extend(OverGpuMemory.found(courier, made.waiting, device, gpu, failures))
         if transport == "memory":
-            _check_reached(made)
+            _check_reached(made, failures)
     if gpu is not None and has_nccl and transport in ("auto", "nccl"):
         made.carriers.append(Communicators(courier, made.waiting, ranks, device, gpu))
     if courier.group is not None:
@@ -185,13 +186,14 @@ def connect_all(
     return made
 
 
-def _check_reached(made: Connections) -> None:
+def _check_reached(made: Connections, failures: Sequence[str]) -> None:
     others = [device for device in range(len(made.ranks)) if device != made.device]
     missed = [device for device in others if not any(each.reaches(device, "activation") for each in made.carriers)]
     if missed:
         raise ConfigError(
             f"transport='memory', but rank {made.rank} can't reach rank {made.ranks[missed[0]]} through memory: they "
-            "are on different hosts, in containers that may not see each other, or on GPUs with no way to each other; "
+            "are on different hosts, in containers that may not see each other, or on GPUs with no way to each other"
+            f"{''.join(f' ({each})' for each in failures[:1])}; "
             "leave transport out, and the best one that works is taken"
         )
 

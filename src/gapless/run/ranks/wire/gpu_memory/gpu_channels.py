@@ -130,10 +130,12 @@ class OverGpuMemory(Carrier):
         self._holding: threading.Thread | None = None
 
     @classmethod
-    def found(cls, courier: Courier, waiting: Waiting, device: int, gpu: torch.device) -> "list[OverGpuMemory]":
-        """All ranks of the courier's group call it. None where nobody is reached."""
+    def found(
+        cls, courier: Courier, waiting: Waiting, device: int, gpu: torch.device, failures: list[str]
+    ) -> "list[OverGpuMemory]":
+        """All ranks of the courier's group call it. None where nobody is reached; `failures` then tells why."""
         inbox, near = find_near(courier.group, device)
-        driver, reach = _reach(courier.group, device, near, gpu)
+        driver, reach = _reach(courier.group, device, near, gpu, failures)
         for other in [other for other in near if not reach[device][other]]:
             near.pop(other).close(device)
         if inbox is None or driver is None or not any(map(any, reach)):
@@ -190,7 +192,7 @@ class OverGpuMemory(Carrier):
 
 
 def _reach(
-    group: Any, device: int, near: dict[int, Outbox], gpu: torch.device
+    group: Any, device: int, near: dict[int, Outbox], gpu: torch.device, failures: list[str]
 ) -> tuple[Driver | None, list[list[int]]]:
     """Whether each two devices can open each other's memory, as tried. All ranks of the group call it."""
     token, driver, address = os.urandom(_TOKEN.size), None, 0
@@ -201,14 +203,18 @@ def _reach(
         address = driver.allocate(LEAST_REGION)
         driver.put(address, token)
         mine = [1, *_TOKEN.unpack(token), *_WORDS_OF_HANDLE.unpack(driver.export(address))]
-    except TransportError:
+    except TransportError as error:
         driver = None
+        failures.append(str(error))
     rows = everywhere(group, mine)
     seen = [0] * len(rows)
     for other in near:
         is_there, first, second, *handle = rows[other]
         if driver is not None and is_there:
-            seen[other] = int(_sees(driver, _WORDS_OF_HANDLE.pack(*handle), _TOKEN.pack(first, second)))
+            try:
+                seen[other] = int(_sees(driver, _WORDS_OF_HANDLE.pack(*handle), _TOKEN.pack(first, second)))
+            except TransportError as error:
+                failures.append(str(error))
     reach = everywhere(group, seen)
     if driver is not None and address:
         driver.free(address)
@@ -216,10 +222,7 @@ def _reach(
 
 
 def _sees(driver: Driver, handle: bytes, token: bytes) -> bool:
-    try:
-        address = driver.open(handle)
-        found = driver.read_back(address, len(token))
-        driver.close(address)
-    except TransportError:
-        return False
+    address = driver.open(handle)
+    found = driver.read_back(address, len(token))
+    driver.close(address)
     return found == token
