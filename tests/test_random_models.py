@@ -176,6 +176,7 @@ def streamed(case: Trial) -> list[Any]:
 REFUSALS = {
     "a generator that several stages share": r"draw from one torch.Generator",
     "a layer that changes its input in place for the first time": r"changed its input in place.*return a new tensor",
+    "a layer that changes a view of another stage in place": r"changes it in place afterwards; it comes from another",
     "a forward that has to start again": r"for the first time, so stage \d+ had to run this forward again",
     "a hook of a weight that several stages share": r"is shared by several stages and has a hook",
     "a checkpoint that can't be exact": r"torch.utils.checkpoint|checkpoint",
@@ -208,7 +209,7 @@ def differences(seed: int, *, with_habits: bool = True) -> tuple[list[str], str 
             if a is None or b is None:
                 same = a is b
             else:
-                same = a.dtype == b.dtype and torch.equal(a, b)
+                same = a.dtype == b.dtype and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
             if not same:
                 by = "" if a is None or b is None else f" by {(a.double() - b.double()).abs().max().item():.1e}"
                 found.append(f"step {step}: {name}{by}")
@@ -250,8 +251,11 @@ SHARED_CASTS = [334546177, 735992839]
 # Views that another stage changes in place.
 CHANGES = [26750425, 128258200, 334546193, 349976769, 763822465, 880076945, 901515591]
 
+# A recompute of a forward that had to start again, of a batch norm in a list.
+RESTARTS = [29709848]
 
-@pytest.mark.parametrize("seed", [*CASTS, *SHARED_CASTS, *CHANGES])
+
+@pytest.mark.parametrize("seed", [*CASTS, *SHARED_CASTS, *CHANGES, *RESTARTS])
 def test_models_with_habits_that_once_differed(seed: int) -> None:
     assert_exact([seed])
 

@@ -43,6 +43,7 @@ class Undo:
         self._statistics = statistics
         self._taken: Taken = []
         self._notes: list[Note] = []
+        self._counted: list[Note] = []  # what the first run has moved for good, as it was
         self._changed: list[Note] = []  # what the run that counts has changed, as it was
         self._again: tuple[str, Marks, list[Note]] | None = None
         self._miscounted = ""
@@ -52,14 +53,16 @@ class Undo:
     def entered(self) -> Self:
         """A forward comes, which may take several runs."""
         self._again, self._miscounted = None, ""
-        self._taken, self._notes = [], []
+        self._taken, self._notes, self._counted = [], [], []
         return self
 
     def begin(self, step: int) -> None:
         """A run of it starts."""
         self._step = step
         looks = step >= self._next_look
-        self._taken, self._notes = self.buffers.taken(looks), self._held.taken(looks)
+        first = {key_of(each.holder): each for each in self._counted}
+        self._taken = self.buffers.taken(looks)
+        self._notes = [first.get(key_of(each.holder), each) for each in self._held.taken(looks)]
 
     def start_again(self, why: Restart | RuntimeError, stage: int, *, guarded: bool) -> None:
         """The run does not count, unless this is an error of the user's. `guarded`: no layer gets a leaf."""
@@ -77,6 +80,7 @@ class Undo:
         counted = self._statistics.moved  # these count a forward once, however often it runs
         if why.misdrawn and self._statistics.has_counted:
             self._miscounted = story
+        self._counted = [each for each in self._notes if id(each.holder) in counted]
         self.buffers.put_back(self._taken, but=counted)
         lost, notes = self._held.put_back(self._notes, but=counted), self._held.all(of_others=True)
         lost += [each.path for each in notes if isinstance(each.holder, Opaque) and each.holder.is_unknown]

@@ -114,8 +114,9 @@ class Driver:
         self._check(self._library.cuMemHostUnregister(address))
 
     def put(self, address: int, data: bytes) -> None:
-        """Waits until it is there."""
+        """Waits until it is there: the copy itself may return while it is still on its way."""
         self._check(self._library.cuMemcpyHtoD_v2(address, data, len(data)))
+        self.read_back(address, len(data))
 
     def read_back(self, address: int, size: int) -> bytes:
         """Waits until all is there."""
