@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import CheckpointError, ConfigError
-from gapless.model.materialise import materialise, on_meta
+from gapless.model.materialise import homes_in, materialise, on_meta
 from gapless.zoo.gpt import gpt, next_token_loss
 from gapless.zoo.resnet import resnet
 
@@ -88,7 +88,7 @@ def test_only_the_tensors_of_the_stage_are_read() -> None:
 
     model = made(meta=True)
     source = Reads(made(meta=False).state_dict())
-    materialise(model, [model[1]], CPU, source)
+    materialise(model, homes_in([model[1]]), CPU, source)
     assert sorted(source.names) == sorted(name for name, _ in model.named_parameters() if name.startswith("1."))
     assert all(parameter.is_meta != (name.startswith("1.")) for name, parameter in model.named_parameters())
 
@@ -116,7 +116,7 @@ def test_tied_weights_stay_tied_and_are_found_under_any_name() -> None:
     first.weight.note = "kept"  # type: ignore[attr-defined]
     model = nn.Sequential(first, nn.Tanh(), last)
     weight = torch.randn(6, 6)
-    materialise(model, [*model], CPU, {"2.weight": weight, "0.bias": torch.ones(6), "2.bias": torch.zeros(6)})
+    materialise(model, homes_in([*model]), CPU, {"2.weight": weight, "0.bias": torch.ones(6), "2.bias": torch.zeros(6)})
     assert last.weight is first.weight
     assert torch.equal(first.weight, weight)
     assert first.weight.note == "kept"  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def test_tied_weights_stay_tied_and_are_found_under_any_name() -> None:
 def test_what_has_data_is_left_alone() -> None:
     model = made(meta=False)
     before = [parameter.clone() for parameter in model.parameters()]
-    materialise(model, [*model], CPU, lambda module, name: nn.init.zeros_(next(module.parameters())))  # type: ignore[arg-type]
+    materialise(model, homes_in([*model]), CPU, lambda module, name: nn.init.zeros_(next(module.parameters())))  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -134,7 +134,7 @@ def test_what_nobody_filled_is_an_error_that_names_it() -> None:
     state = made(meta=False).state_dict()
     del state["3.network.0.bias"], state["5.weight"]
     with pytest.raises(ConfigError, match=r"init= left 3\.network\.0\.bias, 5\.weight without values"):
-        materialise(model := made(meta=True), [*model], CPU, state)
+        materialise(model := made(meta=True), homes_in([*model]), CPU, state)
 
     class Mask(nn.Module):
         def __init__(self) -> None:
@@ -144,11 +144,11 @@ def test_what_nobody_filled_is_an_error_that_names_it() -> None:
     with torch.device("meta"):
         masks = nn.Sequential(Mask())
     with pytest.raises(ConfigError, match=r"init= left 0\.steps without values: .* also those that no checkpoint has"):
-        materialise(masks, [*masks], CPU, {})
+        materialise(masks, homes_in([*masks]), CPU, {})
     with torch.device("meta"):
         masks = nn.Sequential(Mask())
     with pytest.raises(ConfigError, match=r"no reset_parameters in 0 \(Mask\): give init= a function"):
-        materialise(masks, [*masks], CPU, "reset_parameters")
+        materialise(masks, homes_in([*masks]), CPU, "reset_parameters")
 
 
 def test_other_mistakes_are_told_too(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_other_mistakes_are_told_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokens\.weight of a Embed is on the meta device, without data: give init="):
         step(model)
     with pytest.raises(CheckpointError, match=r"other shapes for 5\.weight \(\(3,\) there, \(8,\) here\)"):
-        materialise(model, [model[5]], CPU, {"5.weight": torch.ones(3), "5.bias": torch.ones(8)})
+        materialise(model, homes_in([model[5]]), CPU, {"5.weight": torch.ones(3), "5.bias": torch.ones(8)})
     with pytest.raises(CheckpointError, match="there is no such file"):
-        materialise(made(meta=True), [model[6]], CPU, tmp_path / "nowhere.safetensors")
+        materialise(made(meta=True), homes_in([model[6]]), CPU, tmp_path / "nowhere.safetensors")
     with pytest.raises(ConfigError, match="init is a int: it is a function of a module and its name"):
-        materialise(made(meta=True), [model[4]], CPU, 3)  # type: ignore[arg-type]
+        materialise(made(meta=True), homes_in([model[4]]), CPU, 3)  # type: ignore[arg-type]

@@ -11,11 +11,11 @@ import torch
 
 from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
 from gapless.checkpoint.opened import Opened
-from gapless.checkpoint.pieces import DTYPE_OF, TensorPart, write_file
+from gapless.checkpoint.pieces import TensorPart, write_file
 from gapless.checkpoint.save import folder_of
 from gapless.errors import CheckpointError, printable
+from gapless.model.shards import DTYPE_OF, FILE, INDEX
 
-INDEX = "model.safetensors.index.json"
 _PLAIN = {"format": "pt"}
 
 
@@ -82,7 +82,7 @@ def _as_folder(
         shards[-1][name] = part
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
-        names = ["model.safetensors"]
+        names = [FILE]
     for file, shard in zip(names, shards, strict=True):
         written(folder / file, shard)
     texts: dict[str, Any] = {}

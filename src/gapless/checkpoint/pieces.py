@@ -5,7 +5,6 @@ every tool that reads safetensors. Here they are written piece by piece, hashed 
 writer can't; it makes the whole file in memory first.
 """
 
-import ctypes
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +17,8 @@ from torch import Tensor
 from gapless.checkpoint.disk import Disk
 from gapless.checkpoint.manifest import ITEM_BYTES, FileEntry, PieceEntry, TensorEntry, open_inside, unread
 from gapless.errors import CheckpointError, printable
+from gapless.model.shards import DTYPE_OF, DTYPES, memory_of
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.bool: "BOOL",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-}
-DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _ALIGNED = 8
 _BLOCK = 4 << 20  # bytes written or read at once
 
@@ -59,9 +40,7 @@ class TensorPart(NamedTuple):
 
     def bytes_of(self) -> memoryview:
         """Its own memory, which must be the CPU's and contiguous."""
-        if not self.num_bytes:
-            return memoryview(b"")
-        return memoryview((ctypes.c_ubyte * self.num_bytes).from_address(self.data.data_ptr())).cast("B")
+        return memory_of(self.data)
 
 
 def piece_of(tensor: Tensor, place: str) -> TensorPart:

@@ -3,7 +3,7 @@
 layers       a model as a sequence of layers, with the names its parameters had
 uses         which stages use a parameter or have a buffer; parameters that several use are tied
 model_edits  what a model is made of, to notice that it was edited
-materialise  from the meta device to real ones, a stage at a time
+materialise  from the meta device to real ones, a stage at a time; `shards`: files that it reads
 own_loss     what the loss that a model computes itself takes its mean over
 reference    the plain loop for any model
 code_origin  whose code a file is

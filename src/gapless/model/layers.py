@@ -51,6 +51,10 @@ class Layers:
             return [given]
         return given if isinstance(given, Sequence) else self.layers
 
+    def unused(self) -> Sequence[Any]:
+        """Where parameters and buffers are that no layer has: nowhere."""
+        return ()
+
     def again(self) -> "Layers":
         """The same model as it is now, after its user has edited it."""
         model, by_hand = self._given

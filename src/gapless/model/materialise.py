@@ -5,18 +5,16 @@ stage's device, and then their values, from one of
 
     a function        init(module, name), called for each module that has parameters or buffers of its own
     "reset_parameters"   each such module's own method, which is what its constructor calls
-    a checkpoint      a mapping from names to tensors, a .safetensors file, or the .index.json of several;
-                      only what the stage needs is read
+    a checkpoint      a mapping from names to tensors, a .safetensors file, the .index.json of several, or a folder
+                      with either; only what the stage needs is read
 
 Parameters stay the same objects, so tied ones stay tied and an optimizer may be made before or after. Memory is filled
 with a mark first: what still has it afterwards was forgotten, and that is an error and not a silent wrong start.
 """
 
 import contextlib
-import functools
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,12 @@ from torch.utils import swap_tensors
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.guards.whole_model import EMPTY_WEIGHTS
+from gapless.stage.compiled import is_traced
 
+from .shards import Shards
+
+Home = tuple[nn.Module, str]  # the module that has a parameter or a buffer, and its name there
+_SHOWN = 5  # names in one sentence
 Init = Callable[[nn.Module, str], None] | Mapping[str, Tensor] | str | os.PathLike[str]
 
 
@@ -36,38 +39,55 @@ def on_meta(layers: Sequence[Any]) -> list[str]:
     return [name for module in modules for name, tensor in named_tensors(module) if tensor.is_meta]
 
 
-def materialise(model: nn.Module, layers: Sequence[Any], device: torch.device, init: Init) -> None:
-    """Gives the layers, which are parts of the model, memory on the device, and their values. What has data already
-    stays as it is.
+def materialise(model: nn.Module, homes: Iterable[Home], device: torch.device, init: Init) -> None:
+    """Gives what is on the meta device memory on this one, and its values. `homes`: where parts of the model have their
+    parameters and buffers. What has data already stays as it is.
     """
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Module, str] = {}
-    made: dict[int, Tensor] = {}
-    for layer in layers:
-        for inner, module in layer.named_modules() if isinstance(layer, nn.Module) else ():
-            own = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-            empty = [tensor for tensor in own if tensor.is_meta or id(tensor) in made]
-            if empty:
-                owners[module] = names.get(module, inner)
-            for tensor in empty:
-                if tensor.is_meta:
-                    _move(tensor, device)
-                    made[id(tensor)] = tensor
+    empty: dict[int, Tensor] = {}
+    for module, name in homes:
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        if tensor is not None and tensor.is_meta:
+            owners[module] = names.get(module, type(module).__name__)
+            empty[id(tensor)] = tensor
+    if not empty:
+        return
+    if not callable(init) and init != "reset_parameters":
+        _load(model, empty, device, init)
+        return
+    for tensor in empty.values():
+        _move(tensor, device)
     if callable(init):
         for module, name in owners.items():
             init(module, name)
-    elif init == "reset_parameters":
-        _reset(owners)
     else:
-        _load(model, made, init)
-    _check_filled(model, made)
+        _reset(owners)
+    known = _names(model)
+    if forgotten := [known[key][0] for key, tensor in empty.items() if _is_marked(tensor)]:
+        raise EMPTY_WEIGHTS.refusal(f"init= left {_some(forgotten)} without values")
+
+
+def homes_in(layers: Iterable[Any]) -> Iterator[Home]:
+    """Where layers have their parameters and buffers."""
+    for layer in layers:
+        if is_traced(layer):
+            yield from (*layer.homes(), *layer.owned_buffers())
+        elif isinstance(layer, nn.Module):
+            for module in layer.modules():
+                yield from ((module, name) for name in (*module._parameters, *module._buffers))
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     """The same object with memory elsewhere, which is marked as not yet filled."""
-    made: Tensor = torch.empty_like(tensor, device=device, requires_grad=False)
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
     if not made.is_meta:
         made.fill_(_mark(made.dtype))
+    _put(tensor, made)
+
+
+def _put(tensor: Tensor, made: Tensor) -> None:
+    """The same object with other memory."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
@@ -98,58 +118,53 @@ def _reset(owners: Mapping[nn.Module, str]) -> None:
         raise EMPTY_WEIGHTS.refusal(f"no reset_parameters in {', '.join(without)}")
 
 
-def _load(model: nn.Module, made: Mapping[int, Tensor], source: Any) -> None:
-    """Copies what was made from a checkpoint, under any of its names."""
-    known: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        known.setdefault(id(tensor), []).append(name)
-    wrong = []
-    with _opened(source) as read, torch.no_grad():
-        for tensor in made.values():
-            value = next((found for name in known[id(tensor)] if (found := read(name)) is not None), None)
-            if value is not None and value.shape != tensor.shape:
-                shapes = f"{tuple(value.shape)} there, {tuple(tensor.shape)} here"
-                wrong.append(f"{known[id(tensor)][0]} ({shapes})")
-            elif value is not None:
-                tensor.copy_(value)
+def _load(model: nn.Module, empty: Mapping[int, Tensor], device: torch.device, init: Any) -> None:
+    """Takes each from a checkpoint, under any of its names."""
+    source, known = _opened(init), _names(model)
+    is_fresh = getattr(source, "is_fresh", False)
+    missing, wrong = [], []
+    for key, tensor in empty.items():
+        value = next((found for name in known[key] if (found := source.get(name)) is not None), None)
+        if value is None:
+            missing.append(known[key][0])
+        elif value.shape != tensor.shape:
+            wrong.append(f"{known[key][0]} ({tuple(value.shape)} there, {tuple(tensor.shape)} here)")
+        else:
+            keeps = is_fresh
+            if value.stride() != tensor.stride():
+                value, keeps = torch.empty_like(tensor, device=value.device).copy_(value.detach()), True
+            _put(tensor, value.detach().to(device, tensor.dtype, copy=not keeps))
     if wrong:
-        raise CheckpointError(f"the checkpoint has other shapes for {', '.join(wrong)}")
+        raise CheckpointError(f"the checkpoint has other shapes for {_some(wrong)}")
+    if missing:
+        raise EMPTY_WEIGHTS.refusal(f"init= left {_some(missing)} without values")
 
 
-@contextlib.contextmanager
-def _opened(source: Any) -> Iterator[Callable[[str], Tensor | None]]:
-    """A function that reads one tensor, or None if there is none of that name."""
+def _opened(source: Any) -> Mapping[str, Tensor]:
     if isinstance(source, Mapping):
-        yield source.get
-        return
+        return source
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"init is a {type(source).__name__}: it is a function of a module and its name, 'reset_parameters', a "
             "mapping from names to tensors, or a .safetensors file"
         )
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ConfigError(
-            f"init={os.fspath(source)!r}: to read a file install safetensors, or give a mapping from names to tensors"
-        ) from None
-    path = Path(source)
-    if not path.is_file():
-        raise CheckpointError(f"init={str(path)!r}: there is no such file")
-    with contextlib.ExitStack() as stack:
-        opened = functools.cache(lambda name: stack.enter_context(safe_open(path.parent / name, framework="pt")))
-        if path.suffix == ".json":
-            homes = json.loads(path.read_text("utf-8"))["weight_map"]
-        else:
-            homes = dict.fromkeys(opened(path.name).keys(), path.name)
-        yield lambda name: opened(homes[name]).get_tensor(name) if name in homes else None
+    if not Path(source).exists():
+        raise CheckpointError(f"init={os.fspath(source)!r}: there is no such file")
+    return Shards(Path(source))
 
 
-def _check_filled(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    names = {id(tensor): name for name, tensor in reversed(list(named_tensors(model)))}
-    forgotten = [names.get(key, "?") for key, tensor in made.items() if _is_marked(tensor)]
-    if forgotten:
-        raise EMPTY_WEIGHTS.refusal(f"init= left {', '.join(forgotten)} without values")
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """Of parameters and buffers, by their ids."""
+    known: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        known.setdefault(id(tensor), []).append(name)
+    return known
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _mark(dtype: torch.dtype) -> Any:

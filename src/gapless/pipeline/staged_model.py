@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from gapless.model.layers import Layer, Layers, check_sharded, cost_of
-from gapless.model.materialise import materialise, release
+from gapless.model.materialise import homes_in, materialise, release
 from gapless.model.model_edits import Makeup
 from gapless.model.traced.capture import Captured, find_loss, own_loss
 from gapless.model.uses import Uses, shared_buffers, uses_of
@@ -69,7 +69,7 @@ class StagedModel:
         self.model: Layers | Captured
         check_sharded(model, traced=traced)
         if traced:
-            check_data(model, "a model that is traced needs data first, or its layers= with init=")
+            check_data(nn.Module() if options.init else model, "give init=, or read it with gapless.hf.load")
             if options.cuts is None:
                 check_uncounted(partition, model)
             self.model = Captured(model, self._devices, options.cuts, movable=self._is_whole)
@@ -249,11 +249,11 @@ class StagedModel:
         for stage in self._here:
             layers, device = parts[stage], self._devices[stage]
             if options.init is not None:
-                materialise(model.module, layers, device, options.init)
-            for layer in layers:
-                if isinstance(layer, nn.Module):
-                    check_data(layer)
-                    layer.to(device)
+                homes = (*homes_in(layers), *(() if stage else model.unused()))
+                materialise(model.module, homes, device, options.init)
+            for layer in (each for each in layers if isinstance(each, nn.Module)):
+                check_data(layer)
+                layer.to(device)
             # A graph knows one version of the weights, and a stream has several.
             graphed = options.graphs and device.type == "cuda" and not options.schedules.streams
             make = partial(GraphedStage, tried=options.graphs == "auto") if graphed else Stage

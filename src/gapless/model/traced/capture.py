@@ -5,8 +5,9 @@ optimizer can. The first trace decides where the model is cut; every later one (
 so that parameters stay in their stages. With a plan's cuts parameters have their stages from the start.
 """
 
-import copy
+import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
 from gapless.model.layers import check_parts
-from gapless.model.materialise import named_tensors
+from gapless.model.materialise import Home, homes_in, named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
 from gapless.slow_work import slow_work
 from gapless.stage.batch import microbatch as mb
@@ -27,6 +28,7 @@ from gapless.stage.settings import settings
 
 from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .graph_cuts import GraphCuts
+from .hollow import hollow
 from .piece import GraphLayer, Moved, Piece
 from .settled import check_remembered, trace_settled
 from .trace import Trace
@@ -136,12 +138,10 @@ class Captured:
         if not self.num_traces and self._devices[0].type != self._origin.type:
             # Kernels of another kind of device lay out their results in another way, and a trace relies on it.
             self._origin = self._devices[0]
-            self.module.to(self._origin)
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        here = self._in_one_place()
-        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(here):
-            trace = trace_settled(here, flat, spec)
-        check_remembered(here, (*(each for _, each in traces), trace))
+        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(), self._in_one_place():
+            trace = trace_settled(self.module, flat, spec)
+        check_remembered(self.module, (*(each for _, each in traces), trace))
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1
@@ -156,17 +156,22 @@ class Captured:
             return "again, since it is in another mode, such as train or eval"
         return "again, for a batch of another kind"
 
+    def unused(self) -> list[Home]:
+        """Where parameters and buffers are that no graph uses."""
+        used = {*homes_in(self.layers)}
+        return [each for each in homes_in([self.module]) if each not in used]
+
     def never_set(self) -> list[tuple[nn.Module, str]]:
         """Attributes in which the forward of the model stores tensors: where it was traced, it never does."""
         names = {each for _, trace in self.edition.traces for each in trace.stored}
         return [(self.module.get_submodule(path), name) for path, name in sorted(names)]
 
-    def _in_one_place(self) -> nn.Module:
-        """The model, or a copy of it where its parts are on several devices already: those can't be traced together."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+    def _in_one_place(self) -> AbstractContextManager[None]:
+        """What is on several devices, or nowhere yet, can't be traced together as it is."""
+        tensors = (*self.module.parameters(), *self.module.buffers())
         if all(tensor.device == self._origin for tensor in tensors):
-            return self.module
-        return copy.deepcopy(self.module).to(self._origin)
+            return contextlib.nullcontext()
+        return hollow(self.module, self._origin)
 
     def _cut(self, trace: Trace) -> None:
         crossing = Crossing(trace)

@@ -238,12 +238,13 @@ class GraphLayer(nn.Module):
         """Brings parameters and buffers to the device; `.to` would give the model buffers of its own."""
         for piece in self.pieces:
             for _, parameter in piece.parameters():
-                if parameter.device != device:
+                if parameter.device != device and not parameter.is_meta:
                     parameter.data = parameter.data.to(device)
                     if parameter.grad is not None:
                         parameter.grad.data = parameter.grad.data.to(device)
             for owner, name in piece.buffers():
-                owner._buffers[name] = owner._buffers[name].to(device)  # type: ignore[union-attr]
+                if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
+                    owner._buffers[name] = buffer.to(device)
 
     def modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[nn.Module]:  # type: ignore[override]
         """Itself, and the modules whose buffers it uses: a stage looks for batch norms among them."""

@@ -51,8 +51,8 @@ class Edition:
         return False
 
     @contextlib.contextmanager
-    def reading(self, model: nn.Module) -> Iterator[None]:
-        """Around a trace, of the model or of a copy: notes the attributes that the forward reads in this thread.
+    def reading(self) -> Iterator[None]:
+        """Around a trace: notes the attributes that the forward reads in this thread.
 
         Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
         settings that a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its
@@ -70,8 +70,8 @@ class Edition:
             with instead(nn.Module, "__getattribute__", read):
                 yield
         finally:
-            own = dict(zip(model.modules(), self._model.modules(), strict=True))
+            own = set(self._model.modules())
             for module, names in reads.items():
                 if module in own:
-                    self._reads.setdefault(own[module], {}).update(names)
+                    self._reads.setdefault(module, {}).update(names)
             self._makeup = self._taken()

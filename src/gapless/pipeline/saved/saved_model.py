@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from gapless.checkpoint.contents import Contents
 from gapless.checkpoint.opened import Opened
-from gapless.checkpoint.pieces import DTYPES
 from gapless.checkpoint.random_state import random_state, set_random_state
 from gapless.errors import CheckpointError, printable
 from gapless.guards.batches_and_losses import RESUMED_DATA
+from gapless.model.shards import DTYPES
 from gapless.pipeline.options import Options
 from gapless.pipeline.staged_model import StagedModel
 from gapless.run.world import Gathering, World
