@@ -1,5 +1,6 @@
 """Hugging Face's Trainer on a pipeline, in reading order. It needs the extra `gapless[hf]`:
 
+empty_model       a model without weights, and a pipeline of it; `hub_weights`: where its weights are
 pipeline_trainer  PipelineTrainer, Trainer with its accumulation batches as microbatches
 unsupported       arguments that are refused, by name
 model_proxy       in the place of the model, where Trainer calls it
@@ -17,6 +18,7 @@ except ImportError as error:
         f"gapless.hf needs transformers and accelerate, and {error.name} is missing: pip install 'gapless[hf]'"
     ) from None
 
+from gapless.hf.empty_model import empty_model, load
 from gapless.hf.pipeline_trainer import PipelineTrainer
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineTrainer", "empty_model", "load"]

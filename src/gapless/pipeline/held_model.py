@@ -12,6 +12,7 @@ from gapless.checkpoint.saveable import Saveable
 from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.habits import not_here
 from gapless.pipeline.options import Options
+from gapless.pipeline.saved.pretrained_folder import save_folder
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
 from gapless.pipeline.staged_model import StagedModel
@@ -85,6 +86,18 @@ class HeldModel:
         for stream in self._streams:
             stream.reloaded()
         return extra
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int = 5_000_000_000) -> None:
+        """Writes a Hugging Face model for `from_pretrained`, whole or not at all. Under a mesh every rank writes the
+        tensors that it has.
+
+        folder          a new one
+        max_shard_size  bytes in a file at the most, unless a single tensor has more
+        """
+        self._follow(whole=True)
+        with self._world.gathered("saving the model") as gathering:
+            module = self._staged.module
+            save_folder(gathering, folder, module, self._world.state(module, whole=False), max_shard_size)
 
     def saveable(self) -> Saveable:
         """This pipeline in the form that checkpoints are made from."""

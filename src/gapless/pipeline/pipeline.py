@@ -158,7 +158,7 @@ class Pipeline(HeldModel):
                 batchnorm,
                 arguments.one_of("tied", self._world.tied if tied is None else tied, ("exact", "summed")),
                 compiler_of(compile) or compiler,
-                init,
+                getattr(model, "gapless_weights", None) if init is None else init,
                 schedule.cuts if isinstance(schedule, Plan) else None,
                 batch_dims,
                 target_dims,

@@ -58,11 +58,7 @@ _ELSEWHERE = {
         "turn the model before the pipeline is made, or call step inside torch.autocast",
     ),
     "generate": "generate with the trained model: pipe.module().generate(...), on one device",
-    **dict.fromkeys(
-        ("save_pretrained", "push_to_hub"),
-        "under a Hugging Face model: pipe.module().save_pretrained(folder), or with ranks "
-        "model.save_pretrained(folder, state_dict=pipe.state_dict())",
-    ),
+    "push_to_hub": "write the model with pipe.save_pretrained(folder), and upload that folder",
     "forward": "evaluate(x).outputs are the model's outputs, and step(x, y) trains",
     "backward": "step has computed the gradients already: step the optimizer",
     "train_batch": "step(x, y) computes gradients; then step the optimizer",

@@ -1,0 +1,118 @@
+"""A model of Hugging Face's that has shapes and no weights, and knows where they are: each process of a pipeline then
+reads those of its own stages and no others.
+
+    config.json -> the model, its parameters on the meta device -> Pipeline: traced, cut -> weights, a stage at a time
+
+What a constructor computes, such as the frequencies of rotary embeddings, is there.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+
+from gapless.errors import ConfigError, printable
+from gapless.hf.hub_weights import HubWeights
+from gapless.pipeline.pipeline import Pipeline
+
+_FILES = ("*.json", "*.safetensors")
+
+
+def load(
+    source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0, **options: Any
+) -> Pipeline:
+    """A pipeline of a Hugging Face model that no process ever has whole. `options` are those of `gapless.Pipeline`;
+    all else is as in `empty_model`.
+    """
+    return Pipeline(empty_model(source, dtype=dtype, model_class=model_class, seed=seed), seed=seed, **options)
+
+
+def empty_model(source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0) -> Any:
+    """A model without weights, for `gapless.Pipeline` or `PipelineTrainer`, which read those that they need.
+
+    source       a folder that `save_pretrained` wrote, or the name of a model on the Hub. Without weights in the folder
+                 the model starts anew
+    dtype        of the weights; "auto": as the config says
+    model_class  such as `AutoModelForSequenceClassification`; by default the one that the config names
+    seed         for weights that are not there, such as a new head: they do not depend on the number of devices
+    """
+    folder = _folder_of(source)
+    config = _config_of(folder)
+    kind = _class_of(config, model_class)
+    wanted = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    with accelerate.init_empty_weights(include_buffers=False):
+        options = {} if wanted is None else {"dtype": wanted}
+        model: Any = (
+            kind.from_config(config, **options)
+            if hasattr(kind, "from_config")
+            else kind._from_config(config, **options)
+        )
+    model.tie_weights()
+    for name, kept in _kept_in(model, wanted):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(kept)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.gapless_weights = HubWeights(model, folder, seed)
+    return model
+
+
+def _kept_in(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.dtype]]:
+    """Parameters that Hugging Face keeps in another type."""
+    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
+    for name, _ in model.named_parameters():
+        for part, kept in plan.items():
+            if part in name:
+                yield name, kept
+
+
+def _folder_of(source: str | Path) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(_FILES)))
+    except (errors.HFValidationError, errors.RepositoryNotFoundError):
+        raise ConfigError(f"{printable(str(source))} is neither a folder here nor a model on the Hub") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError):
+        raise ConfigError(
+            f"{printable(str(source))} is no folder here, it is not in the cache of the Hub, and the Hub can't be "
+            "reached: give a folder, or download it where there is a network"
+        ) from None
+
+
+def _config_of(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{printable(str(folder))} has no config.json: give a folder that save_pretrained wrote")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except ValueError as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"{printable(str(folder / 'config.json'))}: {printable(first)[:200]}") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{printable(str(folder))} has quantised weights, which can't be trained: take others")
+    return config
+
+
+def _class_of(config: Any, asked: Any) -> Any:
+    if asked is not None:
+        return asked
+    name = next(iter(getattr(config, "architectures", None) or ()), None)
+    if name is None:
+        raise ConfigError(
+            "the config names no architecture: give model_class=, such as transformers.AutoModelForCausalLM"
+        )
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"transformers has no {printable(name)}: for code from the Hub build the model on the meta device, "
+            "and give it to gapless.Pipeline with init="
+        )
+    return found
