@@ -7,8 +7,8 @@ not at all        a new head: initialised as the model does it, each module with
 """
 
 import copy
-import logging
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +22,6 @@ from gapless.errors import CheckpointError, printable
 from gapless.model.shards import FILE, INDEX, Shards
 from gapless.units import show_count
 
-_logger = logging.getLogger("gapless")
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what PEFT puts into the names of a model
 _SHOWN = 4
 
@@ -106,7 +105,8 @@ class HubWeights(Mapping[str, Tensor]):
             if told and len(told) == len(self._names) > 1:
                 raise CheckpointError(f"{printable(str(folder))} has weights of another model, such as {unexpected[0]}")
             if told:
-                _logger.warning(f"{printable(str(folder))}: {show_count(len(told), 'weight')} {words}: {_some(told)}")
+                count = show_count(len(told), "weight")
+                warnings.warn(f"{printable(str(folder))}: {count} {words}: {_some(told)}", stacklevel=5)
 
     def _read(self, name: str, first: str) -> Tensor:
         sources, pattern = self._sources[first], self._sources[first][0][1]

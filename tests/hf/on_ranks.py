@@ -1,0 +1,27 @@
+"""What ranks run of the tests of models without weights: imported, with all it needs, before they are forked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.models.llama.modeling_llama  # noqa: F401  # once for all ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import gapless.hf
+from tests.hf.models import batch_of, trained_in_stages
+
+
+def read_train_and_save(folder: str, *kinds: str) -> None:
+    """Each rank has its own part, and no more, from the start to the end."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    threads = torch.get_num_threads()
+    for kind in kinds:
+        options: dict[str, Any] = {"mesh": mesh, "microbatches": 4, "tied": "exact", "intra_op_threads": threads}
+        with gapless.hf.load(f"{folder}/{kind}", example=batch_of(kind), **options) as pipe:
+            own = {id(each) for each in pipe.parameters()}
+            for name, each in pipe.module().named_parameters():
+                assert each.is_meta is (id(each) not in own), name
+            trained_in_stages(pipe, kind, steps=2)
+            pipe.save_pretrained(f"{folder}/{kind}-trained", max_shard_size=20_000)

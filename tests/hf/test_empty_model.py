@@ -1,0 +1,158 @@
+"""Models that no process has whole: read from their files stage by stage, trained, and saved in the same way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gapless
+from gapless.errors import CheckpointError, ConfigError
+from tests.hf.models import KINDS, batch_of, model_of, trained_in_stages, trained_plainly
+from tests.model.hub import hub
+from tests.run.forked import Launch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loaded(folder: Path, **options: Any) -> gapless.Pipeline:
+    hub()
+    import gapless.hf
+
+    return gapless.hf.load(folder, **{"devices": 2, "microbatches": 4, "intra_op_threads": 1, **options})
+
+
+def saved(kind: str, folder: Path) -> Any:
+    model = model_of(kind)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_path: Path) -> None:
+    plain = trained_plainly(type(saved(kind, tmp_path / "a")).from_pretrained(tmp_path / "a"), kind, steps=2)
+    with loaded(tmp_path / "a", schedule="zb-h1") as pipe:
+        assert any(each.is_meta for each in pipe.module().parameters())
+        trained_in_stages(pipe, kind, steps=2)
+        pipe.save_pretrained(tmp_path / "b", max_shard_size=20_000)
+        again = type(model_of(kind)).from_pretrained(tmp_path / "b").state_dict()
+    assert again.keys() == plain.keys()
+    assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
+    there = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())["weight_map"]
+    model = model_of(kind)
+    model.save_pretrained(tmp_path / "c")
+    assert set(there) == set(load_file(tmp_path / "c" / "model.safetensors"))  # each once, under transformers' names
+
+
+def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
+    from tests.hf.on_ranks import read_train_and_save
+
+    kinds = ("gpt2", "mixtral")
+    plain = {}
+    for kind in kinds:
+        plain[kind] = trained_plainly(
+            type(saved(kind, tmp_path / kind)).from_pretrained(tmp_path / kind), kind, steps=2
+        )
+    launch(read_train_and_save, 4, str(tmp_path), *kinds, timeout=200)
+    for kind in kinds:
+        again = type(model_of(kind)).from_pretrained(tmp_path / f"{kind}-trained").state_dict()
+        assert [name for name, each in plain[kind].items() if not torch.equal(each, again[name])] == []
+
+
+def test_types_and_buffers_are_those_of_from_pretrained(tmp_path: Path) -> None:
+    model = model_of("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "low")
+    import gapless.hf
+
+    for options in ({}, {"dtype": torch.float16}, {"dtype": "float32"}):
+        plain = type(model).from_pretrained(tmp_path / "low", **({"dtype": "auto"} | options))
+        made = gapless.hf.empty_model(tmp_path / "low", **options)
+        assert [(n, p.dtype, p.shape) for n, p in made.named_parameters()] == [
+            (n, p.dtype, p.shape) for n, p in plain.named_parameters()
+        ]
+        for (name, a), (_, b) in zip(made.named_buffers(), plain.named_buffers(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> None:
+    model_of("bert").bert.save_pretrained(tmp_path / "base")
+    states = []
+    for devices in (1, 3):
+        options = {"devices": devices, "example": batch_of("bert")}
+        with (
+            pytest.warns(
+                UserWarning, match="2 weights are not there, and start anew: classifier.weight, classifier.bi"
+            ),
+            loaded(tmp_path / "base", model_class=hub().BertForSequenceClassification, **options) as pipe,
+        ):
+            states.append(pipe.state_dict())
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+    assert 0.01 < states[0]["classifier.weight"].std() < 0.03
+    assert torch.equal(states[0]["bert.pooler.dense.weight"], model_of("bert").bert.pooler.dense.weight)
+
+
+def test_without_weights_a_model_starts_anew_and_trains(tmp_path: Path) -> None:
+    model_of("llama").config.save_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    (tmp_path / "new" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with loaded(tmp_path / "new") as pipe:
+        trained_in_stages(pipe, "llama", steps=1)
+        assert all(each.isfinite().all() for each in pipe.parameters())
+
+
+def test_other_files_are_refused_before_anything_trains(tmp_path: Path) -> None:
+    saved("llama", good := tmp_path / "good")
+
+    def changed(name: str) -> Path:
+        shutil.copytree(good, tmp_path / name)
+        return tmp_path / name
+
+    file = sorted((cut := changed("cut")).glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="ends too early"):
+        loaded(cut)
+    config = json.loads(((wide := changed("wide")) / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    with pytest.raises(CheckpointError, match=r"is of another model: 9 tensors of another shape, .* and 5 more"):
+        loaded(wide)
+    (other := tmp_path / "other").mkdir()
+    shutil.copy(good / "config.json", other)
+    save_file({"something.else": torch.ones(3)}, other / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has weights of another model, such as something.else"):
+        loaded(other)
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        loaded(tmp_path)
+    with pytest.raises(ConfigError, match=r"neither a folder here nor a model on the Hub|can't be reached"):
+        loaded(tmp_path / "nowhere")
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    ((quantised := changed("quantised")) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantised weights, which can't be trained"):
+        loaded(quantised)
+
+
+def test_a_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path / "a")
+    with loaded(tmp_path / "a", example=batch_of("llama")) as pipe:
+        monkeypatch.setattr("gapless.checkpoint.disk.Disk.sync_folder", _full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            pipe.save_pretrained(tmp_path / "b")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+        monkeypatch.undo()
+        pipe.save_pretrained(tmp_path / "b")
+        with pytest.raises(CheckpointError, match="is there already: save to a new folder"):
+            pipe.save_pretrained(tmp_path / "b")
+
+
+def _full(_: Any, path: Path) -> None:
+    raise OSError(28, "No space left on device", str(path))
