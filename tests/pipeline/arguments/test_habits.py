@@ -96,7 +96,7 @@ def test_the_loss_of_a_step_has_no_backward(pipe: gapless.Pipeline) -> None:
         ("to", "devices="),
         ("cuda", "devices="),
         ("generate", r"pipe\.module\(\)\.generate"),
-        ("save_pretrained", r"save_pretrained\(folder\)"),
+        ("push_to_hub", r"save_pretrained\(folder\)"),
         ("forward", r"evaluate\(x\)"),
         ("stepp", r"did you mean step\?"),
         ("nothing_like_it", "has no attribute 'nothing_like_it'$"),
