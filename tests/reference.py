@@ -27,6 +27,8 @@ _SECTIONS = {
         "gapless.seed_of",
         "gapless.train.Trainer",
         "gapless.train.Callback",
+        "gapless.hf.load",
+        "gapless.hf.empty_model",
         "gapless.hf.PipelineTrainer",
         "gapless.checkpoint.Checkpoints",
         "gapless.distributed.init_process_group",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.model.hub import hub
 
-KINDS = ("llama", "gpt2", "bert", "mixtral", "t5")
+# The others are as slow tests: tied weights and experts in pieces are what differs.
+KINDS = ("gpt2", "mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "bert", "t5")))
 
 
 def model_of(kind: str) -> Any:
