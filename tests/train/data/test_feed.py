@@ -155,7 +155,7 @@ def test_a_tokenizer_is_used_where_one_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["data.arguments.context=1000000000"], "a minibatch of 4 samples of 1,000,000,000 tokens takes"),
+        (["data.arguments.context=1000000000000"], "a minibatch of 4 samples of 1,000,000,000,000 tokens takes"),
         (["data.arguments.context=0"], "data.arguments: context is 0, but it must be a whole number from 1 to "),
         (["data.name=text"], "data.arguments: text needs files, a file, a folder, a pattern or a list of these, as"),
         (["data.name=text", "data.arguments.files=no.txt"], "data: there is no file "),
