@@ -260,10 +260,34 @@ def without_a_noun() -> Iterator[str]:
             yield named(path)
 
 
+# What a function may import, and why not at the top of its file. In `cli` a command loads what it runs.
+IMPORTED_LATE = {
+    "an extra that may not be installed": (
+        *("cairosvg", "huggingface_hub", "numpy", "ortools", "pyarrow", "rich", "tokenizers", "transformers", "wandb"),
+        *("torch.utils.tensorboard", "gapless.schedule.recipes.optimal.optimal"),
+    ),
+    "only pages need it": ("jinja2", "markupsafe"),
+    "only ranks need it": ("torch.distributed", "gapless.run.ranks", "gapless.run.streams"),
+    "loaded when its name is first used": ("importlib", "gapless.checkpoint.collection"),
+}
+
+
+def late_without_a_reason() -> Iterator[str]:
+    known = tuple(name for names in IMPORTED_LATE.values() for name in names)
+    for path in modules():
+        functions = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.FunctionDef)]
+        inner = {node for each in functions for node in ast.walk(each)}
+        for node in (each for each in inner if isinstance(each, ast.Import | ast.ImportFrom)):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+            if part(path) != "cli" and not any(f"{name}.".startswith(f"{each}.") for each in known):
+                yield f"{named(path)}: {name}"
+
+
 RULES = [
     against_the_floors,
     against_the_order,
     in_circles,
+    late_without_a_reason,
     names_of_several_things,
     too_long,
     too_many_files,
