@@ -3,6 +3,6 @@
 graphed            a stage whose actions are graphs; `replay`: one of them
 graph_memory       what graphs read and write
 graph_sharing      microbatches that share graphs
-graph_assumptions  what graphs take for granted
+graph_assumptions  what graphs take for granted, and so the reasons to refuse one
 graph_trial        whether they are worth it
 """
