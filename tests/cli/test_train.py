@@ -210,8 +210,45 @@ def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless
     assert json.loads(gapless("view runs/mine --json").out)["losses"] == whole
     assert gapless("view runs/mine --html mine.html").out == "wrote mine.html\n"
     assert (tmp_path / "mine.html").read_text() == (tmp_path / "runs" / "mine" / "report.html").read_text()
+    assert gapless("view runs/mine --follow").out == "wrote runs/mine/report.html\n"  # which has ended
     assert gapless("view nowhere").err == "gapless: nowhere holds no run: it has no run.json that can be read\n"
     done = "run: runs/mine, whose 6 steps are done: more with --steps N, or --fresh begins anew"
     assert done in gapless(f"train {config}").out.splitlines()
     started = gapless(f"train {config} --fresh --resume runs/mine/checkpoints/step-00000004 --json")
     assert json.loads(started.out)["losses"] == whole[4:]
+
+
+def test_the_report_of_a_resumed_run_has_a_card_for_each_part_and_mixes_no_medians(
+    gapless: Command, tmp_path: Path
+) -> None:
+    config = write(tmp_path)
+    for words in ("3 --devices 2", "4 --devices 2", "6 --devices 3 --schedule gpipe"):
+        assert gapless(f"train {config} --folder run --set run.timeline=1 --schedule 1f1b --steps {words}").code == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert re.findall(r"<h2>(Steps [^<]*)</h2>", page) == ["Steps 1 to 4", "Steps 5 to 6"]
+    assert "schedule (1f1b before), devices (2 cpu before)" in page
+    assert page.count(">median step<") == 2  # one in each card, and none over both
+    assert page.count('class="change"') >= 3
+    assert "run run" not in page
+    assert "· run · since step 5: gpipe · 3 devices ·" in page
+
+
+def test_a_run_that_is_followed_has_a_page_that_reloads_itself_until_ctrl_c(
+    gapless: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gapless(f"train {write(tmp_path)} --steps 1 --folder run")
+    metrics, report = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "report.html"
+    lines = metrics.read_text().splitlines(keepends=True)
+    assert '"ended"' in lines.pop()
+    metrics.write_text("".join(lines))  # as a run that is under way has it
+    seen = []
+
+    def ctrl_c(seconds: float) -> None:
+        seen.append('http-equiv="refresh" content="3"' in report.read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", ctrl_c)
+    code, out, _ = gapless("view run --follow")
+    assert (code, seen) == (0, [True])
+    assert out.splitlines()[-1] == "wrote run/report.html"
+    assert 'http-equiv="refresh"' not in report.read_text()

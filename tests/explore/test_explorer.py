@@ -66,7 +66,10 @@ def test_it_opens_with_two_schedules_and_a_title(shown: Shown) -> None:
     again(shown)
     assert shown.ask("explorer.names()") == ["1f1b", "zb-v"]
     assert shown.text("h1") == "1f1b, zb-v · 8 devices · 32 microbatches"
-    assert [shown.text(f"#timeline-{number} .figures b >> nth=1") for number in (0, 1)] == ["17.95%", "3.52%"]
+    assert [shown.text(f"#timeline-{number} .figures b >> nth=1") for number in (0, 1)] == [
+        "17.95% of makespan",
+        "3.52% of makespan",
+    ]
 
 
 def test_sliders_and_boxes_redraw_what_the_simulator_says(shown: Shown) -> None:

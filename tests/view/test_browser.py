@@ -273,6 +273,15 @@ def test_any_header_sorts_the_table_up_and_down(show: Opener, eight: list[Timeli
     shown.page.click("#summary thead th:first-child button")
     assert [NAMES[number] for number in order()] == sorted(NAMES, key=lambda name: (not name[0].isdigit(), name))
     assert shown.page.locator('#summary th[aria-sort="none"]').count() == len(COLUMNS)
+    shown.page.locator("#summary thead th").nth(1).locator("button").press("Enter")
+    assert shown.page.locator("#summary thead th").nth(1).get_attribute("aria-sort") == "ascending"
+
+
+def test_what_is_compared_has_its_table_first(show: Opener, eight: list[Timeline]) -> None:
+    for timelines, first in ((eight, True), (eight[:1], False)):
+        shown = show(timelines)
+        order = "document.getElementById('table').compareDocumentPosition(document.getElementById('sections')) & 4"
+        assert bool(shown.ask(order)) == first
 
 
 def test_clicking_a_row_of_the_table_goes_to_its_timeline(show: Opener, eight: list[Timeline]) -> None:

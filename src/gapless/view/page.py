@@ -45,13 +45,15 @@ def render(
     overview: bool = False,
     front: str = "",
     back: str = "",
+    refresh: int = 0,
 ) -> str:
     """The page as text. `memory_limit`, in the unit of the costs' `activation`, is drawn into every memory curve.
 
     units     what times and memory count, where they are measured
-    ranked    whether the timelines compete, so that the best is marked
+    ranked    whether the timelines compete: the best is marked, and the table comes before them
     overview  whether it opens with thin rows, for many timelines at a glance
     front     HTML that comes first, and `back` that comes after the table, both made by `template`
+    refresh   seconds after which the page loads itself again; 0: never
     """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
@@ -74,6 +76,8 @@ def render(
         table=table(timelines, units, ranked),
         # The six kinds always, so that the page explains schedules not shown yet; transfers where they occur.
         legend=[kind for kind in legend.KINDS if kind not in TRANSFERS or kind in occurring],
+        table_first=ranked and len(timelines) > 1,
+        refresh=refresh,
         back=back,
         columns=[encoded for _, encoded in packed],
         style=source("timeline.css") + source("report.css"),
@@ -154,7 +158,7 @@ def describe(timeline: Timeline, units: Units, among: Sequence[Timeline]) -> dic
     word = " activations" if units.memory == "activations" else ""
     figures = [
         ("makespan", time.text(timeline.makespan)),
-        ("bubble", percent(timeline.bubble, 2)),
+        ("bubble", f"{percent(timeline.bubble, 2)} of makespan"),
         ("peak", memory.text(max(timeline.peak, default=0)) + word),
     ]
     if schedule.num_minibatches > 1:

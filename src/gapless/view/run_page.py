@@ -7,6 +7,7 @@ escaped, and a content security policy that lets nothing run or load but what is
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gapless.schedule.timeline import Timeline
 from gapless.view import page
@@ -15,7 +16,8 @@ from gapless.view.figures import Units, figure
 from gapless.view.template import filled, html
 
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 8, 24
+_LETTER = 7  # the width of a digit, at the most
 _POINTS = 300  # of a curve at the most; more are not seen
 
 Points = Sequence[tuple[float, float]]
@@ -35,6 +37,8 @@ class RunReport:
     """All that is shown.
 
     tiles     figures and their names
+    parts     by their title: what is known of each stretch of the run, if it has several
+    changes   the steps after which they begin, but for the first
     spent     seconds by what they were spent on
     tables    by their title; rows of two columns
     listings  texts by their title, shown as they are
@@ -49,16 +53,24 @@ class RunReport:
     listings: Sequence[tuple[str, str]]
     timelines: Sequence[Timeline]
     units: Units = field(default_factory=Units)
+    parts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
+    changes: Sequence[int] = ()
 
 
-def render(report: RunReport) -> str:
-    """The page as text."""
+def render(report: RunReport, refresh: int = 0) -> str:
+    """The page as text, which loads itself again every `refresh` seconds, if that is not 0."""
     total = sum(seconds for _, seconds in report.spent) or 1.0
     spent = [(name, seconds / total, f"{seconds:,.2f} s") for name, seconds in report.spent]
-    curves = [(curve, html("".join(_drawn([thinned(points) for _, points in curve.lines])))) for curve in report.curves]
-    front = filled("run_front.html", tiles=report.tiles, curves=curves, width=_WIDTH, height=_HEIGHT)
+    curves = [
+        (curve, html("".join(_drawn([thinned(points) for _, points in curve.lines], report.changes))))
+        for curve in report.curves
+    ]
+    parts: dict[str, Any] = {"parts": report.parts, "changes": report.changes}
+    front = filled("run_front.html", tiles=report.tiles, curves=curves, width=_WIDTH, height=_HEIGHT, **parts)
     back = filled("run_back.html", spent=spent, tables=report.tables, listings=report.listings)
-    return page.render(report.timelines, report.title, units=report.units, ranked=False, front=front, back=back)
+    return page.render(
+        report.timelines, report.title, units=report.units, ranked=False, front=front, back=back, refresh=refresh
+    )
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -69,7 +81,7 @@ def thinned(points: Points) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
-def _drawn(lines: Sequence[Points]) -> Iterator[str]:
+def _drawn(lines: Sequence[Points], changes: Sequence[int] = ()) -> Iterator[str]:
     xs, ys = ([point[axis] for points in lines for point in points] for axis in (0, 1))
     if not xs:
         yield f'<text class="x" x="{_WIDTH / 2}" y="{_HEIGHT / 2}">nothing yet</text>'
@@ -88,7 +100,12 @@ def _drawn(lines: Sequence[Points]) -> Iterator[str]:
         yield f'<path class="gridline" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
         yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{_short(value)}</text>'
     for value in ticks(first, last):
-        yield f'<text class="x" x="{place(value, low)[0]:.1f}" y="{_HEIGHT - 6}">{_short(value)}</text>'
+        label = _short(value)
+        at = min(place(value, low)[0], _WIDTH - _LETTER * len(label) / 2)  # the last one whole, too
+        yield f'<text class="x" x="{at:.1f}" y="{_HEIGHT - 6}">{label}</text>'
+    for value in changes:
+        if first <= value <= last:
+            yield f'<path class="change" d="M{place(value, low)[0]:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
     for number, points in enumerate(lines):
         path = "L".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in points)
         yield f'<path class="line-{number % 4}" d="M{path}"/>'

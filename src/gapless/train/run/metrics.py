@@ -4,15 +4,18 @@
     {"step": 50, "evaluation": 2.81, "seconds": 0.4}
     {"step": 50, "saved": "checkpoints/step-00000050", "seconds": 0.1}
 
-A run that goes on from a checkpoint drops the lines of the steps that it does again.
+A resumed run drops the lines of the steps that it repeats, and says on what it continues:
+
+    {"step": 50, "started": {"devices": "2 cpu", "schedule": "1f1b", "microbatches": "8", "machine": "..."}}
 """
 
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,19 +41,49 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+@dataclass(frozen=True)
+class RunPart:
+    """A stretch of a run on the same devices and machine, with the same schedule."""
+
+    after: int  # the step after which it begins
+    where: dict[str, str]
+    lines: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "loss" in line]
+
+
+def parts_of(lines: Iterable[dict[str, Any]]) -> list[RunPart]:
+    """One, unless the run was resumed on something else."""
+    found = [RunPart(0, {}, [])]
+    for line in lines:
+        where = line.get("started")
+        if where is None:
+            found[-1].lines.append(line)
+        elif not found[-1].steps:
+            found[-1] = RunPart(line["step"], where, found[-1].lines)
+        elif where != found[-1].where:
+            found.append(RunPart(line["step"], where, []))
+    return found if len(found) == 1 or found[-1].steps else found[:-1]
+
+
 class Metrics(Callback):
     """Writes the lines."""
 
-    def __init__(self, path: Path, monitor: StepMonitor | None = None) -> None:
-        self._path, self._monitor = path, monitor
+    def __init__(self, path: Path, monitor: StepMonitor | None = None, where: dict[str, str] | None = None) -> None:
+        self._path, self._monitor, self._where = path, monitor, where or {}
         self._file: TextIO | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         before = read_metrics(self._path)
-        kept = [line for line in before if line["step"] <= trainer.step and "ended" not in line]
+        kept = [
+            line for line in before if line["step"] < trainer.step + ("started" not in line) and "ended" not in line
+        ]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         # Line by line: one that a killed process still held would be missing before the checkpoint that came after it.
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._write({"step": trainer.step, "started": self._where})
 
     def on_step(self, trainer: Trainer, step: Step) -> None:
         self._write(facts_of(step, self._monitor))

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,15 +144,25 @@ class RunFolder:
                 "gapless": __version__,
                 "torch": torch.__version__,
                 "python": sys.version.split()[0],
-                "system": platform.platform(),
-                "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-                "gpus": [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())],
+                **_machine(),
                 "processes": ranks,
                 _THREADS: threads,
                 "command": " ".join(sys.argv),
             },
         }
         replace_file(self.path / "run.json", json.dumps(facts, indent=1, default=str).encode())
+
+    def where(self, pipe: Pipeline, threads: int, ranks: int) -> dict[str, str]:
+        """On what it runs, as far as it may change when it is resumed."""
+        kinds = Counter(each.type for each in pipe.devices)
+        return {
+            "schedule": pipe.schedule.name or "custom",
+            "devices": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+            "microbatches": str(pipe.schedule.num_microbatches),
+            "processes": str(ranks),
+            "machine": "; ".join(map(str, _machine().values())),
+            _THREADS: str(threads),
+        }
 
     def keep_plan(self, plan: Plan) -> None:
         """A run that goes on takes it again."""
@@ -187,6 +198,15 @@ class RunFolder:
             )
             for each in kept
         ]
+
+
+def _machine() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+    return {
+        "system": platform.platform(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpus": ", ".join(gpus) or "none",
+    }
 
 
 def folder_of(config: Config, asked: str | None, *, fresh: bool) -> RunFolder:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gapless.checkpoint.disk import replace_file
 from gapless.errors import ConfigError
 from gapless.schedule.action import Schedule
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
-from gapless.train.run.metrics import read_metrics
+from gapless.train.run.metrics import RunPart, parts_of, read_metrics
 from gapless.train.run.run_folder import RunFolder
 from gapless.units import show_bytes, show_count, show_seconds
 from gapless.view import run_page
@@ -21,10 +22,10 @@ from gapless.view.run_page import Curve, Points, RunReport
 Line = dict[str, Any]
 
 
-def write_report(folder: RunFolder, path: Path | None = None) -> Path:
-    """The page as a file, in the run's folder unless another is named."""
+def write_report(folder: RunFolder, path: Path | None = None, refresh: int = 0) -> Path:
+    """The page as a file, in the run's folder unless another is named; a browser never sees half of it."""
     target = folder.report if path is None else path
-    target.write_text(run_page.render(report_of(folder)), encoding="utf-8", newline="\n")
+    replace_file(target, run_page.render(report_of(folder), refresh).encode())
     return target
 
 
@@ -35,41 +36,74 @@ def report_of(folder: RunFolder) -> RunReport:
         raise ConfigError(f"{folder.path} holds no run: it has no run.json that can be read")
     steps = [line for line in lines if "loss" in line]
     measured = [line for line in steps if "bubble" in line]
+    parts = parts_of(lines)
     kept = folder.timelines()
+    if all(each.schedule.text() != said["schedule"] for each in kept):
+        kept = []  # of what the run had before it was resumed
     timelines = _timelines(kept, said)
-    first = timelines[0]
     return RunReport(
-        f"{said['config']['model']['name']}, run {folder.path.name} · {first.schedule.name or 'own schedule'} · "
-        f"{show_count(first.schedule.num_devices, 'device')} · {first.bubble:.1%} bubble",
-        _tiles(steps, lines),
+        _title(folder, said, timelines[0], parts),
+        _tiles(steps, lines, parts),
         _curves(steps, lines, measured),
         _spent(steps, lines),
         [
-            ("Memory", _memory(measured)),
+            *([("Memory", _memory(measured))] if len(parts) == 1 else []),
             ("Environment", [(name, _shown(value)) for name, value in said["environment"].items()]),
         ],
         [("Config", _toml(said["config"])), ("Pipeline", said["pipeline"])],
         timelines,
         Units("s", "activations") if kept else Units(),
+        [_card(part, before) for part, before in zip(parts, [None, *parts], strict=False)] if len(parts) > 1 else [],
+        [part.after for part in parts[1:]],
     )
 
 
-def _tiles(steps: Sequence[Line], lines: Sequence[Line]) -> list[tuple[str, str]]:
-    found = [("steps", f"{steps[-1]['step']:,}" if steps else "0")]
-    if steps:
-        found.append(("last loss", f"{float(steps[-1]['loss']):.4g}"))
-        timed = steps[1:] or steps
+def _title(folder: RunFolder, said: dict[str, Any], shown: Timeline, parts: Sequence[RunPart]) -> str:
+    names = dict.fromkeys([str(said["config"]["model"]["name"]), folder.path.absolute().name])
+    last = f"since step {parts[-1].after + 1}: " if len(parts) > 1 else ""
+    devices = show_count(shown.schedule.num_devices, "device")
+    return " · ".join(
+        [*names, last + (shown.schedule.name or "custom schedule"), devices, f"{shown.bubble:.1%} bubble"]
+    )
+
+
+def _card(part: RunPart, before: RunPart | None) -> tuple[str, list[tuple[str, str]]]:
+    """A part of the run by itself, and what is new in it."""
+    steps, where = part.steps, part.where
+    title = f"Steps {steps[0]['step']:,} to {steps[-1]['step']:,}" if steps else f"After step {part.after:,}"
+    rows: list[tuple[str, str]] = [
+        (name, where[name]) for name in ("schedule", "devices", "microbatches") if name in where
+    ]
+    if before is not None:
+        changed = [name for name in where if where[name] != before.where.get(name)]
+        shown = [f"{name} ({before.where.get(name, 'not recorded')} before)" for name in changed]
+        rows.append(("changed", ", ".join(shown)))
+    return title, rows + _figures(steps) + _memory([line for line in steps if "bubble" in line])
+
+
+def _figures(steps: Sequence[Line]) -> list[tuple[str, str]]:
+    """What may only be averaged over one part of a run; its first step is cold."""
+    found, timed = [], steps[1:] or steps
+    if timed:
         seconds = sum(line["seconds"] for line in timed)
         word = "tokens" if all("tokens" in line for line in timed) else "samples"
         found.append(("median step", show_seconds(statistics.median(line["seconds"] for line in timed))))
         found.append((f"{word} per second", f"{sum(line[word] for line in timed) / seconds:,.4g}"))
+    if bubbles := [line for line in steps if "bubble" in line]:
+        for name, key in (("measured", "bubble"), ("predicted", "predicted_bubble")):
+            share = statistics.median(line[key] for line in bubbles)
+            found.append((f"bubble, {name}", f"{share:.1%} of a step"))
+    return found
+
+
+def _tiles(steps: Sequence[Line], lines: Sequence[Line], parts: Sequence[RunPart]) -> list[tuple[str, str]]:
+    found = [("steps", f"{steps[-1]['step']:,}" if steps else "0")]
+    if steps:
+        found.append(("last loss", f"{float(steps[-1]['loss']):.4g}"))
+    found += _figures(steps) if len(parts) == 1 else [("parts, a card each below", f"{len(parts)}")]
     evaluations = [float(line["evaluation"]) for line in lines if "evaluation" in line]
     if evaluations:
         found.append(("best evaluation", f"{min(evaluations):.4g}"))
-    bubbles = [line for line in steps if "bubble" in line]
-    if bubbles:
-        usual, predicted = (statistics.median(line[key] for line in bubbles) for key in ("bubble", "predicted_bubble"))
-        found.append(("bubble, measured and predicted", f"{usual:.1%}, {predicted:.1%}"))
     if skipped := sum("skipped" in line for line in steps):
         found.append(("updates left out", f"{skipped:,}"))
     ended = [line["ended"] for line in lines if "ended" in line]
@@ -93,7 +127,7 @@ def _curves(steps: Sequence[Line], lines: Sequence[Line], measured: Sequence[Lin
     ]
     if measured:
         both = [("measured", of("bubble")), ("predicted", of("predicted_bubble"))]
-        found.append(Curve("Bubble", "share of a step", both))
+        found.append(Curve("Bubble", "idle share of a step", both))
         memory = [
             (name, [(line["step"], line["memory"][name] / 2**20) for line in measured if name in line["memory"]])
             for name in list(names)[:4]

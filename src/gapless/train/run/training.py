@@ -114,7 +114,8 @@ def prepared(
             ranks.together(partial(folder.keep_plan, plan))
         trainer.callbacks += [early, monitor, saver, interrupts]  # which hear a signal until all is saved
         if ranks.first:
-            trainer.callbacks += _writers(config, folder, monitor)
+            where = folder.where(pipe, threads, ranks.size)
+            trainer.callbacks += _writers(config, folder, monitor, where)
         missing.clear()  # they hold a run now
         yield Training(config, folder, job, plan, pipe, trainer, monitor, interrupts, trainer.step)
 
@@ -209,8 +210,8 @@ def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], A
     return cast
 
 
-def _writers(config: Config, folder: RunFolder, monitor: StepMonitor) -> list[Callback]:
-    found: list[Callback] = [Metrics(folder.metrics, monitor)]
+def _writers(config: Config, folder: RunFolder, monitor: StepMonitor, where: dict[str, str]) -> list[Callback]:
+    found: list[Callback] = [Metrics(folder.metrics, monitor, where)]
     asked = config.run.tensorboard
     if asked or (asked is None and find_spec("tensorboard") is not None):
         found.append(TensorBoard(folder.tensorboard, monitor))
