@@ -35,3 +35,13 @@ def test_a_timeline_shows_itself_in_three_lines() -> None:
         "  makespan 15, span 15, work 12; bubble 20.0%, span bubble 20.0%",
         "  peak of each device: 2, 1",
     ]
+
+
+def test_what_auto_costs_in_memory_is_told_against_1f1b() -> None:
+    costs = gapless.Costs(latency=1)
+    found = gapless.compare(["auto", "zb-v"], devices=4, microbatches=16, costs=costs)
+    assert (
+        "auto needs 4 times the memory of 1f1b (peak 16 instead of 4) and 62% of its makespan; a memory limit of 1x "
+        "keeps it to 1f1b's"
+    ) in str(found).splitlines()
+    assert "auto needs" not in str(gapless.compare(["auto"], devices=4, microbatches=8, memory_limit="1x"))

@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="PROFILE",
-        help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/planning.md); or "
+        help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/profiles.md); or "
         "a .toml config with a model and data, which is then measured (docs/training.md)",
     )
     asked.add_values(

@@ -21,12 +21,14 @@ class Ranking:
     unflushed  those that update weights on the way, which have no makespan to rank
     refused    why each other one is left out
     objective  what they are ranked by: "makespan" or "span"
+    plain      1f1b, which the memory of `auto` is compared with
     """
 
     ranked: Sequence[Timeline]
     unflushed: Sequence[Timeline]
     refused: dict[str, str]
     objective: str = "makespan"
+    plain: Timeline | None = None
 
     @property
     def best(self) -> Timeline:
@@ -54,6 +56,7 @@ class Ranking:
         headings = ("", "schedule", "makespan", "bubble", "span", "span bubble", "peak", "stages", "actions")
         rows = [("*" if i == 0 else "", *_figures(timeline)) for i, timeline in enumerate(self.ranked)]
         lines = [text.table(headings, rows, left=2), "", f"* shortest {self.objective}"]
+        lines += filter(None, [self._price_of_auto()])
         if self.unflushed:
             lines += ["", "without a flush (updates with older weights), time per minibatch in steady state:"]
             lines += [
@@ -63,6 +66,18 @@ class Ranking:
             lines += ["", "left out:"]
             lines += [f"  {name:<12}{reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
+
+    def _price_of_auto(self) -> str:
+        """What it takes of memory beside 1f1b, where that is more."""
+        auto = next((timeline for timeline in self.ranked if timeline.name == "auto"), None)
+        if auto is None or self.plain is None or max(auto.peak) <= max(self.plain.peak):
+            return ""
+        more, faster = (float(x) for x in (max(auto.peak) / max(self.plain.peak), auto.makespan / self.plain.makespan))
+        return (
+            f"auto needs {more:.2g} times the memory of 1f1b (peak {text.number(max(auto.peak))} instead of "
+            f"{text.number(max(self.plain.peak))}) and {faster:.0%} of its makespan; a memory limit of "
+            "1x keeps it to 1f1b's"
+        )
 
 
 def compare(
@@ -129,7 +144,10 @@ def compared(
         fact = "can be made" if limit is None else f"fits a memory limit of {text.number(limit)}"
         raise ScheduleError(f"no schedule {fact} ({reasons})")
     ranked.sort(key=lambda timeline: _value(timeline, objective))
-    return Ranking(ranked, unflushed, refused, objective)
+    plain_pipeline = None
+    if any(timeline.name == "auto" for timeline in ranked):
+        plain_pipeline = next((each for each in ranked if each.name == "1f1b"), None) or simulated("1f1b")
+    return Ranking(ranked, unflushed, refused, objective, plain_pipeline)
 
 
 def _value(timeline: Timeline, objective: str) -> tuple[Number, Number, Number]:

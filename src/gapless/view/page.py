@@ -66,6 +66,7 @@ def render(
         ],
         "memoryLimit": None if memory_limit is None or isinf(memory_limit) else float(memory_limit),
         "home": _home(timelines) if ranked else None,
+        "refresh": refresh,
     }
     return assemble(
         data,
@@ -77,7 +78,6 @@ def render(
         # The six kinds always, so that the page explains schedules not shown yet; transfers where they occur.
         legend=[kind for kind in legend.KINDS if kind not in TRANSFERS or kind in occurring],
         table_first=ranked and len(timelines) > 1,
-        refresh=refresh,
         back=back,
         columns=[encoded for _, encoded in packed],
         style=source("timeline.css") + source("report.css"),

@@ -95,7 +95,21 @@ def ranking(found: Found, top: int, beside: Sequence[Alternative]) -> tuple[list
     rows += [(other.seconds, (_MARKS[other.why], *_other_figures(other, found.best.minibatch))) for other in beside]
     rows.sort(key=lambda row: row[0])
     told = [words for why, words in _NEVER_CHOSEN.items() if any(other.why == why for other in beside)]
-    return [row for _, row in rows], told
+    return [row for _, row in rows], [*_price_of_auto(found), *told]
+
+
+def _price_of_auto(found: Found) -> Iterator[str]:
+    """What it takes of memory beside the fastest plan with 1f1b on as many devices, where that is more."""
+    best = found.best
+    plain = next((plan for plan in found.plans if plan.recipe == "1f1b" and plan.mesh == best.mesh), None)
+    if best.recipe == "auto" and plain is not None:
+        most, usual = (max(held.total for held in plan.memory) for plan in (best, plain))
+        if most > usual:
+            saved = 1 - best.step_seconds / plain.step_seconds
+            yield (
+                f"auto needs {units.show_bytes(most)} on its fullest device, 1f1b {units.show_bytes(usual)}: "
+                f"{most / usual - 1:.0%} more memory for a step that is {saved:.0%} shorter"
+            )
 
 
 def _other_figures(other: Alternative, minibatch: int) -> tuple[str, ...]:

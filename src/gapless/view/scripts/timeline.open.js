@@ -19,6 +19,7 @@ async function open() {
     source.remove(); // the text is as large as all numbers together
   }
   followLink();
+  if (header.refresh) setTimeout(() => location.reload(), 1000 * header.refresh); // which keeps the zoom and the place
 }
 
 function rowsFor(timelines) {
