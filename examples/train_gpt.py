@@ -14,9 +14,6 @@ from pathlib import Path
 import torch
 
 import gapless
-from gapless.schedule.timeline import costs_of
-from gapless.view import page
-from gapless.view.figures import Units
 from gapless.zoo.gpt import gpt, next_token_loss
 
 CONTEXT = 64
@@ -76,14 +73,14 @@ def main() -> None:
             if last:
                 break
 
-    costs = costs_of(timelines)
+    costs = gapless.costs_of(timelines)
     measured = replace(sorted(timelines, key=lambda t: t.makespan)[len(timelines) // 2], costs=costs, name="measured")
     predicted = gapless.simulate(measured.schedule, costs, "predicted from the measured costs")
     promised = f"{100 * predicted.bubble:.1f}% predicted for devices of their own"
     print(f"\nbubble: {100 * measured.bubble:.1f}% measured, {promised}")
     print("(4 devices share this machine's cores here, so an action takes longer while others run)")
     Path(options.page).parent.mkdir(parents=True, exist_ok=True)
-    page.write(options.page, [measured, predicted], units=Units("s", "activations"), ranked=False)
+    gapless.draw(options.page, measured, predicted)
     print(f"wrote {options.page}")
 
 

@@ -25,6 +25,7 @@ _SECTIONS = {
         "gapless.plain_step",
         "gapless.aux_loss",
         "gapless.seed_of",
+        "gapless.defer",
         "gapless.train.Trainer",
         "gapless.train.Callback",
         "gapless.hf.load",
@@ -34,7 +35,12 @@ _SECTIONS = {
         "gapless.distributed.init_process_group",
     ),
     "Training without a flush": ("gapless.run.streams.stream.Stream", "gapless.AsyncReplicas"),
-    "Planning": ("gapless.make_plan", "gapless.measure_links", "gapless.plan.plan.Plan"),
+    "Planning": (
+        "gapless.make_plan",
+        "gapless.measure_links",
+        "gapless.plan.measure",
+        "gapless.plan.Plan",
+    ),
     "Schedules": (
         "gapless.make_schedule",
         "gapless.Schedule",
@@ -42,6 +48,9 @@ _SECTIONS = {
         "gapless.Costs",
         "gapless.simulate",
         "gapless.Timeline",
+        "gapless.costs_of",
+        "gapless.compare",
+        "gapless.draw",
     ),
 }
 
@@ -50,7 +59,7 @@ _GIVEN = (
     "gapless.Result",
     "gapless.Schedule",
     "gapless.Timeline",
-    "gapless.plan.plan.Plan",
+    "gapless.plan.Plan",
     "gapless.run.streams.stream.Stream",
 )
 

@@ -1,9 +1,11 @@
 """What a user may rely on: a new name at the top of the package is a promise, so this list says when one is made."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,8 @@ PUBLIC = [
     "__version__",
     "aux_loss",
     "compare",
+    "costs_of",
+    "defer",
     "draw",
     "make_plan",
     "make_schedule",
@@ -42,7 +46,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_there_are_few_of_them() -> None:
-    assert len([name for name in PUBLIC if name != "__version__"]) <= 18
+    assert len([name for name in PUBLIC if name != "__version__"]) <= 20
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -52,6 +56,16 @@ def test_each_public_name_is_there(name: str) -> None:
 
 def test_what_scripts_import_from_packages_is_there() -> None:
     assert callable(import_module("gapless.distributed").init_process_group)
+    plan = import_module("gapless.plan")
+    assert all(callable(getattr(plan, name)) for name in ("measure", "read_profile", "write_profile", "replicate"))
+
+
+def test_docs_and_examples_import_public_modules_alone() -> None:
+    root = Path(__file__).parent.parent
+    public = {"checkpoint", "distributed", "hf", "plan", "train"}
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        inside = set(re.findall(r"^\+?(?:from|import) gapless\.([\w.]+)", page.read_text("utf-8"), re.MULTILINE))
+        assert inside <= public, page.name
 
 
 def test_the_functions_are_functions_whatever_was_imported_before() -> None:

@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from gapless.schedule.recipes import make_schedule as make_schedule
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
+    from gapless.schedule.timeline import costs_of as costs_of
     from gapless.schedule.verify import verify as verify
     from gapless.stage.auxiliary import aux_loss as aux_loss
     from gapless.stage.random.seeds import seed_of as seed_of
+    from gapless.stage.split.deferred import defer as defer
     from gapless.view.comparison import compare as compare
     from gapless.view.comparison import schedules as schedules
     from gapless.view.pictures.picture_file import draw as draw
@@ -59,6 +61,8 @@ _HOMES = {
     "Timeline": "gapless.schedule.timeline",
     "aux_loss": "gapless.stage.auxiliary",
     "compare": "gapless.view.comparison",
+    "costs_of": "gapless.schedule.timeline",
+    "defer": "gapless.stage.split.deferred",
     "draw": "gapless.view.pictures.picture_file",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
@@ -81,6 +85,8 @@ __all__ = [
     "__version__",
     "aux_loss",
     "compare",
+    "costs_of",
+    "defer",
     "draw",
     "make_plan",
     "make_schedule",

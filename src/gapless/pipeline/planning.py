@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from gapless.plan.profile.measure import cores
 from gapless.plan.profile.profile import Link
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import SearchOptions
+from gapless.slow_work import slow_work
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
 from gapless.stage.norm.running_statistics import BatchNorm
@@ -94,9 +96,10 @@ def make_plan(
         seconds=seconds,
         progress=progress,
     )
-    if devices is not None:
-        return make(devices=devices, wanted=wanted, memory=memory, links=links).found.best
-    return _on_ranks(make, mesh, wanted, memory, links, timeout)
+    with nullcontext() if progress else slow_work("measuring layers and searching for a plan"):
+        if devices is not None:
+            return make(devices=devices, wanted=wanted, memory=memory, links=links).found.best
+        return _on_ranks(make, mesh, wanted, memory, links, timeout)
 
 
 def _on_ranks(

@@ -16,7 +16,7 @@ from gapless.plan.explain import explained
 from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile import profile as profiled
 from gapless.plan.profile.machine import Device
-from gapless.plan.profile.measure import hop, measure
+from gapless.plan.profile.measure import hop, measure_layers
 from gapless.plan.profile.profile import Link, Profile
 from gapless.plan.profile.traced import Graph, Tracer
 from gapless.plan.search.search import Found, search
@@ -166,7 +166,7 @@ class _Profiles:
             self._graphs[samples], layers, names = graph, graph.layers, graph.names
         self._told(f"measuring {units.show_count(len(layers), 'layer')} with microbatches of {samples}")
         try:
-            found = measure(layers, inputs, target, names=names, **self._measured)
+            found = measure_layers(layers, inputs, target, names=names, **self._measured)
         except torch.OutOfMemoryError:
             if self.found:
                 return

@@ -96,4 +96,5 @@ def measured(program: Program, name: str) -> Timeline:
         tuple(tuple(start for start, _ in row) for row in spans),
         tuple(tuple(end for _, end in row) for row in spans),
         name=name,
+        unit="s",
     )

@@ -29,6 +29,7 @@ class Timeline:
     ends: tuple[tuple[Number, ...], ...]
     costs: Costs = field(default_factory=Costs)
     name: str = ""
+    unit: Literal["", "s"] = ""  # seconds, if it was measured
 
     def __repr__(self) -> str:
         """Three lines: what it is, how long it takes, what it holds."""

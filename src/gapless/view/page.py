@@ -49,7 +49,7 @@ def render(
 ) -> str:
     """The page as text. `memory_limit`, in the unit of the costs' `activation`, is drawn into every memory curve.
 
-    units     what times and memory count, where they are measured
+    units     what times and memory count; seconds by default, if one was measured
     ranked    whether the timelines compete: the best is marked, and the table comes before them
     overview  whether it opens with thin rows, for many timelines at a glance
     front     HTML that comes first, and `back` that comes after the table, both made by `template`
@@ -57,7 +57,7 @@ def render(
     """
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
-    units = units or Units()
+    units = units or (Units("s", "activations") if any(timeline.unit for timeline in timelines) else Units())
     packed = [columns.pack(timeline) for timeline in timelines]
     data = shared(units, timelines, "overview" if overview else None) | {
         "timelines": [

@@ -248,3 +248,15 @@ def test_cuts_that_make_other_stages_are_no_plan(plan: Plan, cuts: Any) -> None:
     data = json.loads(json.dumps(plan.to_json())) | {"cuts": cuts}
     with pytest.raises(ConfigError, match=r"this is not a plan: the plan has \d stages, but cuts a graph of 26 nodes"):
         Plan.from_json(data)
+
+
+def test_a_model_that_is_no_sequence_is_measured_in_pieces(model: nn.Module) -> None:
+    inputs, target = images(4)
+    profile = measure(model, inputs, target, loss=F.cross_entropy, seconds=0.01)
+    assert profile.samples == 4
+    assert len(profile.layers) > 1
+    weights = sum(each.numel() * each.element_size() for each in model.state_dict().values())
+    assert sum(layer.parameters for layer in profile.layers) == pytest.approx(weights, rel=0.01)
+    assert all(layer.forward.median > 0 for layer in profile.layers)
+    with pytest.raises(ConfigError, match="sizes_alone works on a sequence of layers"):
+        measure(model, inputs, target, loss=F.cross_entropy, sizes_alone=True)

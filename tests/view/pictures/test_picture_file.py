@@ -3,6 +3,7 @@
 import re
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,16 @@ def test_what_makes_no_picture_is_an_error(tmp_path: Path, name: str, look: dict
     with pytest.raises(ConfigError, match=fault):
         gapless.draw(tmp_path / name, timeline_of("1f1b"), **look)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_page_is_a_file_too_and_what_was_measured_has_units(tmp_path: Path) -> None:
+    simulated = timeline_of("1f1b")
+    gapless.draw(tmp_path / "a.html", simulated)
+    assert '"unit":"ms"' not in (tmp_path / "a.html").read_text()
+    gapless.draw(tmp_path / "a.html", replace(simulated, unit="s"), simulated, title="a step")
+    drawn = (tmp_path / "a.html").read_text()
+    assert "<title>a step</title>" in drawn
+    assert '"unit":"s"' in drawn
+    assert "peak memory, activations" in drawn
+    with pytest.raises(ConfigError, match="a page has no such option"):
+        gapless.draw(tmp_path / "a.html", simulated, width=80)

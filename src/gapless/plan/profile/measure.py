@@ -16,15 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.errors import ConfigError
+from gapless.model.layers import is_sequence
+from gapless.model.traced.capture import own_loss
 from gapless.plan.profile.contention import ALONE, Contention
 from gapless.plan.profile.meter import PAGE, allocator_slack
 from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile, Seconds, Sizes
 from gapless.plan.profile.runner import Runner, Times
 from gapless.plan.profile.sizes import fake_sizes, measured_sizes
 from gapless.plan.profile.task import Optimizer, Task, moved
+from gapless.plan.profile.traced import Tracer
+from gapless.slow_work import slow_work
 from gapless.stage.autocast import AutocastState
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.intra_op import intra_op_threads
@@ -37,6 +41,43 @@ _OWN = 0.1  # at least, of the time of the smallest layer, that is its own and n
 
 
 def measure(
+    model: nn.Module | Sequence[Callable[..., Any]],
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    side_by_side: int = 1,
+    **options: Any,
+) -> Profile:
+    """The profile of a model for this microbatch on this device: what each layer costs. A module that is not a
+    sequence of layers is traced, and its graph is cut into pieces of about equal cost.
+
+    side_by_side  how many such devices will share this machine's processors
+    threads       intra-op threads of a CPU device; the caller's unless given
+    seconds       about how long to measure (default 10); at least five rounds
+    optimizer     makes the optimizer whose state and step are measured (default AdamW); None for one without either
+    batchnorm     as in a Pipeline
+    name, names   of the profile, and of the layers; by default their classes
+    sizes_alone   of layers in sequence alone, nothing is run: bytes come from tensors without data, and every time is 0
+    """
+    layers: Any = model
+    taken, options = inputs, {"loss": loss, "device": device, "side_by_side": side_by_side, **options}
+    if not is_sequence(model):
+        assert isinstance(model, nn.Module)
+        if options.get("sizes_alone"):
+            raise ConfigError(
+                "sizes_alone works on a sequence of layers, but this model is traced: leave sizes_alone out"
+            )
+        with slow_work("tracing the model"):
+            graph, taken = Tracer(model, torch.device(device), side_by_side).graph(inputs)
+        layers, options = graph.layers, {"names": graph.names, **options, "loss": loss or own_loss}
+    with slow_work("measuring layers"):
+        found = measure_layers(layers, taken, target, **options)
+    return replace(found, samples=mb.batch_size(inputs))
+
+
+def measure_layers(
     model: Sequence[Callable[..., Any]],
     inputs: Any,
     target: Any = None,
@@ -52,15 +93,7 @@ def measure(
     name: str = "",
     names: Sequence[str] | None = None,
 ) -> Profile:
-    """The profile of these layers for this microbatch on this device.
-
-    threads       intra-op threads of a CPU device; the caller's unless given
-    side_by_side  how many such devices will share this machine's processors
-    seconds       about how long to measure; at least five rounds
-    optimizer     makes the optimizer whose state and step are measured; None for one without either
-    names         of the layers; by default their classes
-    sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
-    """
+    """As `measure`, of layers one after another, and without a word."""
     if not len(model):
         raise ConfigError("there are no layers to measure: give at least 1")
     device = torch.device(device)

@@ -59,7 +59,7 @@ class SharedClock:
             for times, row in zip(found, rows, strict=True)
         ]
         starts, ends = tuple(tuple(row[0::2]) for row in moved), tuple(tuple(row[1::2]) for row in moved)
-        return Timeline(program.schedule, starts, ends, name="measured")
+        return Timeline(program.schedule, starts, ends, name="measured", unit="s")
 
 
 def offset(group: Any, device: int) -> float:

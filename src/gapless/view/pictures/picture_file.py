@@ -9,6 +9,7 @@ from typing import Any
 
 from gapless.errors import ConfigError, GaplessError
 from gapless.schedule.timeline import Timeline
+from gapless.view import page
 
 from .look import Look
 from .svg import render, size_of
@@ -20,8 +21,9 @@ _LONG = 60.0  # seconds for a browser
 
 
 def draw(path: str | Path, *timelines: Timeline, title: str = "", **look: Any) -> None:
-    """Draws timelines on one time axis into a file: .svg, .pdf or .png, for a paper, a slide or a README. PDF and PNG
-    need cairosvg (`pip install cairosvg`) or an installed Chromium or Chrome.
+    """Draws timelines on one time axis into a file: .html, an interactive page, or .svg, .pdf or .png, for a paper, a
+    slide or a README. A page takes a title alone. PDF and PNG need cairosvg (`pip install cairosvg`) or an installed
+    Chromium or Chrome.
 
     title      above the picture
     width      in millimetres
@@ -31,6 +33,11 @@ def draw(path: str | Path, *timelines: Timeline, title: str = "", **look: Any) -
     labels     False: no numbers on the actions
     headings   False: no name and figures above each timeline
     """
+    if Path(path).suffix.lower() == ".html":
+        if look:
+            raise ConfigError(f"{', '.join(look)}: a page has no such option; leave it out, or draw an .svg")
+        page.write(path, timelines, title or None, ranked=not any(timeline.unit for timeline in timelines))
+        return
     kind = suffix_of(path)
     picture = render(timelines, title=title, hover=kind == ".svg", look=Look(**look))
     if kind == ".svg":

@@ -149,9 +149,9 @@ class AsyncReplicas:
         alone = isinstance(self._course, Asp) or self._ranks is not None
         return results if alone else _in_order(results, self.minibatches)
 
-    def replay(self, order: Order, loader: Iterable[Any]) -> Results:
-        """Runs an order again, in the caller's thread: from the same weights, with the same minibatches, it leaves the
-        same bits as the run that it was recorded from.
+    def replay(self, order: Order | str, loader: Iterable[Any]) -> Results:
+        """Repeats an order, or the text of one, in the caller's thread: from the same weights and minibatches
+        the results are bit-identical to those of the recorded run.
         """
         if self._ranks is not None:
             count = len(self._ranks.ranks)
@@ -159,6 +159,7 @@ class AsyncReplicas:
                 f"an order of ranks is run again in one process: AsyncReplicas(model, replicas={count}, ...).replay("
                 "order, order.merged(loaders)), with the loader of each rank"
             )
+        order = Order.parse(order) if isinstance(order, str) else order
         return self._started(self._replay(order, iter(loader), self._asp))
 
     @property
