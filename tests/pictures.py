@@ -1,34 +1,39 @@
-"""The pictures of the README and the docs: `python -m tests.pictures`, from the root of the project.
+"""The pictures of the README and the docs, each drawn by its command in docs/gallery.md.
 
-docs/pictures/1f1b-and-zb-v.svg   what the schedule alone gains on 8 devices; the figures are the simulator's
+`python -m tests.pictures`, from the root of the project, draws them again.
 """
 
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from gapless.schedule.recipes import make_schedule
-from gapless.schedule.simulate import simulate
-from gapless.view.pictures import svg
-from gapless.view.text import percent
+from gapless.cli import main
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
-DEVICES, MICROBATCHES = 8, 32
+DOCS = Path(__file__).parent.parent / "docs"
+FOLDER = DOCS / "pictures"
 
 
-def pictures() -> dict[str, str]:
-    """Each by the name of its file."""
-    before, after = (
-        simulate(make_schedule(name, devices=DEVICES, microbatches=MICROBATCHES)) for name in ("1f1b", "zb-v")
-    )
-    title = (
-        f"{DEVICES} devices, {MICROBATCHES} microbatches: idle time {percent(before.bubble, 0)} → "
-        f"{percent(after.bubble)}, in the same memory"
-    )
-    assert max(before.peak) == max(after.peak)
-    return {"1f1b-and-zb-v.svg": svg.render([before, after], title=title, hover=False)}
+def commands() -> dict[str, list[str]]:
+    """The words of each command, by the name of its picture."""
+    page = (DOCS / "gallery.md").read_text("utf-8")
+    found = re.findall(r"^```sh\ngapless (.*)\n```\n\n!\[.*\]\(pictures/(.*)\)$", page, re.MULTILINE)
+    assert len(found) == page.count("```sh")
+    return {name: shlex.split(words) for words, name in found}
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """Each with its name, without the words on hover, which are most of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, words in commands().items():
+            assert words[words.index("--figure") + 1] == name
+            assert main([str(Path(folder, word)) if word == name else word for word in words]) == 0
+            yield name, re.sub(r"><title>[^<]*</title></\w+>", "/>", Path(folder, name).read_text("utf-8"))
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for name, picture in pictures().items():
-        (FOLDER / name).write_text(picture, encoding="utf-8", newline="\n")
-        print(f"wrote {FOLDER / name}")
+    for file, picture in pictures():
+        (FOLDER / file).write_text(picture, encoding="utf-8", newline="\n")
+        print(f"wrote {FOLDER / file}", file=sys.stderr)
