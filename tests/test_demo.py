@@ -59,7 +59,7 @@ def test_the_demo_runs_and_its_report_opens(tmp_path: Path, show: Opener) -> Non
     assert [(tmp_path / each).is_file() for each in named] == [True, True]
     assert sorted(file.name for file in (tmp_path / "demo").iterdir()) == ["compare.html", "run", "weights.safetensors"]
     shown = show((tmp_path / "demo" / "run" / "report.html").read_text("utf-8"))
-    assert re.fullmatch(r"gpt, run run · zb-h1 · 2 devices · \d+\.\d% bubble", shown.text("h1"))
+    assert re.fullmatch(r"gpt · run · since step 4: zb-h1 · 2 devices · \d+\.\d% bubble", shown.text("h1"))
     assert shown.page.locator(".report figure").count() == 6
     assert shown.text(".tiles div:first-child dd") == "4"
 

@@ -189,3 +189,13 @@ def test_what_vmap_runs_is_not_cut() -> None:
     """A tensor inside vmap crossed to the next stage, where it has no meaning."""
     torch.manual_seed(0)
     assert_exact(Mapped(), [(rows(), rows())], loss=F.mse_loss, microbatches=2)
+
+
+def test_keywords_that_the_first_layer_does_not_have_are_a_sentence() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with gapless.Pipeline(model, devices=2, microbatches=2, loss=F.mse_loss) as pipe:
+        with pytest.raises(
+            ConfigError, match="the batch has input_ids, but the first layer, a Linear, can't take that"
+        ):
+            pipe.step(input_ids=torch.randn(4, 4), target=torch.randn(4, 4))
+        pipe.step(input=torch.randn(4, 4), target=torch.randn(4, 4))

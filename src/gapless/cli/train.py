@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from gapless.train.config.config import read_config  # torch is loaded here, and not before
     from gapless.train.run.interrupts import CTRL_C
+    from gapless.train.run.machine_load import MachineLoad
     from gapless.train.run.run_folder import folder_of
     from gapless.train.run.trainer import NotFiniteError
     from gapless.train.run.training import prepared
@@ -95,6 +96,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 if ranks.first:
                     _introduce(training, out)
                     training.add(_display(arguments, training, out))
+                load = MachineLoad()
                 try:
                     training.run()
                 except NotFiniteError as error:
@@ -103,7 +105,10 @@ def _train(arguments: argparse.Namespace) -> int:
                 if training.interrupts.interrupted or stopped == CTRL_C:
                     return _stopped(training, "", 130)
                 if ranks.first:
-                    _conclude(arguments, training)
+                    alone = training.job.ranks.mesh is None and all(
+                        each.type == "cpu" for each in training.pipe.devices
+                    )
+                    _conclude(arguments, training, load.warning() if alone else "")
                 return 0
         finally:
             terminal.show_progress("")
@@ -189,7 +194,7 @@ def _stopped(training: "Training", why: str, code: int) -> int:
     return code
 
 
-def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
+def _conclude(arguments: argparse.Namespace, training: "Training", warning: str) -> None:
     from gapless.train.run.metrics import summary_of
     from gapless.train.run.trainer import SIGTERM
 
@@ -208,6 +213,8 @@ def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
         goes_on = "; the same command goes on" if training.trainer.ended == SIGTERM else ""
         at = f"step {training.trainer.step} of {training.trainer.steps}"
         lines.append(f"ended after {at}: {training.trainer.ended}{goes_on}")
+    if warning:
+        lines.append(f"caution: {warning}")
     if training.config.run.report:
         lines.append(f"report: {training.folder.report}")
     terminal.say("\n" + "\n".join(lines))

@@ -1,6 +1,8 @@
 """A model as a sequence of layers, with the names its parameters had before anybody cut it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -54,6 +56,21 @@ class Layers:
     def unused(self) -> Sequence[Any]:
         """Where parameters and buffers are that no layer has: nowhere."""
         return ()
+
+    def prepare(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Microbatches as they are. A dict is for a first layer that has arguments of these names."""
+        first = self.layers[0] if self.layers else None
+        if parts and isinstance(parts[0], dict) and not getattr(first, "_forward_pre_hooks", None):
+            with suppress(ValueError):  # of what is not written in Python nothing is known
+                try:
+                    signature(first.forward if isinstance(first, nn.Module) else first).bind(**parts[0])  # type: ignore[arg-type]
+                except TypeError as error:
+                    raise ConfigError(
+                        f"the batch has {', '.join(map(str, parts[0]))}, but the first layer, a "
+                        f"{type(first).__name__}, can't take that by name ({error}): pass its input itself, as step(x, "
+                        "target)"
+                    ) from None
+        return parts
 
     def again(self) -> "Layers":
         """The same model as it is now, after its user has edited it."""

@@ -138,7 +138,7 @@ class StagedModel:
         """Microbatches as the first stage takes them. A module is traced and cut here, when a new kind comes."""
         model = self.model
         if isinstance(model, Layers):
-            return parts
+            return model.prepare(parts)
         known, edition = model.num_traces, model.edition
         with room_for(self.schedule, len(self._world.devices), "give smaller layers with layers="):
             prepared = model.prepare(parts)
