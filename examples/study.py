@@ -336,7 +336,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
             study.run(settings, results)
         print(results.finish())
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from here: {study.command}", file=sys.stderr)
+        print(f"\nstopped; the same command resumes it from here: {study.command}", file=sys.stderr)
         return 130
     except (gapless.GaplessError, ValueError) as error:
         print(f"{study.command}: {error}", file=sys.stderr)

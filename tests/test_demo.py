@@ -51,7 +51,7 @@ def test_the_demo_runs_and_its_report_opens(tmp_path: Path, show: Opener) -> Non
         "0 F0 F1 F2 F3 ···························B0--- B1--- B2--- B3---\n"
         "1 ···F0 F1 F2 F3 ··················B0--- B1--- B2--- B3---\n"
     )
-    assert "\nrun: demo/run, which goes on after step 3 of 4\n" in ended.stdout
+    assert "\nrun: demo/run, resumed after step 3 of 4\n" in ended.stdout
     assert "\nreport: demo/run/report.html\n" in ended.stdout
     proof, _, *last = ended.stdout.splitlines()[-4:]
     assert re.fullmatch(r"all \d+ tensors are bit-identical to 4 steps of plain training on one device", proof)

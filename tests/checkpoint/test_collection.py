@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are kept, which is loaded, and what happens while training goes on."""
+"""The checkpoints of a run: which are kept, which is loaded, and what happens while training continues."""
 
 import os
 import subprocess
@@ -117,7 +117,7 @@ def test_a_step_before_the_last_is_refused_for_it_would_be_removed_at_once(
         pipe.steps = 9
         run.save(optimizer)
         pipe.steps = 3
-        with pytest.raises(CheckpointError, match="run has step-00000009, and this is step 3: go on from that one"):
+        with pytest.raises(CheckpointError, match="run has step-00000009, and this is step 3: continue from that one"):
             run.save(optimizer)
         assert steps(run) == [9]
         (tmp_path / "run" / "step-00000009" / "manifest.json").write_text("{}")  # a damaged one takes nobody's place
@@ -184,7 +184,7 @@ def test_the_newest_is_never_what_a_link_leads_to(tmp_path: Path, pipe: gapless.
         with pytest.raises(CheckpointError, match="latest is a link out of its folder"):
             pipe.load(tmp_path / "run" / "latest", optimizer)
         (tmp_path / "run" / "step-00000009").symlink_to("../elsewhere")
-        words = r"step-00000009 is a link out of its folder.*: remove it, and the run goes on from step-00000000$"
+        words = r"step-00000009 is a link out of its folder.*: remove it, and the run resumes from step-00000000$"
         with pytest.raises(CheckpointError, match=words):
             run.load(optimizer)
 
@@ -204,7 +204,7 @@ def test_nobody_is_told_to_remove_what_only_can_not_be_read(tmp_path: Path, pipe
             ):
                 run.load(optimizer)
         next(newest.glob("*.safetensors")).write_bytes(b"")
-        with pytest.raises(CheckpointError, match="remove it, and the run goes on from step-00000001"):
+        with pytest.raises(CheckpointError, match="remove it, and the run resumes from step-00000001"):
             run.load(optimizer)
 
 

@@ -200,19 +200,19 @@ def test_a_run_goes_on_in_its_folder_with_other_devices_and_has_a_report(gapless
     config = write(tmp_path)
     whole = json.loads(gapless(f"train {config} --json --folder whole").out)["losses"]
     assert gapless(f"train {config} --resume").err == (
-        "gapless: runs/mine holds no checkpoint to go on from: leave --resume out to begin anew\n"
+        "gapless: runs/mine holds no checkpoint to resume from: leave --resume out to start a new run\n"
     )
     code, out, _ = gapless(f"train {config} --steps 4")
     assert (code, out.splitlines()[-1]) == (0, "report: runs/mine/report.html")
     code, out, _ = gapless(f"train {config} --resume --devices 3")
-    assert "run: runs/mine, which goes on after step 4 of 6" in out.splitlines()
+    assert "run: runs/mine, resumed after step 4 of 6" in out.splitlines()
     assert code == 0
     assert json.loads(gapless("view runs/mine --json").out)["losses"] == whole
     assert gapless("view runs/mine --html mine.html").out == "wrote mine.html\n"
     assert (tmp_path / "mine.html").read_text() == (tmp_path / "runs" / "mine" / "report.html").read_text()
     assert gapless("view runs/mine --follow").out == "wrote runs/mine/report.html\n"  # which has ended
     assert gapless("view nowhere").err == "gapless: nowhere holds no run: it has no run.json that can be read\n"
-    done = "run: runs/mine, whose 6 steps are done: more with --steps N, or --fresh begins anew"
+    done = "run: runs/mine, whose 6 steps are done: train more with --steps N, or start a new run with --fresh"
     assert done in gapless(f"train {config}").out.splitlines()
     started = gapless(f"train {config} --fresh --resume runs/mine/checkpoints/step-00000004 --json")
     assert json.loads(started.out)["losses"] == whole[4:]

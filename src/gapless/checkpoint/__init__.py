@@ -2,7 +2,7 @@
 
 collection    the checkpoints of a run: the last and the best are kept, a thread writes
 listing       what a run's folder has
-copies        what a thread writes while training goes on
+copies        what a thread writes while training continues
 saveable      what can be saved and goes on from what was
 contents      what is to be saved, as trees of values with tensors beside them
 tree          trees of values as JSON

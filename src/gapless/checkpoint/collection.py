@@ -49,7 +49,7 @@ class Checkpoints:
     keep        how many of the last are kept; None: all
     best        and how many of the best, by the metric that was given when they were saved
     better      which metric is: "lower" or "higher"
-    background  `save` copies what is to be saved, and a thread writes it while training goes on
+    background  `save` copies what is to be saved, and a thread writes it while training continues
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Checkpoints:
                 raise
             if any(isinstance(each, UnreadableError) for each in (error, *wrong)):
                 raise
-            raise CheckpointError(f"{error}: remove it, and the run goes on from {earlier[-1]}") from None
+            raise CheckpointError(f"{error}: remove it, and the run resumes from {earlier[-1]}") from None
 
     # -- the folder -------------------------------------------------------------------------------------------------
 

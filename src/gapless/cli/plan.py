@@ -70,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         const="ring",
         choices=tuple(FORMS),
         help="plan stages and their replicas for training without a flush instead, as PipeDream does; pipedream counts "
-        "times as its optimizer does, ring (the default) as they are here",
+        "times as PipeDream's optimizer does, ring (the default) as gapless does",
     )
     searched.add_argument(
         "--what-if",
@@ -78,7 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="CHANGE,CHANGE",
         help="plan again for a machine with memory+8GiB (each), devices+1, bandwidth*2, latency/2, speed*1.5 or "
-        "minibatch*2, and tell what each brings (default: 8 GiB more, a device more, links twice as fast)",
+        "minibatch*2, and report the gain of each (default: 8 GiB more, a device more, links twice as fast)",
     )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"

@@ -33,13 +33,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--example", action="store_true", help="print a config to start from")
     parser.add_argument("--keys", action="store_true", help="print what every key of a config means")
     asked.add_values(
-        parser.add_argument_group("instead of what the config says"),
+        parser.add_argument_group("override the config"),
         ("--plan", str, None, "auto|FILE", "make a plan first, or use one from `gapless plan --write`"),
         ("--steps", int, None, "N", "number of steps"),
         ("--devices -K", int, None, "K", "number of devices"),
         ("--microbatches -M", int, None, "M", "number of microbatches, also for --plan auto"),
         ("--schedule", str, None, "NAME", "schedule, also for --plan auto"),
-        ("--folder", str, None, "FOLDER", "the run's folder: a run that is found there goes on"),
+        ("--folder", str, None, "FOLDER", "the run's folder; a run found there is resumed"),
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="any key, as --set train.clip=1; may be repeated"
@@ -49,9 +49,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="CHECKPOINT",
-        help="go on from this checkpoint of another run; alone: refuse to begin anew where the folder holds none",
+        help="resume from this checkpoint of another run; without a value: fail unless the folder holds a checkpoint",
     )
-    parser.add_argument("--fresh", action="store_true", help="begin anew, in a folder that holds no run yet")
+    parser.add_argument("--fresh", action="store_true", help="start a new run, in a folder that holds none yet")
     parser.add_argument("--plain", action="store_true", help="plain lines on a terminal too")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end; progress goes to standard error"
@@ -119,13 +119,15 @@ def _start(arguments: argparse.Namespace, folder: "RunFolder", ranks: "Ranks") -
     if arguments.resume is None:
         return None
     if arguments.fresh and not arguments.resume:
-        raise ConfigError("--fresh begins anew, and --resume goes on: leave one of them out, or name a checkpoint")
+        raise ConfigError(
+            "--fresh starts a new run and --resume continues one: leave one of them out, or name a checkpoint"
+        )
     if arguments.resume:
         if ranks.first and folder.has_checkpoints:  # so it is when torchrun starts its ranks anew
-            terminal.complain(f"{folder.path} holds a run, which goes on; --resume CHECKPOINT is for a new folder")
+            terminal.complain(f"{folder.path} holds a run, which is resumed; --resume CHECKPOINT is for a new folder")
         return Path(arguments.resume)
     if not folder.has_checkpoints:
-        raise ConfigError(f"{folder.path} holds no checkpoint to go on from: leave --resume out to begin anew")
+        raise ConfigError(f"{folder.path} holds no checkpoint to resume from: leave --resume out to start a new run")
     return None
 
 
@@ -139,9 +141,11 @@ def _introduce(training: "Training", out: TextIO) -> None:
         if plan.caution:
             terminal.say(f"caution: {plan.caution}", out)
     done, steps = training.trainer.step, training.trainer.steps
-    goes_on = f", which goes on after step {done} of {steps}" if done else ""
+    goes_on = f", resumed after step {done} of {steps}" if done else ""
     if done >= steps:
-        goes_on = f", whose {show_count(steps, 'step')} are done: more with --steps N, or --fresh begins anew"
+        goes_on = (
+            f", whose {show_count(steps, 'step')} are done: train more with --steps N, or start a new run with --fresh"
+        )
     terminal.say(f"run: {training.folder.path}{goes_on}", out)
     terminal.say(file=out)
     out.flush()
@@ -189,7 +193,7 @@ def _changed(config: "Config", arguments: argparse.Namespace) -> "Config":
 def _stopped(training: "Training", why: str, code: int) -> int:
     if training.job.ranks.first:
         trainer = training.trainer
-        saved = "" if why else "; the run is saved: the same command goes on"
+        saved = "" if why else "; the run is saved: the same command resumes it"
         terminal.complain(f"stopped after {trainer.step} of {trainer.steps} steps{saved}{why}")
     return code
 
@@ -210,7 +214,7 @@ def _conclude(arguments: argparse.Namespace, training: "Training", warning: str)
         off = 100 * (usual / plan.step_seconds - 1)
         lines.append(f"predicted {1000 * plan.step_seconds:.1f} ms, measured {1000 * usual:.1f} ms: {off:+.1f}%")
     if training.trainer.step < training.trainer.steps:
-        goes_on = "; the same command goes on" if training.trainer.ended == SIGTERM else ""
+        goes_on = "; the same command resumes it" if training.trainer.ended == SIGTERM else ""
         at = f"step {training.trainer.step} of {training.trainer.steps}"
         lines.append(f"ended after {at}: {training.trainer.ended}{goes_on}")
     if warning:

@@ -224,7 +224,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path: Path, seed
         os.kill(chance.choice(ranks_of(process.pid)), signal.SIGKILL)
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
-    (gone_on,) = re.findall(r"run: ranks, which goes on after step (\d+) of 40", out)
+    (gone_on,) = re.findall(r"run: ranks, resumed after step (\d+) of 40", out)
     assert int(gone_on) % 2 == 0
     assert int(gone_on) >= 2
     assert_same(config, tmp_path / "one", tmp_path / "ranks")

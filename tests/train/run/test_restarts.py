@@ -54,7 +54,7 @@ def wait_for_a_save(job: Torchrun) -> None:
 
 
 def starts(job: Torchrun) -> int:
-    return len(re.findall(r"^run: ranks, which goes on after step \d+", job.said(), re.MULTILINE))
+    return len(re.findall(r"^run: ranks, resumed after step \d+", job.said(), re.MULTILINE))
 
 
 def test_a_kill_of_each_rank_and_of_all_ranks_of_each_host_costs_one_restart(tmp_path: Path) -> None:

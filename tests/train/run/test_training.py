@@ -160,7 +160,7 @@ def test_the_command_line_finds_the_checkpoints_of_a_run(tmp_path: Path, capsys:
     assert main(words) == 0
     assert capsys.readouterr().err == ""
     assert main([*words, "elsewhere"]) == 0
-    told = f"gapless: {tmp_path / 'run'} holds a run, which goes on; --resume CHECKPOINT is for a new folder\n"
+    told = f"gapless: {tmp_path / 'run'} holds a run, which is resumed; --resume CHECKPOINT is for a new folder\n"
     assert capsys.readouterr().err == told
 
 
@@ -324,9 +324,11 @@ def test_sigterm_and_ctrl_c_save_first_and_the_same_command_goes_on(
     assert ended == code, err
     saved = int(os.readlink(tmp_path / "runs" / "mine" / "checkpoints" / "latest").removeprefix("step-"))
     if number == signal.SIGINT:
-        assert err == f"gapless: stopped after {saved} of 1000000 steps; the run is saved: the same command goes on\n"
+        assert (
+            err == f"gapless: stopped after {saved} of 1000000 steps; the run is saved: the same command resumes it\n"
+        )
     else:
-        assert f"ended after step {saved} of 1000000: SIGTERM; the same command goes on" in out
+        assert f"ended after step {saved} of 1000000: SIGTERM; the same command resumes it" in out
     config = read_config(file, QUIET).changed(steps=saved + 1)
     _, _, kept = run(config, tmp_path / "runs" / "mine")
     assert [step.number for step in kept.steps] == [saved + 1]

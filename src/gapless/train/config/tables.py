@@ -103,7 +103,7 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class LossKeys:
-    """What is made smaller.
+    """The training objective.
 
     name = "next_token"  `next_token`, `translation`, a loss of `torch.nn.functional` such as `cross_entropy`, or your
         own function of outputs and target
@@ -150,7 +150,7 @@ class SchedulerKeys:
 
 @dataclass(frozen=True)
 class Layout:
-    """On what it is trained, and in which order. Beside `plan = "auto"` a schedule and microbatches are all that is
+    """The devices and the schedule. Beside `plan = "auto"` a schedule and microbatches are all that is
     tried.
 
     devices = ["cpu", "cpu", "cpu", "cpu"]  a number, or a list as `["cuda:0", "cuda:1"]`; under torchrun one rank for
@@ -164,7 +164,7 @@ class Layout:
     partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
     threads = 1  CPU threads of each device. The last bits of a number may depend on it
-        | the cores of the machine, shared by its devices; what it had for a run that goes on
+        | the cores of the machine, shared by its devices; a resumed run keeps what it had
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
     """
 
@@ -225,13 +225,13 @@ class EvaluateKeys:
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """What is kept, to go on later. A run saves at its end too, on SIGTERM and on Ctrl-C.
+    """What is saved for resuming. A run also saves at its end, on SIGTERM and on Ctrl-C.
 
     every = 100  save after so many updates | by time
     minutes = 10  save after so many minutes | 10, unless `every` is given
     keep = 2  how many of the latest are kept
     best = true  keep the one with the best evaluation too
-    background = true  write from a copy, in a thread of its own, while training goes on
+    background = true  write from a copy, in a thread of its own, while training continues
     """
 
     every: Whole | None = None
@@ -245,7 +245,7 @@ class CheckpointKeys:
 class RunKeys:
     """Where it is written down, and how it is watched.
 
-    folder = "runs/my-run"  the run's folder: its metrics, checkpoints and report. A run that is found there goes on
+    folder = "runs/my-run"  the run's folder: its metrics, checkpoints and report. A run found there is resumed
         | `runs/` and the name of the config, in the current folder
     timeline = 20  measure who does what in every n-th step; 0 for never. The first steps are not measured
     tensorboard = true  write for TensorBoard | where `tensorboard` is installed

@@ -130,7 +130,7 @@ class RunFolder:
         changes = list(_changes(before["config"], json.loads(json.dumps(config.as_json(), default=str))))
         if changes:
             raise ConfigError(
-                f"{self.path} holds a run with another config: {'; '.join(changes[:3])}: go on with that one, or "
+                f"{self.path} holds a run with another config: {'; '.join(changes[:3])}: resume with that one, or "
                 "choose another folder with --folder, or --fresh"
             )
 
