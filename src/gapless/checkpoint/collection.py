@@ -119,7 +119,7 @@ class Checkpoints:
         later = [each for each in saved_in(self.folder, after=step) if not each.fault]
         if later:
             raise CheckpointError(
-                f"{printable(str(self.folder))} has {later[-1].path.name}, and this is step {step}: go on from that "
+                f"{printable(str(self.folder))} has {later[-1].path.name}, and this is step {step}: continue from that "
                 "one with load, remove it, or save to another folder"
             )
 
@@ -187,7 +187,7 @@ class Checkpoints:
         self.wait()
         saved = self.saved
         if not saved:
-            raise CheckpointError(f"{printable(str(self.folder))} has no checkpoint to go on from: start anew")
+            raise CheckpointError(f"{printable(str(self.folder))} has no checkpoint to resume from: start a new run")
         try:
             return self._trained.saveable().load(saved[-1].path, optimizer=optimizer, scheduler=scheduler)
         except CheckpointError as error:
