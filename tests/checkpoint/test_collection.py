@@ -244,5 +244,8 @@ def test_options_that_make_no_sense_are_refused(
 
 
 def test_there_is_nothing_to_go_on_from_in_a_new_folder(tmp_path: Path, pipe: gapless.Pipeline) -> None:
-    with Checkpoints(tmp_path / "run", pipe) as run, pytest.raises(CheckpointError, match="has no checkpoint to resume"):
+    with (
+        Checkpoints(tmp_path / "run", pipe) as run,
+        pytest.raises(CheckpointError, match="has no checkpoint to resume"),
+    ):
         run.load(sgd(pipe.parameters()))
