@@ -56,7 +56,7 @@ def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_
 
 
 def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
-    from tests.hf.on_ranks import read_train_and_save
+    from tests.hf.parts_on_ranks import read_train_and_save
 
     kinds = ("gpt2", "mixtral")
     plain = {}
