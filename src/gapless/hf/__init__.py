@@ -2,6 +2,8 @@
 
 empty_model       a model without weights, and a pipeline of it; `hub_weights`: where its weights are
 pipeline_trainer  PipelineTrainer, Trainer with its accumulation batches as microbatches
+rank_trainer      Trainer as one of several ranks: what they do together, and what one of them writes
+trainer_ranks     a process per device, and how Trainer and accelerate see it
 unsupported       arguments that are refused, by name
 model_proxy       in the place of the model, where Trainer calls it
 grouped_loader    a loader whose batches come several at a time

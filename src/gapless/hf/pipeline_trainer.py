@@ -14,7 +14,6 @@ import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,16 @@ from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import FETCHED_BATCHES
 from gapless.hf.grouped_loader import GroupedLoader
 from gapless.hf.model_proxy import PipelinedModel, answered, call_in
+from gapless.hf.rank_trainer import RankTrainer
+from gapless.hf.trainer_ranks import ranks_of
 from gapless.hf.unsupported import check_arguments, check_model, check_pipeline
-from gapless.hf.whole_checkpoint import begin, resumed
+from gapless.hf.whole_checkpoint import resumed
 from gapless.pipeline.arguments.checks import at_least_one
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
@@ -40,12 +41,15 @@ from gapless.stage.stage import Remat
 from gapless.units import show_count
 
 
-class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` in one process, with the model cut into stages on several devices.
+class PipelineTrainer(RankTrainer):
+    """`transformers.Trainer` with the model cut into stages: in one process with a thread for each device, or under
+    torchrun with a process for each.
 
     Positional arguments and all others are Trainer's, and these come on top:
 
-    devices       how many, "cuda" for all GPUs, or a list of torch devices: a thread for each
+    devices       in one process: how many, "cuda" for all GPUs, or a list of torch devices. Under torchrun every rank
+                  is one, and this may be left out
+    dp            under torchrun: how many pipelines share the batches; each has its part of the ranks
     schedule      a name from `gapless schedules`, or a Plan
     microbatches  the batches of one update; by default `gradient_accumulation_steps` of the arguments, which is the
                   same thing
@@ -60,7 +64,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         model: Any = None,
         args: Any = None,
         *more: Any,
-        devices: Devices,
+        devices: Devices | None = None,
+        dp: int = 1,
         schedule: str | Plan = "1f1b",
         microbatches: int | None = None,
         remat: Remat | Sequence[Remat] | None = None,
@@ -68,13 +73,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else copy.copy(args)
-        check_arguments(args)
-        check_model(model)
         check_pipeline(schedule, pipeline or {})
+        check_arguments(args, pipeline or {})
+        check_model(model)
         args._n_gpu = min(args.n_gpu, 1)  # several would be DataParallel
         args.gradient_accumulation_steps = _accumulated(args, schedule, microbatches)
+        self.ranks = ranks_of(args, dp, devices)
         self._asked = {
-            "devices": _devices(devices, args),
+            **({"mesh": self.ranks.mesh, "tied": "exact"} if self.ranks else {"devices": _devices(devices, args)}),
             "schedule": schedule,
             "microbatches": args.gradient_accumulation_steps,
             "seed": args.seed,
@@ -115,16 +121,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """As Trainer's; what `gradient_checkpointing` asks for, remat does. A checkpoint that a kill has left half
         written is passed over for the last whole one.
         """
+        self._wait()  # for what another rank still writes
         checkpoint = resumed(resume_from_checkpoint, self.args.output_dir)
         asked, self.args.gradient_checkpointing = self.args.gradient_checkpointing, False
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            output = super().train(checkpoint, *args, **kwargs)
+            self._gather_model()
+            return output
         finally:
             self.args.gradient_checkpointing = asked
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        begin(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
-        super()._save_checkpoint(model, trial)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -157,10 +162,15 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if any(call is None for call in calls):
             raise ConfigError("compute_loss does not call the model, so there is nothing to run on a pipeline")
         share = 1 if self._is_scaled(num_items) else len(batches)
+        replicas = 1 if self.ranks is None else self.ranks.replicas  # whose gradients are averaged
         self.pipe.steps = self.state.global_step  # on which random numbers depend, also after a resume
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             result = self.pipe.step(
-                calls, targets, cut=False, weight=1 / share, scaler=getattr(self.accelerator, "scaler", None)
+                calls,
+                targets,
+                cut=False,
+                weight=1 / (share * replicas),
+                scaler=getattr(self.accelerator, "scaler", None),
             )
         if self.result is None:
             self._settle_optimizer()
@@ -168,7 +178,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return [(loss / share if share > 1 else loss).to(self.args.device) for loss in result.losses]
+        return [
+            (loss / share if share > 1 else loss).to(self.args.device)
+            for loss in self._own(result.losses, len(batches))
+        ]
 
     def _loss(self, outputs: Any, target: Any) -> Tensor:
         """Of a microbatch, on the last stage. Autocast is around Trainer's model, and not around what it makes of the
@@ -224,14 +237,19 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             self._pipelined.foresee([call for call in calls if call is not None])
 
         ahead = GroupedLoader(dataloader, self._asked["microbatches"], before)
-        return super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        self._loss_only = bool(only)
+        try:
+            return super().evaluation_loop(ahead, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        finally:
+            self._loss_only = False
 
     def _evaluated(self, calls: Sequence[Any]) -> list[Any]:
         """What the model returns for each of these calls."""
         most, outputs = self._asked["microbatches"], []
         with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
             for first in range(0, len(calls), most):
-                outputs += self.pipe.evaluate(list(calls[first : first + most]), cut=False).outputs
+                made = self.pipe.evaluate(list(calls[first : first + most]), cut=False).outputs
+                outputs += self._shared(made)
         if self.accelerator.native_amp:
             outputs = convert_outputs_to_fp32(lambda: outputs)()
         return list(pytree.tree_map_only(Tensor, lambda each: each.to(self.args.device), outputs))
@@ -261,8 +279,12 @@ def _accumulated(args: Any, schedule: Any, microbatches: int | None) -> int:
     return at_least_one("microbatches", asked)
 
 
-def _devices(devices: Devices, args: Any) -> Devices:
+def _devices(devices: Devices | None, args: Any) -> Devices:
     """A number means GPUs, unless the arguments say CPU."""
+    if devices is None:
+        raise ConfigError(
+            "devices= is missing: give how many, as devices=4, or start it with torchrun, a rank for each"
+        )
     if not isinstance(devices, int):
         return devices
     if args.device.type == "cpu":

@@ -16,9 +16,9 @@ _DECIDED = (
 )
 
 
-def check_arguments(args: Any) -> None:
-    """Of the TrainingArguments all faults at once."""
-    if faults := list(_faults(args)):
+def check_arguments(args: Any, options: Mapping[str, Any]) -> None:
+    """Of the TrainingArguments, and of more arguments for `Pipeline`, all faults at once."""
+    if faults := [*_faults(args), *(_faults_of_ranks(args, options) if args.world_size > 1 else ())]:
         raise ConfigError("; ".join(faults))
 
 
@@ -44,11 +44,20 @@ def _faults(args: Any) -> Iterator[str]:
             )
     if "lomo" in str(args.optim).lower():
         yield f"optim={getattr(args.optim, 'value', args.optim)!r} updates weights inside a backward: choose another"
-    if args.world_size > 1:
-        yield (
-            f"PipelineTrainer is one process with a thread per device, and this is one of {args.world_size}: start it "
-            "with python, not with torchrun or accelerate launch"
-        )
+
+
+def _faults_of_ranks(args: Any, options: Mapping[str, Any]) -> Iterator[str]:
+    """What is for one process only."""
+    if args.fp16:
+        yield "fp16=True scales gradients on each rank alone: use bf16=True under torchrun, or one process"
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size=True may find another size on each rank: leave it out under torchrun"
+    if args.accelerator_config.dispatch_batches:
+        yield "dispatch_batches=True has rank 0 send parts of a batch to each rank: leave it out under torchrun"
+    if args.eval_use_gather_object:
+        yield "eval_use_gather_object=True gathers from all ranks, and not from pipelines: leave it out under torchrun"
+    if "layers" in options:
+        yield "pipeline= has layers, of which a rank keeps its own alone: leave it out, or use gapless.Pipeline"
 
 
 def check_model(model: Any) -> None:

@@ -1,0 +1,82 @@
+"""What ranks do in the tests of PipelineTrainer under torchrun: train as a script does, and compare with what
+transformers.Trainer has left in a file.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gapless.model.traced import settled
+from tests.hf.training import Left, arguments, gpt2, logged, rows, trained
+from tests.model.hub import hub
+from tests.traced_once import Traces
+
+OWN = {"pipeline": {"intra_op_threads": 1}}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+# How to train: arguments of TrainingArguments, and those of PipelineTrainer alone.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adamw": ({}, {}),
+    "sgd": ({"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "cosine"}, {"schedule": "zb-h1"}),
+    "evaluated": (EVALUATED, {"schedule": "interleaved"}),
+    "bf16": ({"bf16": True, "label_smoothing_factor": 0.1, **EVALUATED}, {"schedule": "zb-v"}),
+    "remat": ({"gradient_checkpointing": True, "train_sampling_strategy": "group_by_length"}, {"schedule": "zb-v"}),
+}
+
+
+def as_under_torchrun() -> int:
+    """The variables by which accelerate knows that it is one of several; and a model is traced once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    vars(settled)["Trace"] = Traces()
+    return rank
+
+
+def right(prediction: Any) -> dict[str, float]:
+    logits, labels = (torch.as_tensor(each) for each in prediction)
+    return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)).sum().item()}
+
+
+def train(kind: type[Any], folder: Path, name: str, **more: Any) -> tuple[Any, list[Left]]:
+    """By one of the settings."""
+    asked, own = SETTINGS[name]
+    given = {**asked, **more.pop("asked", {})}
+    more = {**more, **({"eval_dataset": rows(10), "compute_metrics": right} if "eval_steps" in given else {})}
+    if kind is not hub().Trainer:
+        more = {**OWN, **own, **more}
+    return trained(kind, copy.deepcopy(gpt2()), arguments(folder, **given), **more)
+
+
+def write_plain(folder: str, name: str, process: str = "0") -> None:
+    """What transformers.Trainer leaves."""
+    trainer, steps = train(hub().Trainer, Path(folder, f"plain {name}"), name)
+    if process == "0":
+        torch.save((steps, logged(trainer)), Path(folder, f"{name}.pt"))
+
+
+def compare(trainer: Any, steps: list[Left], plain: Path) -> None:
+    """After every step the parameters of this rank, at the end all, and what was logged."""
+    wanted, logs = torch.load(plain)
+    here = [name for name, _ in trainer.pipe.named_parameters()]
+    assert len(steps) == len(wanted)
+    for step, (ours, theirs) in enumerate(zip(steps, wanted, strict=True)):
+        wrong = [name for name in here if not torch.equal(ours[name], theirs[name])]
+        assert not wrong, f"step {step}: {wrong}"
+    wrong = [name for name, each in trainer.model.named_parameters() if not torch.equal(each, wanted[-1][name])]
+    assert not wrong, f"at the end: {wrong}"
+    assert logged(trainer) == logs, f"{logged(trainer)}, but {logs}"
+
+
+def same_as_plain(folder: str, *names: str) -> None:
+    """All of these settings, one after the other."""
+    from gapless.hf import PipelineTrainer
+
+    as_under_torchrun()
+    for name in names:
+        compare(*train(PipelineTrainer, Path(folder, f"ours {name}"), name), Path(folder, f"{name}.pt"))
