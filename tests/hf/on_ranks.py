@@ -5,6 +5,7 @@ transformers.Trainer has left in a file.
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gapless.model.traced import settled
-from tests.hf.training import Left, arguments, gpt2, logged, rows, trained
+from tests.hf.training import Left, arguments, gpt2, llama, logged, rows, trained
 from tests.model.hub import hub
 from tests.traced_once import Traces
 
@@ -80,3 +81,52 @@ def same_as_plain(folder: str, *names: str) -> None:
     as_under_torchrun()
     for name in names:
         compare(*train(PipelineTrainer, Path(folder, f"ours {name}"), name), Path(folder, f"{name}.pt"))
+
+
+SAVED = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1.0, "save_total_limit": 1}
+
+
+def lora(kind: type[Any], folder: Path, **more: Any) -> Any:
+    """A trainer of adapters that has saved some."""
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = arguments(folder, max_steps=4, save_strategy="steps", save_steps=2)
+    return trained(kind, peft.get_peft_model(llama(), config), args, **more)[0]
+
+
+def stopped_early(kind: type[Any], folder: Path, **more: Any) -> Any:
+    """A trainer that went back to its best weights."""
+    stop = hub().EarlyStoppingCallback(early_stopping_patience=2)
+    given = {"callbacks": [stop], "eval_dataset": rows(4), **more}
+    return trained(kind, gpt2(), arguments(folder, **BEST), **given)[0]
+
+
+def saving(folder: str) -> None:
+    """Three kinds of runs that save."""
+    from gapless.hf import PipelineTrainer
+
+    rank = as_under_torchrun()
+    train(PipelineTrainer, Path(folder, "ours"), "adamw", asked=SAVED)
+    lora(PipelineTrainer, Path(folder, "our lora"), **OWN).save_model(f"{folder}/our adapter")
+    best = stopped_early(PipelineTrainer, Path(folder, "our best"), **OWN)
+    args = arguments(Path(folder, "our dropout"), max_steps=6)
+    dropped = trained(PipelineTrainer, gpt2(0.2), args, schedule="zb-v", **OWN)[0]
+    wanted = torch.load(Path(folder, "dropout.pt"))
+    assert all(torch.equal(each, wanted[name]) for name, each in dropped.model.named_parameters())
+    if rank == 0:
+        torch.save((best.state.log_history, best.model.state_dict()), Path(folder, "best.pt"))
+
+
+def resuming(folder: str, plain: str, *checkpoints: str) -> None:
+    """From each of these to the end."""
+    from gapless.hf import PipelineTrainer
+
+    as_under_torchrun()
+    wanted = torch.load(plain)
+    for number, checkpoint in enumerate(checkpoints):
+        args = {**SAVED, "save_strategy": "no"}
+        trainer, _ = train(PipelineTrainer, Path(folder, f"resumed {number}"), "adamw", asked=args, resume=checkpoint)
+        assert trainer.state.global_step == 5
+        assert all(torch.equal(each, wanted[name]) for name, each in trainer.model.named_parameters())

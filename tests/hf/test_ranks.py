@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.hf.on_ranks import SETTINGS, same_as_plain, write_plain
+from tests.hf.on_ranks import (
+    OWN,
+    SAVED,
+    SETTINGS,
+    lora,
+    resuming,
+    same_as_plain,
+    saving,
+    stopped_early,
+    train,
+    write_plain,
+)
+from tests.hf.training import arguments, gpt2, trained
+from tests.model.hub import hub
 from tests.run.forked import Launch
 
 
@@ -15,3 +32,62 @@ def test_ranks_leave_the_weights_and_logs_of_one_device(ranks: int, launch: Laun
     for name in SETTINGS:
         write_plain(str(tmp_path), name)
     launch(same_as_plain, ranks, str(tmp_path), *SETTINGS, timeout=300.0)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tensors by their bits, whatever they are in."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def loaded(file: Path) -> Any:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    if file.suffix == ".json":
+        found = json.loads(file.read_text())
+        for line in found.get("log_history", ()):
+            for name in [name for name in line if name.endswith(("runtime", "per_second", "preparation_time"))]:
+                del line[name]
+        return {name: each for name, each in found.items() if "checkpoint" not in name}
+    return torch.load(file, weights_only=False)
+
+
+def same_files(ours: Path, theirs: Path) -> None:
+    assert {each.name for each in ours.iterdir()} == {each.name for each in theirs.iterdir()}
+    for file in ours.iterdir():
+        if file.name in ("optimizer.pt", "scheduler.pt", "trainer_state.json") or file.suffix == ".safetensors":
+            assert equal(loaded(file), loaded(theirs / file.name)), file.name
+        elif file.name == "rng_state.pth":
+            assert torch.equal(loaded(file)["cpu"], loaded(theirs / file.name)["cpu"])
+
+
+def test_the_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_them(
+    launch: Launch, tmp_path: Path
+) -> None:
+    from gapless.hf import PipelineTrainer
+
+    plain, _ = train(hub().Trainer, tmp_path / "plain", "adamw", asked=SAVED)
+    torch.save(plain.model.state_dict(), tmp_path / "plain.pt")
+    lora(hub().Trainer, tmp_path / "plain lora").save_model(str(tmp_path / "plain adapter"))
+    best = stopped_early(hub().Trainer, tmp_path / "plain best")
+    args = arguments(tmp_path / "dropout", max_steps=6)
+    dropped = trained(PipelineTrainer, gpt2(0.2), args, schedule="zb-v", devices=2, **OWN)[0]
+    torch.save(dropped.model.state_dict(), tmp_path / "dropout.pt")
+    launch(saving, 2, str(tmp_path), timeout=300.0)
+    for folder in ("{}/checkpoint-4", "{}/checkpoint-5", "{} lora/checkpoint-4", "{} adapter"):
+        same_files(tmp_path / folder.format("our" if " " in folder else "ours"), tmp_path / folder.format("plain"))
+    logs, weights = torch.load(tmp_path / "best.pt")
+    assert [line["eval_loss"] for line in logs if "eval_loss" in line] == [
+        line["eval_loss"] for line in best.state.log_history if "eval_loss" in line
+    ]
+    assert all(torch.equal(each, weights[name]) for name, each in best.model.named_parameters())
+    assert [each.name for each in (tmp_path / "our best").iterdir()] == [
+        each.name for each in (tmp_path / "plain best").iterdir()
+    ]
+    ours, theirs = (str(tmp_path / name / "checkpoint-4") for name in ("ours", "plain"))
+    launch(resuming, 3, str(tmp_path), str(tmp_path / "plain.pt"), ours, theirs, timeout=300.0)
+    one, _ = train(hub().Trainer, tmp_path / "one", "adamw", asked={**SAVED, "save_strategy": "no"}, resume=ours)
+    assert all(map(torch.equal, one.model.parameters(), plain.model.parameters()))

@@ -4,7 +4,8 @@ A rank updates the weights of its own stages. Where Trainer wants the model or t
 each other first; the files are those of one process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class RankTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's; all ranks call it."""
         self._gather_model()
-        super().save_model(output_dir, _internal_call)
+        with _same_configs(self.model):
+            super().save_model(output_dir, _internal_call)
         self._wait()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -135,3 +137,16 @@ class RankTrainer(Trainer):  # type: ignore[misc]
             or type(self).prediction_step is not Trainer.prediction_step
         )
         return not (own or self.label_smoother is not None or self.compute_loss_func is not None)
+
+
+@contextmanager
+def _same_configs(model: nn.Module) -> Iterator[None]:
+    """A save writes into the config of a model, which would be traced again for that, and on one rank only."""
+    configs = [vars(part)["config"] for part in model.modules() if hasattr(vars(part).get("config"), "__dict__")]
+    before = [(config, dict(vars(config))) for config in configs]
+    try:
+        yield
+    finally:
+        for config, values in before:
+            vars(config).clear()
+            vars(config).update(values)

@@ -102,9 +102,7 @@ class _RankArguments:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved and copied as what they were."""
-        plain = object.__new__(self.plain)
-        vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)
+        return object.__new__, (self.plain,), vars(self)
 
 
 def ranks_of(args: Any, dp: int, devices: Devices | None) -> TrainerRanks | None:
