@@ -130,3 +130,25 @@ def resuming(folder: str, plain: str, *checkpoints: str) -> None:
         trainer, _ = train(PipelineTrainer, Path(folder, f"resumed {number}"), "adamw", asked=args, resume=checkpoint)
         assert trainer.state.global_step == 5
         assert all(torch.equal(each, wanted[name]) for name, each in trainer.model.named_parameters())
+
+
+def plain_replicas(folder: str, *names: str) -> None:
+    """Trainer on as many devices, with DDP."""
+    rank = as_under_torchrun()
+    for name in names:
+        write_plain(folder, name, str(rank))
+
+
+def replicas(folder: str, *names: str) -> None:
+    """Two pipelines, which share the batches."""
+    from gapless.hf import PipelineTrainer
+
+    as_under_torchrun()
+    for name in names:
+        saved = {**SETTINGS[name][0], "save_strategy": "steps", "save_steps": 2}
+        ours = train(PipelineTrainer, Path(folder, f"ours {name}"), name, asked=saved, dp=2)
+        compare(*ours, Path(folder, f"{name}.pt"))
+        resume = str(Path(folder, f"ours {name}", "checkpoint-2"))
+        again, _ = train(PipelineTrainer, Path(folder, f"again {name}"), name, dp=2, resume=resume)
+        assert all(map(torch.equal, again.model.parameters(), ours[0].model.parameters()))
+        assert logged(again)[:-1] == logged(ours[0])[:-1]

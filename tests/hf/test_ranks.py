@@ -15,6 +15,8 @@ from tests.hf.on_ranks import (
     SAVED,
     SETTINGS,
     lora,
+    plain_replicas,
+    replicas,
     resuming,
     same_as_plain,
     saving,
@@ -91,3 +93,10 @@ def test_the_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_the
     launch(resuming, 3, str(tmp_path), str(tmp_path / "plain.pt"), ours, theirs, timeout=300.0)
     one, _ = train(hub().Trainer, tmp_path / "one", "adamw", asked={**SAVED, "save_strategy": "no"}, resume=ours)
     assert all(map(torch.equal, one.model.parameters(), plain.model.parameters()))
+
+
+def test_two_pipelines_leave_the_weights_and_logs_of_trainer_on_two_devices(launch: Launch, tmp_path: Path) -> None:
+    """Trainer on two devices is DDP, which adds up the gradients of each in the same order."""
+    names = ("evaluated", "bf16")
+    launch(plain_replicas, 2, str(tmp_path), *names, timeout=300.0)
+    launch(replicas, 4, str(tmp_path), *names, timeout=300.0)
