@@ -10,16 +10,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from gapless.errors import ConfigError
 from gapless.model.traced import settled
-from tests.hf.training import Left, arguments, gpt2, llama, logged, rows, trained
+from tests.hf.training import Left, arguments, gpt2, llama, logged, padded, rows, trained
 from tests.model.hub import hub
 from tests.traced_once import Traces
 
-OWN = {"pipeline": {"intra_op_threads": 1}}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+OWN: dict[str, Any] = {"pipeline": {"intra_op_threads": 1}}
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 # How to train: arguments of TrainingArguments, and those of PipelineTrainer alone.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adamw": ({}, {}),
@@ -83,8 +85,14 @@ def same_as_plain(folder: str, *names: str) -> None:
         compare(*train(PipelineTrainer, Path(folder, f"ours {name}"), name), Path(folder, f"{name}.pt"))
 
 
-SAVED = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+SAVED: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 9,
+}
 BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 1.0, "save_total_limit": 1}
 
 
@@ -152,3 +160,70 @@ def replicas(folder: str, *names: str) -> None:
         again, _ = train(PipelineTrainer, Path(folder, f"again {name}"), name, dp=2, resume=resume)
         assert all(map(torch.equal, again.model.parameters(), ours[0].model.parameters()))
         assert logged(again)[:-1] == logged(ours[0])[:-1]
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(rows(10))
+
+
+class OwnLoss:
+    """As people override it, with a loss of the logits."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        loss = loss / num_items_in_batch if num_items_in_batch is not None else loss
+        return (loss, outputs) if return_outputs else loss
+
+
+def other_ways(kind: type[Any], folder: Path, **own: Any) -> list[Any]:
+    """Numbers of runs of all kinds: a loss of its own, no length, a model made anew, predictions, one loss alone."""
+    args = arguments(folder, per_device_eval_batch_size=4)
+    made = type("Own", (OwnLoss, kind), {})
+    trainer, _ = trained(made, gpt2(), args, eval_dataset=rows(10), **own)
+    found: list[Any] = [logged(trainer), trainer.evaluate()["eval_loss"]]
+    more = {"data_collator": padded, "train_dataset": Endless(), "eval_dataset": Endless(), **own}
+    trainer = kind(args=args, model_init=lambda: gpt2(), **more)
+    for _ in range(2):
+        trainer.train()
+        found.append((trainer.evaluate()["eval_loss"], logged(trainer)))
+    found += [torch.as_tensor(each) for each in trainer.predict(rows(6))[:2]]
+    return [*found, *(each.detach() for each in trainer.model.parameters())]
+
+
+def all_other_ways(folder: str) -> None:
+    """The same numbers on every rank, and what only ranks are told."""
+    from gapless.hf import PipelineTrainer
+
+    rank = as_under_torchrun()
+    torch.save(other_ways(PipelineTrainer, Path(folder, "ways"), **OWN), Path(folder, f"ways {rank}.pt"))
+    for message, given in REFUSED.items():
+        args = arguments(Path(folder, "refused"))
+        vars(args).update(given.get("args", {}))
+        with pytest.raises(ConfigError, match=message):
+            PipelineTrainer(gpt2(), args, **given.get("own", {}))
+    trainer = PipelineTrainer(gpt2(), arguments(Path(folder, "refused")), devices=2)
+    with pytest.raises(ConfigError, match="hyperparameter_search tries other values on each rank"):
+        trainer.hyperparameter_search()
+    assert (trainer.is_world_process_zero(), trainer.args.should_save) == (
+        (True, True) if rank == 0 else (False, False)
+    )
+    assert type(copy.deepcopy(trainer.args)) is hub().TrainingArguments
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "fp16=True scales gradients on each rank alone": {"args": {"fp16": True}},
+    "auto_find_batch_size=True may find another size on each rank": {"args": {"auto_find_batch_size": True}},
+    "eval_use_gather_object=True gathers from all ranks": {"args": {"eval_use_gather_object": True}},
+    "pipeline= has layers, of which a rank keeps its own alone": {"own": {"pipeline": {"layers": []}}},
+    "devices is 3 devices, but this is one of 2 ranks with dp=1, so a pipeline has 2": {"own": {"devices": 3}},
+    "dp is 3, but the 2 ranks can't be shared out": {"own": {"dp": 3}},
+    "dp is 0, but it must be a whole number of at least 1": {"own": {"dp": 0}},
+}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from tests.hf.on_ranks import (
     OWN,
     SAVED,
     SETTINGS,
+    all_other_ways,
     lora,
+    other_ways,
     plain_replicas,
     replicas,
     resuming,
@@ -100,3 +104,24 @@ def test_two_pipelines_leave_the_weights_and_logs_of_trainer_on_two_devices(laun
     names = ("evaluated", "bf16")
     launch(plain_replicas, 2, str(tmp_path), *names, timeout=300.0)
     launch(replicas, 4, str(tmp_path), *names, timeout=300.0)
+
+
+def test_other_losses_loaders_and_models_are_those_of_one_device_on_all_ranks(launch: Launch, tmp_path: Path) -> None:
+    wanted = other_ways(hub().Trainer, tmp_path / "plain")
+    launch(all_other_ways, 2, str(tmp_path), timeout=300.0)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"ways {rank}.pt")
+        assert all(map(equal, found, wanted)), [(a, b) for a, b in zip(found, wanted, strict=True) if not equal(a, b)]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again_and_they_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    train(hub().Trainer, tmp_path / "plain", "adamw", asked=SAVED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "-m", "tests.hf.restarted", str(tmp_path / "ours")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert "rank 1 leaves at step 3" in ran.stdout
+    weights = load_file(tmp_path / "ours" / "checkpoint-5" / "model.safetensors")
+    wanted = load_file(tmp_path / "plain" / "checkpoint-5" / "model.safetensors")
+    assert equal(weights, wanted)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accelerate.utils.operations import find_batch_size
+
 
 class GroupedLoader:
     """As the loader, but `before` is called with each group of batches before the first of them is handed out.
@@ -22,6 +24,8 @@ class GroupedLoader:
             for number, batch in enumerate(group, 1):
                 if ends:
                     self._loader.end_of_dataloader = number == len(group)
+                    if self._loader.remainder == -1:  # nobody has counted the samples
+                        self._loader.remainder = find_batch_size(group[-1])
                 yield batch
 
     def _group(self, batches: Iterator[Any]) -> list[Any]:

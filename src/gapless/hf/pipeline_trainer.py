@@ -225,6 +225,7 @@ class PipelineTrainer(RankTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Trainer's, on as many batches at a time as there are microbatches."""
+        self._check_counted(dataloader)
         self._wrap_model(self.model, training=False)
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -119,6 +120,15 @@ class RankTrainer(Trainer):  # type: ignore[misc]
                 "even_batches as it is, or set dataloader_drop_last=True"
             )
         return losses[self.ranks.replica * count :][:count]
+
+    def _check_counted(self, dataloader: Any) -> None:
+        """Samples that fill up the last batches are dropped again, where somebody knows how many there are."""
+        replicas = 1 if self.ranks is None else self.ranks.replicas
+        if replicas > 1 and isinstance(getattr(dataloader, "dataset", None), IterableDataset):
+            raise ConfigError(
+                f"an IterableDataset can't be evaluated by dp={replicas} pipelines, since nobody knows which samples "
+                "come twice: use a dataset with a length, or dp=1"
+            )
 
     def _shared(self, outputs: Any) -> Any:
         """What the last stage has returned, on all ranks; only the loss, where nothing else is looked at."""
