@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sgd": ({"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "cosine"}, {"schedule": "zb-h1"}),
     "evaluated": (EVALUATED, {"schedule": "interleaved"}),
     "bf16": ({"bf16": True, "label_smoothing_factor": 0.1, **EVALUATED}, {"schedule": "zb-v"}),
-    "remat": ({"gradient_checkpointing": True, "train_sampling_strategy": "group_by_length"}, {"schedule": "zb-v"}),
+    "remat": ({"gradient_checkpointing": True, "by_length": True}, {"schedule": "zb-v"}),
 }
 
 
@@ -50,6 +50,9 @@ def train(kind: type[Any], folder: Path, name: str, **more: Any) -> tuple[Any, l
     """By one of the settings."""
     asked, own = SETTINGS[name]
     given = {**asked, **more.pop("asked", {})}
+    if given.pop("by_length", False):
+        new = hasattr(hub().TrainingArguments, "train_sampling_strategy")
+        given |= {"train_sampling_strategy": "group_by_length"} if new else {"group_by_length": True}
     more = {**more, **({"eval_dataset": rows(10), "compute_metrics": right} if "eval_steps" in given else {})}
     if kind is not hub().Trainer:
         more = {**OWN, **own, **more}

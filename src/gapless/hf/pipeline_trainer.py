@@ -207,6 +207,8 @@ class PipelineTrainer(RankTrainer):
 
     def _settle_optimizer(self) -> None:
         """A state that was loaded before the first batch came is where its parameters were then."""
+        if self.ranks is not None:
+            self._forget_elsewhere()
         for parameter, state in getattr(self.optimizer, "state", {}).items():
             if any(
                 isinstance(each, Tensor) and each.dim() and each.device != parameter.device for each in state.values()

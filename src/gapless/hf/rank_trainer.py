@@ -91,6 +91,12 @@ class RankTrainer(Trainer):  # type: ignore[misc]
             torch.save(whole, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
+    def _forget_elsewhere(self) -> None:
+        """What was loaded for the parameters of other ranks."""
+        held = set(self.pipe.parameters())
+        for each in [each for each in self.optimizer.state if isinstance(each, nn.Parameter) and each not in held]:
+            del self.optimizer.state[each]
+
     def _save_rng_state(self, output_dir: str) -> None:
         """That of a pipeline's first rank; those of the others are the same."""
         if self.ranks is None or self.ranks.device == 0:

@@ -54,7 +54,7 @@ def _faults_of_ranks(args: Any, options: Mapping[str, Any]) -> Iterator[str]:
         yield "auto_find_batch_size=True may find another size on each rank: leave it out under torchrun"
     if args.accelerator_config.dispatch_batches:
         yield "dispatch_batches=True has rank 0 send parts of a batch to each rank: leave it out under torchrun"
-    if args.eval_use_gather_object:
+    if getattr(args, "eval_use_gather_object", False):
         yield "eval_use_gather_object=True gathers from all ranks, and not from pipelines: leave it out under torchrun"
     if "layers" in options:
         yield "pipeline= has layers, of which a rank keeps its own alone: leave it out, or use gapless.Pipeline"
