@@ -20,6 +20,9 @@ from tests.hf.training import Left, arguments, gpt2, llama, logged, padded, rows
 from tests.model.hub import hub
 from tests.traced_once import Traces
 
+hub().Trainer  # noqa: B018  # imported here, once for all ranks
+from gapless.hf import PipelineTrainer  # noqa: E402
+
 OWN: dict[str, Any] = {"pipeline": {"intra_op_threads": 1}}
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 # How to train: arguments of TrainingArguments, and those of PipelineTrainer alone.
@@ -81,8 +84,6 @@ def compare(trainer: Any, steps: list[Left], plain: Path) -> None:
 
 def same_as_plain(folder: str, *names: str) -> None:
     """All of these settings, one after the other."""
-    from gapless.hf import PipelineTrainer
-
     as_under_torchrun()
     for name in names:
         compare(*train(PipelineTrainer, Path(folder, f"ours {name}"), name), Path(folder, f"{name}.pt"))
@@ -115,11 +116,14 @@ def stopped_early(kind: type[Any], folder: Path, **more: Any) -> Any:
 
 
 def saving(folder: str) -> None:
-    """Three kinds of runs that save."""
-    from gapless.hf import PipelineTrainer
-
-    rank = as_under_torchrun()
+    """A run that saves."""
+    as_under_torchrun()
     train(PipelineTrainer, Path(folder, "ours"), "adamw", asked=SAVED)
+
+
+def saving_more(folder: str) -> None:
+    """Adapters, the best model, and dropout."""
+    rank = as_under_torchrun()
     lora(PipelineTrainer, Path(folder, "our lora"), **OWN).save_model(f"{folder}/our adapter")
     best = stopped_early(PipelineTrainer, Path(folder, "our best"), **OWN)
     args = arguments(Path(folder, "our dropout"), max_steps=6)
@@ -132,8 +136,6 @@ def saving(folder: str) -> None:
 
 def resuming(folder: str, plain: str, *checkpoints: str) -> None:
     """From each of these to the end."""
-    from gapless.hf import PipelineTrainer
-
     as_under_torchrun()
     wanted = torch.load(plain)
     for number, checkpoint in enumerate(checkpoints):
@@ -152,8 +154,6 @@ def plain_replicas(folder: str, *names: str) -> None:
 
 def replicas(folder: str, *names: str) -> None:
     """Two pipelines, which share the batches."""
-    from gapless.hf import PipelineTrainer
-
     as_under_torchrun()
     for name in names:
         saved = {**SETTINGS[name][0], "save_strategy": "steps", "save_steps": 2}
@@ -203,8 +203,6 @@ def other_ways(kind: type[Any], folder: Path, **own: Any) -> list[Any]:
 
 def all_other_ways(folder: str) -> None:
     """The same numbers on every rank, and what only ranks are told."""
-    from gapless.hf import PipelineTrainer
-
     rank = as_under_torchrun()
     torch.save(other_ways(PipelineTrainer, Path(folder, "ways"), **OWN), Path(folder, f"ways {rank}.pt"))
     for message, given in REFUSED.items():

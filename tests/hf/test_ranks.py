@@ -12,32 +12,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.hf.on_ranks import (
-    OWN,
-    SAVED,
-    SETTINGS,
-    all_other_ways,
-    lora,
-    other_ways,
-    plain_replicas,
-    replicas,
-    resuming,
-    same_as_plain,
-    saving,
-    stopped_early,
-    train,
-    write_plain,
-)
 from tests.hf.training import arguments, gpt2, trained
 from tests.model.hub import hub
 from tests.run.forked import Launch
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_leave_the_weights_and_logs_of_one_device(ranks: int, launch: Launch, tmp_path: Path) -> None:
-    for name in SETTINGS:
-        write_plain(str(tmp_path), name)
-    launch(same_as_plain, ranks, str(tmp_path), *SETTINGS, timeout=300.0)
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ["adamw", "evaluated"]),
+        pytest.param(2, ["sgd", "bf16", "remat"], marks=pytest.mark.slow),
+        pytest.param(4, ["adamw", "sgd", "evaluated", "bf16", "remat"], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_leave_the_weights_and_logs_of_one_device(
+    ranks: int, names: list[str], launch: Launch, tmp_path: Path
+) -> None:
+    from tests.hf import on_ranks
+
+    for name in names:
+        on_ranks.write_plain(str(tmp_path), name)
+    launch(on_ranks.same_as_plain, ranks, str(tmp_path), *names, timeout=300.0)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -73,18 +68,34 @@ def same_files(ours: Path, theirs: Path) -> None:
 def test_the_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_them(
     launch: Launch, tmp_path: Path
 ) -> None:
-    from gapless.hf import PipelineTrainer
+    from tests.hf import on_ranks
 
-    plain, _ = train(hub().Trainer, tmp_path / "plain", "adamw", asked=SAVED)
+    plain, _ = on_ranks.train(hub().Trainer, tmp_path / "plain", "adamw", asked=on_ranks.SAVED)
     torch.save(plain.model.state_dict(), tmp_path / "plain.pt")
-    lora(hub().Trainer, tmp_path / "plain lora").save_model(str(tmp_path / "plain adapter"))
-    best = stopped_early(hub().Trainer, tmp_path / "plain best")
+    launch(on_ranks.saving, 2, str(tmp_path), timeout=300.0)
+    for folder in ("checkpoint-4", "checkpoint-5"):
+        same_files(tmp_path / "ours" / folder, tmp_path / "plain" / folder)
+    ours, theirs = (str(tmp_path / name / "checkpoint-4") for name in ("ours", "plain"))
+    launch(on_ranks.resuming, 3, str(tmp_path), str(tmp_path / "plain.pt"), ours, theirs, timeout=300.0)
+    rest = {**on_ranks.SAVED, "save_strategy": "no"}
+    one, _ = on_ranks.train(hub().Trainer, tmp_path / "one", "adamw", asked=rest, resume=ours)
+    assert all(map(torch.equal, one.model.parameters(), plain.model.parameters()))
+
+
+@pytest.mark.slow
+def test_adapters_the_best_model_and_dropout_are_those_of_one_process(launch: Launch, tmp_path: Path) -> None:
+    from gapless.hf import PipelineTrainer
+    from tests.hf import on_ranks
+
+    on_ranks.lora(hub().Trainer, tmp_path / "plain lora").save_model(str(tmp_path / "plain adapter"))
+    best = on_ranks.stopped_early(hub().Trainer, tmp_path / "plain best")
     args = arguments(tmp_path / "dropout", max_steps=6)
-    dropped = trained(PipelineTrainer, gpt2(0.2), args, schedule="zb-v", devices=2, **OWN)[0]
+    more = {"schedule": "zb-v", "devices": 2, **on_ranks.OWN}
+    dropped = trained(PipelineTrainer, gpt2(0.2), args, **more)[0]
     torch.save(dropped.model.state_dict(), tmp_path / "dropout.pt")
-    launch(saving, 2, str(tmp_path), timeout=300.0)
-    for folder in ("{}/checkpoint-4", "{}/checkpoint-5", "{} lora/checkpoint-4", "{} adapter"):
-        same_files(tmp_path / folder.format("our" if " " in folder else "ours"), tmp_path / folder.format("plain"))
+    launch(on_ranks.saving_more, 2, str(tmp_path), timeout=300.0)
+    for folder in ("lora/checkpoint-4", "adapter"):
+        same_files(tmp_path / f"our {folder}", tmp_path / f"plain {folder}")
     logs, weights = torch.load(tmp_path / "best.pt")
     assert [line["eval_loss"] for line in logs if "eval_loss" in line] == [
         line["eval_loss"] for line in best.state.log_history if "eval_loss" in line
@@ -93,22 +104,25 @@ def test_the_files_of_ranks_are_those_of_one_process_and_a_run_moves_between_the
     assert [each.name for each in (tmp_path / "our best").iterdir()] == [
         each.name for each in (tmp_path / "plain best").iterdir()
     ]
-    ours, theirs = (str(tmp_path / name / "checkpoint-4") for name in ("ours", "plain"))
-    launch(resuming, 3, str(tmp_path), str(tmp_path / "plain.pt"), ours, theirs, timeout=300.0)
-    one, _ = train(hub().Trainer, tmp_path / "one", "adamw", asked={**SAVED, "save_strategy": "no"}, resume=ours)
-    assert all(map(torch.equal, one.model.parameters(), plain.model.parameters()))
 
 
-def test_two_pipelines_leave_the_weights_and_logs_of_trainer_on_two_devices(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["evaluated", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_two_pipelines_leave_the_weights_and_logs_of_trainer_on_two_devices(
+    name: str, launch: Launch, tmp_path: Path
+) -> None:
     """Trainer on two devices is DDP, which adds up the gradients of each in the same order."""
-    names = ("evaluated", "bf16")
-    launch(plain_replicas, 2, str(tmp_path), *names, timeout=300.0)
-    launch(replicas, 4, str(tmp_path), *names, timeout=300.0)
+    from tests.hf import on_ranks
+
+    launch(on_ranks.plain_replicas, 2, str(tmp_path), name, timeout=300.0)
+    launch(on_ranks.replicas, 4, str(tmp_path), name, timeout=300.0)
 
 
+@pytest.mark.slow
 def test_other_losses_loaders_and_models_are_those_of_one_device_on_all_ranks(launch: Launch, tmp_path: Path) -> None:
-    wanted = other_ways(hub().Trainer, tmp_path / "plain")
-    launch(all_other_ways, 2, str(tmp_path), timeout=300.0)
+    from tests.hf import on_ranks
+
+    wanted = on_ranks.other_ways(hub().Trainer, tmp_path / "plain")
+    launch(on_ranks.all_other_ways, 2, str(tmp_path), timeout=300.0)
     for rank in range(2):
         found = torch.load(tmp_path / f"ways {rank}.pt")
         assert all(map(equal, found, wanted)), [(a, b) for a, b in zip(found, wanted, strict=True) if not equal(a, b)]
@@ -116,7 +130,9 @@ def test_other_losses_loaders_and_models_are_those_of_one_device_on_all_ranks(la
 
 @pytest.mark.slow
 def test_torchrun_starts_killed_ranks_again_and_they_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    train(hub().Trainer, tmp_path / "plain", "adamw", asked=SAVED)
+    from tests.hf import on_ranks
+
+    on_ranks.train(hub().Trainer, tmp_path / "plain", "adamw", asked=on_ranks.SAVED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "-m", "tests.hf.restarted", str(tmp_path / "ours")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
