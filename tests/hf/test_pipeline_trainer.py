@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.errors import ConfigError
+from gapless.model.traced import settled
+from gapless.model.traced.trace import Trace
 from tests.hf.training import SMALL, arguments, both, gpt2, llama, padded, rows, trained
 from tests.model.hub import hub
 
@@ -85,6 +87,22 @@ def test_a_run_resumes_on_other_devices_with_the_bits_of_one_that_went_on(dropou
         assert len(found) == 3
         for left, last in zip(found, wanted[2:], strict=True):
             assert all(torch.equal(left[name], last[name]) for name in left)
+
+
+def test_a_checkpoint_is_no_edit_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving writes into the config, for which the model was traced again after every checkpoint."""
+    from gapless.hf import PipelineTrainer
+
+    traces: list[Any] = []
+
+    def traced(*args: Any, **kwargs: Any) -> Trace:
+        traces.append(Trace(*args, **kwargs))
+        return traces[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(settled, "Trace", traced)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1)
+    trained(PipelineTrainer, gpt2(), args, devices=2)
+    assert len(traces) == 1
 
 
 class OwnLoss:
