@@ -277,6 +277,16 @@ def test_what_a_pipeline_can_t_do_is_refused_by_name(name: str, value: Any, mess
     refused(tmp_path, message, args=args)
 
 
+def test_processes_without_a_group_are_no_single_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, without a GPU and without use_cpu=True, each rank trained alone, and all wrote the same files."""
+    args = arguments(tmp_path)
+    assert args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused(
+        tmp_path, "this is one of 4 processes, but accelerate has made no group of them, .* use_cpu=True", args=args
+    )
+
+
 def test_what_is_said_twice_or_in_the_wrong_place_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "microbatches is 8, but gradient_accumulation_steps is 4", microbatches=8)
     refused(tmp_path, "pipeline= has loss, which PipelineTrainer decides", pipeline={"loss": None})

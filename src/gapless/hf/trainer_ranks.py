@@ -7,6 +7,7 @@
 The ranks of a pipeline get the same batches and make the same calls. Rank 0 alone writes.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -109,6 +110,11 @@ def ranks_of(args: Any, dp: int, devices: Devices | None) -> TrainerRanks | None
     """None in one process. From here on the arguments say how many pipelines there are, and not how many ranks."""
     at_least_one("dp", dp)
     if args.world_size == 1:
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"this is one of {started} processes, but accelerate has made no group of them, as on a machine "
+                "without GPUs: set use_cpu=True in the arguments, or start one process"
+            )
         if dp > 1:
             raise ConfigError(f"dp is {dp}, but this is one process: start it with torchrun, or leave dp= out")
         return None
