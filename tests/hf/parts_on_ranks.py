@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  # once for all ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless.hf
+from gapless.errors import ConfigError
 from tests.hf.models import batch_of, trained_in_stages
+from tests.hf.on_ranks import as_under_torchrun
+from tests.hf.training import arguments, padded, rows
 
 
 def read_train_and_save(folder: str, *kinds: str) -> None:
@@ -25,3 +30,20 @@ def read_train_and_save(folder: str, *kinds: str) -> None:
                 assert each.is_meta is (id(each) not in own), name
             trained_in_stages(pipe, kind, steps=2)
             pipe.save_pretrained(f"{folder}/{kind}-trained", max_shard_size=20_000)
+
+
+def train_parts(folder: str) -> None:
+    """PipelineTrainer with a model that no rank has whole."""
+    as_under_torchrun()
+    trainer = gapless.hf.PipelineTrainer(
+        gapless.hf.empty_model(f"{folder}/gpt2"),
+        arguments(Path(folder, "ours"), save_strategy="steps", save_steps=3),
+        train_dataset=rows(28),
+        data_collator=padded,
+        pipeline={"intra_op_threads": 1},
+    )
+    trainer.train()
+    assert any(each.is_meta for each in trainer.model.parameters())
+    trainer.save_model(f"{folder}/trained")
+    with pytest.raises(ConfigError, match="can't be loaded into a model without weights"):
+        trainer.train(resume_from_checkpoint=True)

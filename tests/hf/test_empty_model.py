@@ -70,6 +70,19 @@ def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch
         assert [name for name, each in plain[kind].items() if not torch.equal(each, again[name])] == []
 
 
+@pytest.mark.slow
+def test_a_trainer_on_ranks_trains_and_saves_parts(tmp_path: Path, launch: Launch) -> None:
+    from tests.hf.parts_on_ranks import train_parts
+    from tests.hf.training import arguments, gpt2, trained
+
+    (model := gpt2()).save_pretrained(tmp_path / "gpt2")  # type: ignore[operator]
+    plain, _ = trained(hub().Trainer, model, arguments(tmp_path / "plain"))
+    launch(train_parts, 2, str(tmp_path), timeout=200)
+    for folder in ("trained", "ours/checkpoint-3"):
+        again = type(model).from_pretrained(tmp_path / folder)  # type: ignore[attr-defined]
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.model.parameters(), strict=True))
+
+
 def test_types_and_buffers_are_those_of_from_pretrained(tmp_path: Path) -> None:
     model = model_of("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "low")
@@ -139,6 +152,17 @@ def test_other_files_are_refused_before_anything_trains(tmp_path: Path) -> None:
     ((quantised := changed("quantised")) / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="quantised weights, which can't be trained"):
         loaded(quantised)
+
+
+def test_before_its_first_batch_it_has_no_state_to_take_or_give(tmp_path: Path) -> None:
+    """What was loaded was gone when the stages were made."""
+    model = saved("gpt2", tmp_path / "a")
+    with loaded(tmp_path / "a") as pipe:
+        for call in (pipe.state_dict, lambda: pipe.load_state_dict(model.state_dict()), pipe.saveable):
+            with pytest.raises(
+                ConfigError, match=r"is on the meta device, without data: give the pipeline an example="
+            ):
+                call()
 
 
 def test_a_save_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

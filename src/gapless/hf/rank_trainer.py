@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from gapless.errors import ConfigError
 from gapless.hf.trainer_ranks import RankAccelerator, TrainerRanks
@@ -56,7 +56,7 @@ class RankTrainer(Trainer):  # type: ignore[misc]
 
     def _gather_model(self) -> None:
         """The model is whole here: what learns in other stages comes from there."""
-        if self.ranks is None:
+        if self.ranks is None or self._is_empty():
             return
         frozen = {name for name, each in self.model.named_parameters(remove_duplicate=False) if not each.requires_grad}
         held = self.pipe.state_dict(whole=False)
@@ -64,8 +64,36 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         others = {name: each for name, each in self.ranks.merged(own).items() if name not in own}
         self.model.load_state_dict(others, strict=False)
 
+    def _is_empty(self) -> bool:
+        """Whether weights of the model are not here: they are other ranks', or its first batch has not come."""
+        return any(each.is_meta for each in self.model.parameters())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._check_whole()
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._check_whole()
+        super()._load_best_model()
+
+    def _check_whole(self) -> None:
+        if self._is_empty():
+            raise ConfigError(
+                "a checkpoint can't be loaded into a model without weights: build the model with from_pretrained, or "
+                "resume with gapless.hf.load and pipe.load"
+            )
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; all ranks call it."""
+        """Trainer's; all ranks call it. Of a model that no rank has whole, each writes what it has."""
+        if self.ranks is not None and self._is_empty():
+            folder = Path(output_dir or self.args.output_dir)
+            self.pipe.save_pretrained(folder)
+            if self.args.should_save:
+                if self.processing_class is not None:
+                    self.processing_class.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            self._wait()
+            return
         self._gather_model()
         with _same_configs(self.model):
             super().save_model(output_dir, _internal_call)

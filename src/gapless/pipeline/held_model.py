@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gapless.checkpoint.saveable import Saveable
 from gapless.model.uses import own_parameters
+from gapless.pipeline.arguments.checks import check_data
 from gapless.pipeline.arguments.habits import not_here
 from gapless.pipeline.options import Options
 from gapless.pipeline.saved.pretrained_folder import save_folder
@@ -59,11 +60,13 @@ class HeldModel:
         with `whole=False`, only what it holds.
         """
         self._follow(whole=True)
+        self._check_made()
         return self._world.state(self._staged.module, whole)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads a state of the model. Under a mesh every rank takes its part, from a whole state or from its own."""
         self._follow()
+        self._check_made()
         loaded = self._world.load(self._staged.module, state, strict)
         for stream in self._streams:
             stream.reloaded()
@@ -95,6 +98,7 @@ class HeldModel:
         max_shard_size  bytes in a file at the most, unless a single tensor has more
         """
         self._follow(whole=True)
+        self._check_made()
         with self._world.gathered("saving the model") as gathering:
             module = self._staged.module
             save_folder(gathering, folder, module, self._world.state(module, whole=False), max_shard_size)
@@ -102,6 +106,7 @@ class HeldModel:
     def saveable(self) -> Saveable:
         """This pipeline in the form that checkpoints are made from."""
         self._follow(whole=True)
+        self._check_made()
         return SavedPipeline(SavedModel(self._world, self._staged, self._options), self, self._nothing)
 
     def train(self, mode: bool = True) -> Self:
@@ -153,6 +158,11 @@ class HeldModel:
 
     def __repr__(self) -> str:
         return "\n".join([*self._staged.described(), *self._world.described()])
+
+    def _check_made(self) -> None:
+        """What is on the meta device until the first batch comes has no values to give, and takes none."""
+        if not self._staged.stages:
+            check_data(self._staged.module, "give the pipeline an example=, and its stages are made at once")
 
     def _follow(self, *, whole: bool = False) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
