@@ -71,16 +71,20 @@ def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch
 
 
 @pytest.mark.slow
-def test_a_trainer_on_ranks_trains_and_saves_parts(tmp_path: Path, launch: Launch) -> None:
+def test_a_trainer_on_ranks_has_parts_and_resumes_with_another_number(tmp_path: Path, launch: Launch) -> None:
+    """The optimizer's state went to parameters that were not there yet, and was lost."""
     from tests.hf.parts_on_ranks import train_parts
     from tests.hf.training import arguments, gpt2, trained
 
     (model := gpt2()).save_pretrained(tmp_path / "gpt2")  # type: ignore[operator]
-    plain, _ = trained(hub().Trainer, model, arguments(tmp_path / "plain"))
-    launch(train_parts, 2, str(tmp_path), timeout=200)
-    for folder in ("trained", "ours/checkpoint-3"):
-        again = type(model).from_pretrained(tmp_path / folder)  # type: ignore[attr-defined]
-        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.model.parameters(), strict=True))
+    plain = tmp_path / "plain"
+    asked = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 9}
+    for steps, ranks, resume in ((2, 2, None), (4, 3, str(plain / "checkpoint-2"))):
+        trainer, _ = trained(hub().Trainer, gpt2(), arguments(plain, max_steps=steps, **asked), resume=resume)
+        launch(train_parts, ranks, str(tmp_path), str(steps), timeout=200)
+        for folder in (f"trained {steps}", f"ours/checkpoint-{steps}"):
+            again = type(model).from_pretrained(tmp_path / folder)  # type: ignore[attr-defined]
+            assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
 
 
 def test_types_and_buffers_are_those_of_from_pretrained(tmp_path: Path) -> None:

@@ -34,16 +34,22 @@ class HubWeights(Mapping[str, Tensor]):
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self._model, self._seed = model, seed
         self._names = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        stored = any((folder / name).is_file() for name in (FILE, INDEX))
-        self._shards: Shards | dict[str, Tensor] = Shards(folder) if stored else {}
-        mapping = conversion_mapping.get_model_conversion_mapping(model)
-        self._renamings = [each for each in mapping if isinstance(each, core_model_loading.WeightRenaming)]
-        converters = [each for each in mapping if isinstance(each, core_model_loading.WeightConverter)]
-        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._converters: dict[str, Any] = {}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # by the first name that comes of them
         self._first: dict[str, str] = {}
         self._made: dict[str, Tensor] = {}  # of conversions that make several at once
-        self._find(converters)
+        self.open(folder)
+
+    def open(self, folder: Path) -> None:
+        """Those of another folder from now on, such as a checkpoint's."""
+        stored = any((folder / name).is_file() for name in (FILE, INDEX))
+        self._shards: Shards | dict[str, Tensor] = Shards(folder) if stored else {}
+        mapping = conversion_mapping.get_model_conversion_mapping(self._model)
+        renamings = [each for each in mapping if isinstance(each, core_model_loading.WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, core_model_loading.WeightConverter)]
+        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._sources, self._first, self._made = {}, {}, {}
+        self._find(renamings, converters)
         if stored:
             self._check(folder)
 
@@ -63,11 +69,11 @@ class HubWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def _find(self, converters: Any) -> None:
+    def _find(self, renamings: Any, converters: Any) -> None:
         """Which tensors of the files each weight of the model comes from; those that come from none are left out."""
         prefix = self._model.base_model_prefix
         for key in sorted(self._shards, key=core_model_loading.dot_natural_key):
-            name, pattern = core_model_loading.rename_source_key(key, self._renamings, converters, prefix, self._names)
+            name, pattern = core_model_loading.rename_source_key(key, renamings, converters, prefix, self._names)
             if name not in self._names and key in self._names:
                 name, pattern = core_model_loading.rename_source_key(key, [], [], prefix, self._names)
             self._sources.setdefault(name, []).append((key, pattern))

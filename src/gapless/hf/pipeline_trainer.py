@@ -207,6 +207,7 @@ class PipelineTrainer(RankTrainer):
 
     def _settle_optimizer(self) -> None:
         """A state that was loaded before the first batch came is where its parameters were then."""
+        self._load_what_waits()
         if self.ranks is not None:
             self._forget_elsewhere()
         for parameter, state in getattr(self.optimizer, "state", {}).items():

@@ -28,6 +28,7 @@ class RankTrainer(Trainer):  # type: ignore[misc]
     pipe: Pipeline
     current_flos: float
     _loss_only = False  # what the evaluation under way is for
+    _waiting: str | None = None  # a checkpoint whose optimizer is loaded when there are parameters
 
     def create_accelerator_and_postprocess(self) -> None:
         """With batches for each pipeline."""
@@ -69,19 +70,41 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         return any(each.is_meta for each in self.model.parameters())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._check_whole()
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._is_empty():
+            self._refill(Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        self._check_whole()
-        super()._load_best_model()
-
-    def _check_whole(self) -> None:
         if self._is_empty():
+            self._refill(Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    def _refill(self, folder: Path) -> None:
+        """Each rank takes its own from the files, when its stages are made or now."""
+        weights = getattr(self.model, "gapless_weights", None)
+        if weights is None:
             raise ConfigError(
-                "a checkpoint can't be loaded into a model without weights: build the model with from_pretrained, or "
-                "resume with gapless.hf.load and pipe.load"
+                "a checkpoint can't be loaded into a model on the meta device: build it with gapless.hf.empty_model"
             )
+        weights.open(folder)
+        if self.pipe.partition:
+            held = self.pipe.state_dict(whole=False)
+            self.pipe.load_state_dict({name: weights[name] for name in held}, strict=False)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """A state goes where its parameter is, so these must be there."""
+        if checkpoint is not None and self._is_empty() and not self.pipe.partition:
+            self._waiting = checkpoint
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_what_waits(self) -> None:
+        """The first batch has come."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            super()._load_optimizer_and_scheduler(waiting)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's; all ranks call it. Of a model that no rank has whole, each writes what it has."""
