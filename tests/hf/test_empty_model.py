@@ -58,16 +58,10 @@ def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_
 def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import read_train_and_save
 
-    kinds = ("gpt2", "mixtral")
-    plain = {}
-    for kind in kinds:
-        plain[kind] = trained_plainly(
-            type(saved(kind, tmp_path / kind)).from_pretrained(tmp_path / kind), kind, steps=2
-        )
-    launch(read_train_and_save, 4, str(tmp_path), *kinds, timeout=200)
-    for kind in kinds:
-        again = type(model_of(kind)).from_pretrained(tmp_path / f"{kind}-trained").state_dict()
-        assert [name for name, each in plain[kind].items() if not torch.equal(each, again[name])] == []
+    plain = trained_plainly(type(saved("gpt2", tmp_path / "gpt2")).from_pretrained(tmp_path / "gpt2"), "gpt2", steps=2)
+    launch(read_train_and_save, 4, str(tmp_path), "gpt2", timeout=200)
+    again = type(model_of("gpt2")).from_pretrained(tmp_path / "gpt2-trained").state_dict()
+    assert [name for name, each in plain.items() if not torch.equal(each, again[name])] == []
 
 
 @pytest.mark.slow

@@ -165,13 +165,8 @@ class PipelineTrainer(RankTrainer):
         replicas = 1 if self.ranks is None else self.ranks.replicas  # whose gradients are averaged
         self.pipe.steps = self.state.global_step  # on which random numbers depend, also after a resume
         with self.compute_loss_context_manager(), self.accelerator.autocast():
-            result = self.pipe.step(
-                calls,
-                targets,
-                cut=False,
-                weight=1 / (share * replicas),
-                scaler=getattr(self.accelerator, "scaler", None),
-            )
+            scaler = getattr(self.accelerator, "scaler", None)
+            result = self.pipe.step(calls, targets, cut=False, weight=1 / (share * replicas), scaler=scaler)
         if self.result is None:
             self._settle_optimizer()
         self.result = result
