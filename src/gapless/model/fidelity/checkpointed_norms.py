@@ -32,9 +32,14 @@ class CheckpointedNorms(TorchFunctionMode):
             self._around.append(checkpoints_around())
         return func(*args, **(kwargs or {}))
 
+    @property
+    def checkpointed(self) -> bool:
+        """Whether there are checkpoints around any."""
+        return any(self._around)
+
     def mark(self, module: GraphModule) -> None:
         """Marks the nodes of a trace that are those calls."""
-        if not any(self._around):
+        if not self.checkpointed:
             return
         nodes = list(_norms(module))
         if len(nodes) != len(self._around) or any(

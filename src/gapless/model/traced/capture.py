@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
+from gapless.model.fidelity.batch_questions import BatchQuestion
 from gapless.model.layers import check_parts
 from gapless.model.materialise import Home, homes_in, named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
@@ -30,11 +31,13 @@ from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .graph_cuts import GraphCuts
 from .hollow import hollow
 from .piece import GraphLayer, Moved, Piece
+from .replay import Shared, find_shared
 from .settled import check_remembered, trace_settled
 from .trace import Trace
 from .trace_cache import Edition
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
+_MOST_SHARED = 4  # sizes of one kind of batch that are looked at one by one, before there is a trace for all
 # What torch.export takes as an argument.
 _TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -101,18 +104,21 @@ class Captured:
         modes = (settings(), *self.edition.modes())
         return all(self._known(modes, *flat_of(part))[1] is not None for part in parts)
 
-    def _known(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> tuple[list[int], int | None]:
-        """The traces for microbatches of this kind, and the one that answers this one."""
+    def _known(
+        self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec
+    ) -> tuple[list[tuple[int, list[BatchQuestion]]], int | None]:
+        """The traces for microbatches of this kind, and the one that answers this one. A later question makes sense only
+        after the same answers to those before.
+        """
         known = self.edition.known.setdefault((modes, spec, tuple(_key(leaf) for leaf in flat)), [])
-        traces = self.edition.traces
-        return known, next((number for number in known if traces[number][1].answers(flat)), None)
+        return known, next((number for number, asked in known if all(each.same(flat) for each in asked)), None)
 
     def _prepared(self, part: Any, modes: tuple[Any, ...]) -> tuple[Any, ...]:
         flat, spec = flat_of(part)
         known, number = self._known(modes, flat, spec)
         if number is None:
-            number = self._find(modes, flat, spec)
-            known.append(number)
+            number, questions = self._find(modes, flat, spec)
+            known.append((number, [each for each in questions if each.of_data]))
         return (number, *flat)
 
     def weighed(self, prepared: Sequence[tuple[Any, ...]], batch: Minibatch, loss_weight: mb.LossWeight) -> Weighed:
@@ -130,22 +136,41 @@ class Captured:
             countings[number] = Counting(self.edition.traces[number][1], self.module)
         return countings[number]
 
-    def _find(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> int:
+    def _find(
+        self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec
+    ) -> tuple[int, Sequence[BatchQuestion]]:
         traces = self.edition.traces
         for number, (its_modes, trace) in enumerate(traces):
             if its_modes == modes and trace.fits(flat, spec):
-                return number
+                return number, trace.questions
         if not self.num_traces and self._devices[0].type != self._origin.type:
             # Kernels of another kind of device lay out their results in another way, and a trace relies on it.
             self._origin = self._devices[0]
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(), self._in_one_place():
+            if (shared := self._shared(modes, flat, spec)) is not None:
+                return shared.number, shared.questions
             trace = trace_settled(self.module, flat, spec)
         check_remembered(self.module, (*(each for _, each in traces), trace))
         self._cut(trace)
         traces.append((modes, trace))
         self.num_traces += 1
-        return len(traces) - 1
+        return len(traces) - 1, trace.questions
+
+    def _shared(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> Shared | None:
+        """A trace in another mode, or for other sizes, that does the same. A trace of its own holds for more sizes than
+        those of one batch, so it is worth its time where there are many.
+        """
+        traces = [trace for _, trace in self.edition.traces]
+        kind = (modes, spec, tuple(leaf.dim() if isinstance(leaf, Tensor) else leaf for leaf in flat))
+        if self.edition.num_shared[kind] >= _MOST_SHARED:
+            return None
+        shared = find_shared(self.module, flat, spec, self._origin, traces)
+        if shared is not None:
+            self.edition.num_shared[kind] += 1
+            traces[shared.number].read_first |= shared.read_first
+            check_remembered(self.module, traces)
+        return shared
 
     def _why_again(self, modes: tuple[Any, ...]) -> str:
         if not self.num_traces:

@@ -36,7 +36,8 @@ def hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    made.untyped_storage().resize_(0)
+    if type(made) is Tensor:  # and no fake one, which has none
+        made.untyped_storage().resize_(0)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import PartitionError
 from gapless.guards.whole_model import LOST_IN_TRACE
 from gapless.model.code_origin import is_users
-from gapless.model.fidelity.batch_questions import BatchQuestion, Questions
+from gapless.model.fidelity.batch_questions import Questions
 from gapless.model.fidelity.checkpointed_norms import CheckpointedNorms
 from gapless.model.fidelity.forward_state import ForwardState
 from gapless.model.fidelity.own_backward import OwnBackwards
@@ -56,10 +56,11 @@ class Trace:
         self._kinds = [_kind(leaf) for leaf in flat]
         self._settings = settings()
         with exclusively():  # while torch traces, functions of its own are replaced for all threads
-            self.module, self._questions, self.state = _export(model, flat, spec, attempts)
+            self.module, seen = _export(model, flat, spec, attempts)
+        self.questions, self.state, self.checkpointed_norms = seen.questions.asked, seen.state, seen.norms.checkpointed
         self.stored = _named_in(model, self.state.stored)
         self.stored_data = _named_in(model, self.state.from_data)
-        self.read_first = _named_in(model, self.state.read_first)
+        self.read_first = seen.read_first(model)
         drop_checks(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -80,7 +81,7 @@ class Trace:
 
     def fits(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it holds for this batch."""
-        if settings() != self._settings or spec != self._spec or self._kinds != [_kind(leaf) for leaf in flat]:
+        if settings() != self._settings or not self.is_for(flat, spec):
             return False
         # A dynamic size stands for 2 and more: of 0 and 1 a model may make something else.
         if any(leaf.size(dim) < 2 for leaf, dims in zip(flat, self._dynamic, strict=True) for dim in dims):
@@ -90,13 +91,42 @@ class Trace:
                 self._guards(*flat)
         except AssertionError:
             return False
-        return all(question.same(flat) for question in self._questions)
+        return all(question.same(flat) for question in self.questions)
 
-    def answers(self, flat: list[Any]) -> bool:
-        """Whether it holds for a batch that differs in nothing but its data from one for which it does. A later
-        question makes sense only after the same answers to those before.
-        """
-        return all(question.same(flat) for question in self._questions if question.of_data)
+    def is_for(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
+        """Whether it is for such a batch, but for its sizes and data."""
+        return spec == self._spec and self._kinds == [_kind(leaf) for leaf in flat]
+
+
+class Watched(NamedTuple):
+    """What a model is seen to do while it is traced."""
+
+    questions: Questions
+    state: ForwardState
+    own: OwnBackwards
+    norms: CheckpointedNorms
+
+    def read_first(self, model: nn.Module) -> set[tuple[str, str]]:
+        """The attributes that it has read before it has set them, if at all."""
+        return _named_in(model, self.state.read_first)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, flat: list[Any], names: Iterable[str]) -> Iterator[Watched]:
+    """While it holds, the model does in a trace what it does when it is called, and is watched. `names`: of the
+    arguments that it is given by name.
+    """
+    seen = Watched(Questions(flat), ForwardState(), OwnBackwards(), CheckpointedNorms())
+    with (
+        levels_left(),
+        seen.own.kept(),
+        traced(),
+        _without_torchs_report(),
+        as_called(model),
+        spelled_out(model, names),
+        in_forward(model, functools.partial(_in_forward, model, seen)),
+    ):
+        yield seen
 
 
 def _kind(leaf: Any) -> Any:
@@ -106,7 +136,7 @@ def _kind(leaf: Any) -> Any:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, attempts: Sequence[str]
-) -> tuple[GraphModule, list[BatchQuestion], ForwardState]:
+) -> tuple[GraphModule, Watched]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
@@ -117,25 +147,16 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            questions, state, own, norms = Questions(flat), ForwardState(), OwnBackwards(), CheckpointedNorms()
-            with (
-                levels_left(),
-                own.kept(),
-                traced(),
-                _without_torchs_report(),
-                as_called(model),
-                spelled_out(model, kwargs),
-                in_forward(model, functools.partial(_watched, model, state, norms, questions)),
-            ):
+            with watched(model, flat, kwargs) as seen:
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
                     dynamic = {**inspect.signature(model.forward).bind_partial(*shapes[0]).arguments, **shapes[1]}
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
             last = None  # an error holds the frames it went through, and so itself
             module = program.module()
-            own.put_back(module, model)
-            norms.mark(module)
-            return module, questions.asked, state
+            seen.own.put_back(module, model)
+            seen.norms.mark(module)
+            return module, seen
         except LostError as error:
             raise LOST_IN_TRACE.refusal(_refusal(model, error), "", PartitionError) from error
         except Exception as error:
@@ -147,8 +168,8 @@ def _export(
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, state: ForwardState, norms: CheckpointedNorms, questions: Questions) -> Iterator[None]:
-    with state.put_back(model), nothing_lost(), norms, questions:
+def _in_forward(model: nn.Module, seen: Watched) -> Iterator[None]:
+    with seen.state.put_back(model), nothing_lost(), seen.norms, seen.questions:
         yield
 
 

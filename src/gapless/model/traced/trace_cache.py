@@ -1,11 +1,13 @@
 """A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from gapless.model.fidelity.batch_questions import BatchQuestion
 from gapless.model.fidelity.thread_patches import instead
 from gapless.model.model_edits import Makeup
 from gapless.model.own_loss import Counting
@@ -23,7 +25,11 @@ class Edition:
         self._model = model
         self.pieces = pieces
         self.traces: list[tuple[tuple[Any, ...], Trace]] = []
-        self.known: dict[Any, list[int]] = {}  # traces that fit a kind of microbatch
+        # The traces that fit a kind of microbatch, and what it is asked that depends on its data.
+        self.known: dict[Any, list[tuple[int, list[BatchQuestion]]]] = {}
+        self.num_shared: Counter[Any] = (
+            Counter()
+        )  # sizes for which a trace holds that was made for others, or in another mode
         self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
         self._reads: dict[nn.Module, dict[str, None]] = {}  # attributes that the forward was seen to read
