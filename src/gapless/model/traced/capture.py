@@ -107,8 +107,8 @@ class Captured:
     def _known(
         self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec
     ) -> tuple[list[tuple[int, list[BatchQuestion]]], int | None]:
-        """The traces for microbatches of this kind, and the one that answers this one. A later question makes sense only
-        after the same answers to those before.
+        """The traces for microbatches of this kind, and the one that holds for this one. A later question makes sense
+        only after the same answers to those before.
         """
         known = self.edition.known.setdefault((modes, spec, tuple(_key(leaf) for leaf in flat)), [])
         return known, next((number for number, asked in known if all(each.same(flat) for each in asked)), None)

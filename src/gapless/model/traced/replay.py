@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.amp import autocast_mode
+from torch.backends import cudnn, mkldnn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -56,7 +57,12 @@ def find_shared(
         return None
     before = torch.get_rng_state()
     try:
-        with exclusively(), watched(model, flat, pytree.tree_unflatten(flat, spec)[1]) as seen:
+        with (
+            exclusively(),
+            cudnn.flags(enabled=False),
+            mkldnn.flags(enabled=False),
+            watched(model, flat, pytree.tree_unflatten(flat, spec)[1]) as seen,
+        ):
             return _found(model, flat, spec, device, tried, seen)
     except Exception:
         return None  # an export may do better, or says what is in the way
@@ -94,7 +100,7 @@ def _found(
 
 
 def _recorded(run: Run, model: nn.Module, flat: list[Any], device: torch.device, seen: Watched) -> GraphModule:
-    """The calls of a run of the model or of a trace of it. Inputs of the graph are parameters, buffers, and the batch."""
+    """The calls of a run of the model, or of a trace of it, with parameters, buffers and the batch as inputs."""
     with FakeTensorMode(allow_non_fake_inputs=True), hollow(model, device):
         held = dict(named_tensors(model))
         unique = list({id(tensor): tensor for tensor in held.values()}.values())
