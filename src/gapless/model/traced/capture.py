@@ -31,13 +31,11 @@ from .crossing import Crossing, choose, follow, homes_of, is_graph_of
 from .graph_cuts import GraphCuts
 from .hollow import hollow
 from .piece import GraphLayer, Moved, Piece
-from .replay import Shared, find_shared
 from .settled import check_remembered, trace_settled
 from .trace import Trace
 from .trace_cache import Edition
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
-_MOST_SHARED = 4  # sizes of one kind of batch that are looked at one by one, before there is a trace for all
 # What torch.export takes as an argument.
 _TRACEABLE = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -148,7 +146,7 @@ class Captured:
             self._origin = self._devices[0]
         flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(), self._in_one_place():
-            if (shared := self._shared(modes, flat, spec)) is not None:
+            if (shared := self.edition.shared(modes, flat, spec, self._origin)) is not None:
                 return shared.number, shared.questions
             trace = trace_settled(self.module, flat, spec)
         check_remembered(self.module, (*(each for _, each in traces), trace))
@@ -156,21 +154,6 @@ class Captured:
         traces.append((modes, trace))
         self.num_traces += 1
         return len(traces) - 1, trace.questions
-
-    def _shared(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> Shared | None:
-        """A trace in another mode, or for other sizes, that does the same. A trace of its own holds for more sizes than
-        those of one batch, so it is worth its time where there are many.
-        """
-        traces = [trace for _, trace in self.edition.traces]
-        kind = (modes, spec, tuple(leaf.dim() if isinstance(leaf, Tensor) else leaf for leaf in flat))
-        if self.edition.num_shared[kind] >= _MOST_SHARED:
-            return None
-        shared = find_shared(self.module, flat, spec, self._origin, traces)
-        if shared is not None:
-            self.edition.num_shared[kind] += 1
-            traces[shared.number].read_first |= shared.read_first
-            check_remembered(self.module, traces)
-        return shared
 
     def _why_again(self, modes: tuple[Any, ...]) -> str:
         if not self.num_traces:

@@ -98,7 +98,7 @@ class Trace:
         return spec == self._spec and self._kinds == [_kind(leaf) for leaf in flat]
 
 
-class Watched(NamedTuple):
+class Observed(NamedTuple):
     """What a model is seen to do while it is traced."""
 
     questions: Questions
@@ -112,11 +112,11 @@ class Watched(NamedTuple):
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, flat: list[Any], names: Iterable[str]) -> Iterator[Watched]:
+def observed(model: nn.Module, flat: list[Any], names: Iterable[str]) -> Iterator[Observed]:
     """While it holds, the model does in a trace what it does when it is called, and is watched. `names`: of the
     arguments that it is given by name.
     """
-    seen = Watched(Questions(flat), ForwardState(), OwnBackwards(), CheckpointedNorms())
+    seen = Observed(Questions(flat), ForwardState(), OwnBackwards(), CheckpointedNorms())
     with (
         levels_left(),
         seen.own.kept(),
@@ -136,7 +136,7 @@ def _kind(leaf: Any) -> Any:
 
 def _export(
     model: nn.Module, flat: list[Any], spec: pytree.TreeSpec, attempts: Sequence[str]
-) -> tuple[GraphModule, Watched]:
+) -> tuple[GraphModule, Observed]:
     args, kwargs = pytree.tree_unflatten(flat, spec)
     _load_tracer()
     last: Exception | None = None
@@ -147,7 +147,7 @@ def _export(
         try:
             # A trace keeps the calls before autocast sees them: it acts when they run. But the model may look at it,
             # and at the types of what it has made, so it is traced under the caller's.
-            with watched(model, flat, kwargs) as seen:
+            with observed(model, flat, kwargs) as seen:
                 dynamic = None
                 if attempt != "none":  # positional arguments under their names, which export asks for
                     dynamic = {**inspect.signature(model.forward).bind_partial(*shapes[0]).arguments, **shapes[1]}
@@ -168,7 +168,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _in_forward(model: nn.Module, seen: Watched) -> Iterator[None]:
+def _in_forward(model: nn.Module, seen: Observed) -> Iterator[None]:
     with seen.state.put_back(model), nothing_lost(), seen.norms, seen.questions:
         yield
 

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gapless.model.fidelity.batch_questions import BatchQuestion
 from gapless.model.fidelity.thread_patches import instead
@@ -13,8 +15,11 @@ from gapless.model.model_edits import Makeup
 from gapless.model.own_loss import Counting
 
 from .piece import Piece
+from .settled import check_remembered
+from .shared_trace import Shared, find_shared
 from .trace import Trace
 
+_MOST_SHARED = 4  # sizes of one kind of batch that are looked at one by one
 _TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 
 
@@ -27,9 +32,7 @@ class Edition:
         self.traces: list[tuple[tuple[Any, ...], Trace]] = []
         # The traces that fit a kind of microbatch, and what it is asked that depends on its data.
         self.known: dict[Any, list[tuple[int, list[BatchQuestion]]]] = {}
-        self.num_shared: Counter[Any] = (
-            Counter()
-        )  # sizes for which a trace holds that was made for others, or in another mode
+        self._num_shared: Counter[Any] = Counter()  # sizes of each kind that use a trace made for others
         self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
         self._reads: dict[nn.Module, dict[str, None]] = {}  # attributes that the forward was seen to read
@@ -55,6 +58,23 @@ class Edition:
             self._makeup = self._taken()  # nothing was built on it
             return True
         return False
+
+    def shared(
+        self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec, device: torch.device
+    ) -> Shared | None:
+        """A trace in another mode, or for other sizes, that does the same for this batch. A trace of its own holds for
+        more sizes than those of one batch, so it is worth its time where there are many. `device`: that of the traces.
+        """
+        traces = [trace for _, trace in self.traces]
+        kind = (modes, spec, tuple(leaf.dim() if isinstance(leaf, Tensor) else leaf for leaf in flat))
+        if self._num_shared[kind] >= _MOST_SHARED:
+            return None
+        found = find_shared(self._model, flat, spec, device, traces)
+        if found is not None:
+            self._num_shared[kind] += 1
+            traces[found.number].read_first |= found.read_first
+            check_remembered(self._model, traces)
+        return found
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
