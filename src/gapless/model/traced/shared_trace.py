@@ -9,6 +9,7 @@ autocast, with all their arguments.
                      the same                                       traced again
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -87,10 +88,8 @@ def _found(
         return None
     for number, trace in tried:
         if trace.out_spec == outputs[0] and not trace.stored and not trace.checkpointed_norms:
-            theirs = _recorded(
-                lambda held, leaves, of=trace: _Replay(of.module, held)(leaves), model, flat, device, seen
-            )
-            if _same(ours, theirs):
+            replay = functools.partial(_replayed, trace.module)
+            if _same(ours, _recorded(replay, model, flat, device, seen)):
                 return Shared(number, seen.questions.asked, seen.read_first(model))
     return None
 
@@ -121,9 +120,6 @@ class _Replay(Interpreter):
         super().__init__(module)
         self._held = held
 
-    def __call__(self, leaves: list[Any]) -> Any:
-        return self.run(*leaves, enable_io_processing=False)
-
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._held[target] if target in self._held else super().get_attr(target, args, kwargs)
 
@@ -139,8 +135,12 @@ class _Replay(Interpreter):
         return super().call_function(target, tuple(args), kwargs)
 
 
+def _replayed(module: GraphModule, held: dict[str, Tensor], leaves: Iterable[Any]) -> Any:
+    return _Replay(module, held).run(*leaves, enable_io_processing=False)
+
+
 def _body(module: GraphModule) -> Callable[..., Any]:
-    return lambda *args: _Replay(module, {})(list(args))
+    return lambda *args: _replayed(module, {}, args)
 
 
 def _same(one: GraphModule, other: GraphModule) -> bool:
@@ -198,8 +198,9 @@ def _gives_all(node: Node) -> bool:
         return True
     if node.target is not aten.slice.Tensor or len(node.args) != 4:
         return False
-    source, dim, start, end = node.args
-    return start == 0 and end >= source.meta["val"].size(dim)  # type: ignore[operator, union-attr]
+    arguments: Any = node.args
+    source, dim, start, end = arguments
+    return bool(start == 0 and end >= source.meta["val"].size(dim))
 
 
 def _in_a_chain(node: Node, dropped: set[Node]) -> bool:
@@ -208,11 +209,11 @@ def _in_a_chain(node: Node, dropped: set[Node]) -> bool:
     """
     if node.next.target in _VIEWS and list(node.users) == [node.next]:
         return True
-    source: Any = node.prev
+    source = node.prev
     if node.args[0] is not source or len(source.users) > 1:
         return False
     while source in dropped:
-        source = source.args[0]
+        source = source.all_input_nodes[0]
     return source.target in _VIEWS
 
 
@@ -221,11 +222,17 @@ def _equal(one: Any, other: Any) -> bool:
         a, b = one.constant, other.constant
         if a is None or b is None or a is b:
             return one.place == other.place and a is b
-        return one.place == other.place and _kind(a) == _kind(b) and torch.equal(a, b)
+        return one.place == other.place and _kind(a) == _kind(b) and torch.equal(_bits(a), _bits(b))
     if hasattr(one, "constants") and hasattr(other, "constants"):  # a function with a backward of its own
         return (one.__name__, one.constants) == (other.__name__, other.constants)
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)  # 0.0 is not -0.0
     return type(one) is type(other) and bool(one == other)
 
 
 def _kind(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().contiguous().view(torch.uint8)
