@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,16 +92,20 @@ def traces_of(model: nn.Module, parts: list[Any], modes: tuple[tuple[bool, bool]
     torch.set_num_threads(1)
     plain = copy.deepcopy(model)
     captured = Captured(model, [torch.device("cpu")] * 2)
+    calls: list[tuple[nn.Module, Callable[[Any], Any]]] = [
+        (model, functools.partial(run, captured)),
+        (plain, functools.partial(called, plain)),
+    ]
     for training, grad in modes:
         for part in parts:
             results = []
-            for each, call in ((model, lambda part: run(captured, part)), (plain, lambda part: called(plain, part))):
+            for each, call in calls:
                 each.train(training).zero_grad()
                 torch.manual_seed(1)
                 with torch.set_grad_enabled(grad):
                     outputs = leaves_of(call(part))
                 if grad:
-                    torch.stack([out.sum() for out in outputs if out.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
+                    torch.stack([out.sum() for out in outputs if out.requires_grad]).sum().backward()
                 results.append([*outputs, *[value.grad for value in each.parameters()], *each.buffers()])
             for ours, theirs in zip(*results, strict=True):
                 assert (ours is None) == (theirs is None)
@@ -187,3 +192,14 @@ def test_a_batch_that_is_asked_for_its_padding_gets_the_trace_of_its_answer() ->
     whole, padded = tokens(2, 5), tokens(2, 5)
     padded["attention_mask"][0, 3:] = 0
     assert traces_of(llama(), [whole, padded, whole], ((True, True), (False, False))) == 2
+
+
+class Product(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).relu() * y
+
+
+def test_a_tensor_that_is_given_twice_is_two_in_the_trace() -> None:
+    """It was one: labels that were the ids in the first batch were taken for both in all later ones."""
+    x, y = numbers(3), numbers(3)
+    assert traces_of(Product(WIDTH, WIDTH), [(x, x), (x, y)], ((True, True),)) == 1

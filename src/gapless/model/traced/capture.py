@@ -17,7 +17,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, PartitionError
-from gapless.model.fidelity.batch_questions import BatchQuestion
 from gapless.model.layers import check_parts
 from gapless.model.materialise import Home, homes_in, named_tensors
 from gapless.model.own_loss import Counting, loss_in, weighed_by
@@ -33,7 +32,7 @@ from .hollow import hollow
 from .piece import GraphLayer, Moved, Piece
 from .settled import check_remembered, trace_settled
 from .trace import Trace
-from .trace_cache import Edition
+from .trace_cache import Edition, Found
 
 _MOST_EDITIONS = 8  # of a model that is edited on and on
 # What torch.export takes as an argument.
@@ -102,9 +101,7 @@ class Captured:
         modes = (settings(), *self.edition.modes())
         return all(self._known(modes, *flat_of(part))[1] is not None for part in parts)
 
-    def _known(
-        self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec
-    ) -> tuple[list[tuple[int, list[BatchQuestion]]], int | None]:
+    def _known(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> tuple[list[Found], int | None]:
         """The traces for microbatches of this kind, and the one that holds for this one. A later question makes sense
         only after the same answers to those before.
         """
@@ -134,9 +131,7 @@ class Captured:
             countings[number] = Counting(self.edition.traces[number][1], self.module)
         return countings[number]
 
-    def _find(
-        self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec
-    ) -> tuple[int, Sequence[BatchQuestion]]:
+    def _find(self, modes: tuple[Any, ...], flat: list[Any], spec: pytree.TreeSpec) -> Found:
         traces = self.edition.traces
         for number, (its_modes, trace) in enumerate(traces):
             if its_modes == modes and trace.fits(flat, spec):
@@ -144,7 +139,8 @@ class Captured:
         if not self.num_traces and self._devices[0].type != self._origin.type:
             # Kernels of another kind of device lay out their results in another way, and a trace relies on it.
             self._origin = self._devices[0]
-        flat = [leaf.to(self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        # A tensor that is given twice, as ids and as labels, is two: another batch may have two.
+        flat = [_apart(leaf, self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(), self._in_one_place():
             if (shared := self.edition.shared(modes, flat, spec, self._origin)) is not None:
                 return shared.number, shared.questions
@@ -279,6 +275,10 @@ def flat_of(part: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _key(leaf: Any) -> Any:
     return (leaf.dtype, leaf.shape, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _apart(leaf: Tensor, device: torch.device) -> Tensor:
+    return leaf.to(device).detach().requires_grad_(leaf.requires_grad)
 
 
 def find_loss(outputs: Any) -> Tensor | None:

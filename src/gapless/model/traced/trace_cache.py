@@ -19,6 +19,7 @@ from .settled import check_remembered
 from .shared_trace import Shared, find_shared
 from .trace import Trace
 
+Found = tuple[int, list[BatchQuestion]]  # the number of a trace, and for which answers it was found
 _MOST_SHARED = 4  # sizes of one kind of batch that are looked at one by one
 _TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 
@@ -31,7 +32,7 @@ class Edition:
         self.pieces = pieces
         self.traces: list[tuple[tuple[Any, ...], Trace]] = []
         # The traces that fit a kind of microbatch, and what it is asked that depends on its data.
-        self.known: dict[Any, list[tuple[int, list[BatchQuestion]]]] = {}
+        self.known: dict[Any, list[Found]] = {}
         self._num_shared: Counter[Any] = Counter()  # sizes of each kind that use a trace made for others
         self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
