@@ -75,6 +75,13 @@ def tokens(size: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
+def dropping(model: nn.Module) -> nn.Module:
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+    return model
+
+
 def leaves_of(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
@@ -121,8 +128,8 @@ MODES = ((True, True), (False, False), (False, True))
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(llama, 1), (gpt2, 1), (lambda: gpt2(0.2), 2), (bert, 1), (t5, 1)],
-    ids=["llama", "gpt2", "gpt2 with dropout", "bert", "t5"],
+    [(llama, 1), (gpt2, 1), (lambda: gpt2(0.2), 2), (bert, 1), (lambda: dropping(bert()), 2), (t5, 1)],
+    ids=["llama", "gpt2", "gpt2 with dropout", "bert", "bert with dropout", "t5"],
 )
 def test_a_transformer_is_traced_once_unless_it_drops_something_in_training(
     make: Callable[[], nn.Module], expected: int
