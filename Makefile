@@ -148,11 +148,12 @@ slow-exact: slow-exact-1 slow-exact-2 slow-exact-3 slow-exact-4
 slow-exact-%: $(STAMP) network
 	$(PYTEST) -m slow --part $*/4 $(BESIDE) $(SLOW_exact)
 
-# The recipe for Lightning is tested with the slow ones, and nothing else needs it.
+# Only slow tests need these: the recipe for Lightning, and a long run that writes for TensorBoard.
 slow-models: $(VENV)/.lightning
+slow-theory: $(VENV)/.tensorboard
 
-$(VENV)/.lightning: | $(STAMP)
-	$(PIP) $(PINS) lightning
+$(VENV)/.lightning $(VENV)/.tensorboard: $(VENV)/.%: | $(STAMP)
+	$(PIP) $(PINS) $*
 	touch $@
 
 shards:

@@ -90,6 +90,7 @@ def test_uneven_microbatches_compile_once_for_each_size_and_are_exact() -> None:
     assert_exact(ours, plain, schedule="1f1b", devices=3, samples=10)
 
 
+@pytest.mark.slow
 def test_inductors_kernels_and_its_own_random_numbers_are_exact_too() -> None:
     model = blocks(0.3)
     plain = [torch.compile(layer, dynamic=False) for layer in copy.deepcopy(model)]

@@ -106,7 +106,8 @@ def test_adapters_the_best_model_and_dropout_are_those_of_one_process(launch: La
     ]
 
 
-@pytest.mark.parametrize("name", ["evaluated", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["evaluated", "bf16"])
 def test_two_pipelines_leave_the_weights_and_logs_of_trainer_on_two_devices(
     name: str, launch: Launch, tmp_path: Path
 ) -> None:

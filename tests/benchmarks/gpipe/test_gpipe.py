@@ -20,6 +20,7 @@ def test_counted_layers_have_the_published_numbers_of_parameters() -> None:
         assert counted == pytest.approx(published, rel=0.01)
 
 
+@pytest.mark.slow
 def test_repeated_cells_are_those_of_the_deeper_model() -> None:
     with torch.device("meta"):
         layers = list(zoo.amoebanet(cells=12, filters=8))

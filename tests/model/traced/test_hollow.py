@@ -60,3 +60,12 @@ def test_the_graph_is_that_of_a_real_model(kind: str) -> None:
     assert written(empty, batch) == written(make(), batch)
     assert all(a is b for a, b in zip([*empty.parameters(), *empty.buffers()], held, strict=True))
     assert all(each.is_meta for each in held)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_trace_has_the_callers_cudnn(enabled: bool) -> None:
+    """An export switches it off, and batch norms ran without it ever after."""
+    with torch.backends.cudnn.flags(enabled=enabled):
+        lines = [line for line in written(Convolutions(), torch.randn(2, 3, 5, 5)) if "batch_norm" in line]
+    assert lines
+    assert f", {enabled})" in lines[0]

@@ -185,7 +185,7 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         run(config_of(tmp_path, "optimizer.arguments.lr=0.5"), tmp_path / "run")
     assert str(error.value) == (
         f"{tmp_path / 'run'} holds a run with another config: optimizer.arguments.lr was 0.01, and is "
-        "0.5 now: go on with that one, or choose another folder with --folder, or --fresh"
+        "0.5 now: resume with that one, or choose another folder with --folder, or --fresh"
     )
     assert folder_of(config_of(tmp_path), str(tmp_path / "run"), fresh=True).path == tmp_path / "run-2"
 

@@ -152,12 +152,22 @@ def kept_nodes(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "call_function" and node.target not in _DROPPED]
 
 
-def drop_checks(module: GraphModule) -> None:
+_OF_CUDNN = ("cudnn_enabled", "cudnn_enable")
+
+
+def as_called_plainly(module: GraphModule) -> None:
     """What an export adds for itself goes from the bodies of higher-order calls too: a stage may be on another device
-    than the trace.
+    than the trace. And it traces with cuDNN off, which it writes into calls that take that as an argument.
     """
     for body in module.modules():
-        if body is not module and isinstance(body, GraphModule):
+        if not isinstance(body, GraphModule):
+            continue
+        for node in body.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            for place, argument in enumerate(schema.arguments if schema is not None else ()):
+                if argument.name in _OF_CUDNN and place < len(node.args):
+                    node.update_arg(place, torch.backends.cudnn.enabled)
+        if body is not module:
             for node in [node for node in body.graph.nodes if node.target in _DROPPED]:
                 body.graph.erase_node(node)
             body.recompile()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.amp import autocast_mode
-from torch.backends import cudnn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -56,14 +55,13 @@ def find_shared(
     held = {type(tensor) for _, tensor in named_tensors(model)} - {Tensor, nn.Parameter}
     if not tried or held or any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in flat):
         return None
-    before, flags = torch.get_rng_state(), cudnn.set_flags(False)  # as an export does
+    before = torch.get_rng_state()
     try:
         with exclusively(), observed(model, flat, pytree.tree_unflatten(flat, spec)[1]) as seen:
             return _found(model, flat, spec, device, tried, seen)
     except Exception:
         return None  # an export may do better, or says what is in the way
     finally:
-        cudnn.set_flags(*flags)
         torch.set_rng_state(before)
 
 

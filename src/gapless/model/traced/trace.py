@@ -38,7 +38,7 @@ from gapless.stage.auxiliary import traced
 from gapless.stage.random.exclusive import exclusively
 from gapless.stage.settings import settings
 
-from .operators import draws, drop_checks, kept_nodes
+from .operators import as_called_plainly, draws, kept_nodes
 
 # Everything dynamic; or what shares its first dimension with the batch; or nothing.
 _ATTEMPTS = ("all", "first", "none")
@@ -61,7 +61,7 @@ class Trace:
         self.stored = _named_in(model, self.state.stored)
         self.stored_data = _named_in(model, self.state.from_data)
         self.read_first = seen.read_first(model)
-        drop_checks(self.module)
+        as_called_plainly(self.module)
         self.graph: Graph = self.module.graph
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         if len(self.inputs) != len(flat):
