@@ -11,7 +11,7 @@ from torch import nn
 
 from gapless.model.materialise import release
 from gapless.model.traced.capture import Captured
-from tests.hf.models import KINDS, batch_of, model_of
+from tests.hf.models import batch_of, model_of
 from tests.model.hub import hub
 
 CPU = torch.device("cpu")
@@ -47,7 +47,10 @@ def _laid_out(value: Any) -> Any:
     return [_laid_out(each) for each in value] if isinstance(value, list | tuple) else None
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "convolutions"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "bert", "mixtral", "t5")]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "convolutions", *SLOW])
 def test_the_graph_is_that_of_a_real_model(kind: str) -> None:
     if kind != "convolutions":
         hub()

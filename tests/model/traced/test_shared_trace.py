@@ -128,8 +128,14 @@ MODES = ((True, True), (False, False), (False, True))
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(llama, 1), (gpt2, 1), (lambda: gpt2(0.2), 2), (bert, 1), (lambda: dropping(bert()), 2), (t5, 1)],
-    ids=["llama", "gpt2", "gpt2 with dropout", "bert", "bert with dropout", "t5"],
+    [
+        pytest.param(llama, 1, id="llama"),
+        pytest.param(gpt2, 1, id="gpt2", marks=pytest.mark.slow),
+        pytest.param(lambda: gpt2(0.2), 2, id="gpt2 with dropout"),
+        pytest.param(bert, 1, id="bert", marks=pytest.mark.slow),
+        pytest.param(lambda: dropping(bert()), 2, id="bert with dropout", marks=pytest.mark.slow),
+        pytest.param(t5, 1, id="t5", marks=pytest.mark.slow),
+    ],
 )
 def test_a_transformer_is_traced_once_unless_it_drops_something_in_training(
     make: Callable[[], nn.Module], expected: int
