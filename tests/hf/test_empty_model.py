@@ -96,6 +96,29 @@ def test_types_and_buffers_are_those_of_from_pretrained(tmp_path: Path) -> None:
             assert torch.equal(a, b), name
 
 
+def test_running_statistics_come_from_the_files(tmp_path: Path) -> None:
+    """They are no parameters, and kept the values of a new model."""
+    config = hub().ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    model, x = hub().ResNetForImageClassification(config).train(), torch.randn(4, 3, 16, 16)
+    model(x)
+    model.save_pretrained(tmp_path / "a")
+    with loaded(tmp_path / "a", microbatches=2, example={"pixel_values": x}) as pipe:
+        state = pipe.state_dict()
+    assert [name for name, each in model.state_dict().items() if not torch.equal(each, state[name])] == []
+
+
+def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
+    """The name that comes first started anew, without a word."""
+    model = model_of("gpt2")
+    model.save_pretrained(tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    with loaded(tmp_path / "a", example=batch_of("gpt2")) as pipe:
+        state = pipe.state_dict()
+    assert [name for name, each in model.state_dict().items() if not torch.equal(each, state[name])] == []
+
+
 def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> None:
     model_of("bert").bert.save_pretrained(tmp_path / "base")
     states = []

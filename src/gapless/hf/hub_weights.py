@@ -33,7 +33,12 @@ class HubWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self._model, self._seed = model, seed
-        self._names = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        state = model.state_dict(keep_vars=True)
+        self._names = {name: tensor.shape for name, tensor in state.items()}
+        twins: dict[int, list[str]] = {}  # names of one tensor
+        self._twins = {name: twins.setdefault(id(tensor), []) for name, tensor in state.items()}
+        for name, those in self._twins.items():
+            those.append(name)
         self._converters: dict[str, Any] = {}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}  # by the first name that comes of them
         self._first: dict[str, str] = {}
@@ -52,9 +57,13 @@ class HubWeights(Mapping[str, Tensor]):
         self._find(renamings, converters)
         if stored:
             self._check(folder)
+        with torch.no_grad():  # what is no parameter has memory in every process
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                if not tensor.is_meta and not isinstance(tensor, torch.nn.Parameter) and name in self._first:
+                    tensor.copy_(self[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        name = _ADAPTED.sub("", name)
+        name = self._stored_as(_ADAPTED.sub("", name))
         if name in self._made:
             return self._made.pop(name)
         if (first := self._first.get(name)) is not None:
@@ -68,6 +77,10 @@ class HubWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def _stored_as(self, name: str) -> str:
+        """One of the names of a tied weight that the files have, or this one."""
+        return next((each for each in self._twins.get(name, ()) if each in self._first), name)
 
     def _find(self, renamings: Any, converters: Any) -> None:
         """Which tensors of the files each weight of the model comes from; those that come from none are left out."""
@@ -96,12 +109,7 @@ class HubWeights(Mapping[str, Tensor]):
                 f"{printable(str(folder))} is of another model: {show_count(len(wrong), 'tensor')} of another shape, "
                 f"{_some(wrong)}"
             )
-        tied = {id(each) for name, each in self._model.state_dict(keep_vars=True).items() if name in self._first}
-        missing = [
-            name
-            for name, each in self._model.state_dict(keep_vars=True).items()
-            if name not in self._first and id(each) not in tied
-        ]
+        missing = [name for name in self._names if self._stored_as(name) not in self._first]
         unexpected = [name for name in self._first if name not in self._names]
         for names, words, ignored in (
             (missing, "are not there, and start anew", "_keys_to_ignore_on_load_missing"),

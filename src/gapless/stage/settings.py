@@ -17,6 +17,7 @@ def settings() -> tuple[Any, ...]:
         _casts() if autocast_is_on() else None,
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch._C._get_cudnn_enabled(),
         torch.get_default_dtype(),
         # A default device is a mode. Without any there is no need to look for it, which takes as long as a small layer.
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,

@@ -39,7 +39,8 @@ def save_folder(gathering: Gathering, folder: str | Path, model: Any, held: Mapp
     first: dict[Any, str] = {}  # of a tensor with several names
     for name, tensor in held.items():
         if isinstance(tensor, Tensor):
-            first.setdefault((tensor.data_ptr(), tensor.shape) if tensor.data_ptr() else name, name)
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            first.setdefault(place if tensor.data_ptr() else name, name)
     told: list[Any] = [[*first.values()], target.name]
     with ExitStack() as cleanup:
         try:
