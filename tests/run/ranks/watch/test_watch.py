@@ -514,7 +514,7 @@ def test_a_handler_of_the_users_own_is_left_alone(server: Server, tmp_path: Path
 
 def straggles(slow: str) -> None:
     logging.basicConfig(format="%(name)s %(levelname)s %(message)s", level=logging.INFO)
-    layers = [Slow(0.032 if number == int(slow) else 0.008) for number in range(3)]
+    layers = [Slow(0.12 if number == int(slow) else 0.004) for number in range(3)]  # whatever else the machine does
     with pipeline(nn.Sequential(*layers), microbatches=2) as pipe:
         for _ in range(32):
             pipe.step(X, Y)
@@ -524,7 +524,7 @@ def straggles(slow: str) -> None:
 
 @pytest.mark.alone  # who is slow is a matter of time
 @pytest.mark.parametrize("slow", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(-1, marks=pytest.mark.slow)])
-def test_a_device_twice_as_slow_as_the_others_is_named_once(server: Server, tmp_path: Path, slow: int) -> None:
+def test_a_device_much_slower_than_the_others_is_named_once(server: Server, tmp_path: Path, slow: int) -> None:
     with server.crew(straggles, 3, slow, folder=tmp_path) as crew:
         assert set(crew.ended().values()) == {0}, crew.everything()
         said = [crew.said(rank) for rank in range(3)]
