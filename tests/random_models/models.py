@@ -149,6 +149,9 @@ def trial(seed: int, *, with_habits: bool = True) -> Trial:
         options["partition"] = sizes
     if rng.random() < 0.5 and schedule != "auto":
         options["remat"] = [rng.choice(("none", "stage", "layer")) for _ in range(stages)]
+    if not streams and random.Random(f"offload {seed}").random() < 0.25:
+        options["offload"] = "activations"
+        names.append("offload")
     samples = rng.choice([2 * microbatches, 2 * microbatches + 1, 3 * microbatches - 1, microbatches])
     if weigh == "counted":
         options["loss_weight"] = counted

@@ -85,8 +85,10 @@ class _Machine:
                 have = "".join(letter for letter in "FBIW" if self.counts[s, letter, m])
                 if have not in (("FB", "FIW") if trains else ("F",)):
                     raise FaultError(f"stage {s} runs {have or 'nothing'} of microbatch {m}")
-                if self.counts[s, "R", m] and not trains:
-                    raise FaultError(f"{s}R{m} is for no backward")
+                if any(self.counts[s, letter, m] for letter in "ROL") and not trains:
+                    raise FaultError(f"an R, O or L of stage {s} for microbatch {m} is for no backward")
+                if self.counts[s, "O", m] != self.counts[s, "L", m]:
+                    raise FaultError(f"stage {s} has one copy of microbatch {m}, and not both")
                 for letter, other in (("F", s + 1), ("B", s - 1)):
                     crosses = 0 <= other < self.S and self.home[s, m] != self.home[other, m]
                     wanted = int(self.written and crosses and (trains or letter == "F"))
@@ -131,11 +133,15 @@ class _Machine:
                     raise FaultError(f"{s}F{m} needs version {behind} of its weights")
             return self._input(device, s, m, "F")
         if letter in "BI":
-            again = not self.counts[s, "R", m] or (s, "R", m) in self.done
+            again = all(not self.counts[s, made, m] or (s, made, m) in self.done for made in "RL")
             return (s, "F", m) in self.done and again and self._input(device, s, m, "B")
         if letter == "W":
             return (s, "I", m) in self.done
-        if letter in ("R", "SEND_F"):
+        if letter == "R" and self.counts[s, "L", m]:
+            return (s, "L", m) in self.done
+        if letter == "L":
+            return (s, "O", m) in self.done
+        if letter in ("R", "O", "SEND_F"):
             return (s, "F", m) in self.done
         if letter == "SEND_B":
             return bool({(s, "B", m), (s, "I", m)} & self.done)

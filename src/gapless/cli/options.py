@@ -49,6 +49,9 @@ def add_all(parser: argparse.ArgumentParser) -> None:
         ("--kept-for-weight-grad", _per_stage, None, "X", "the part of the activation held from I to W (default: all)"),
         ("--latency", number_of, 0, "X", "time of a hop between devices"),
         ("--bandwidth", number_of, None, "X", "boundary memory that a link carries per unit of time"),
+        ("--host-bandwidth", number_of, None, "X", "with --offload: memory that goes to the host per unit of time"),
+        ("--host-latency", number_of, 0, "X", "with --offload: time of a copy, whatever its size"),
+        ("--host-share", int, 1, "N", "with --offload: devices that share a link to their host"),
         ("--memory-limit", str, None, "X", limit),
     )
     costs.add_argument(
@@ -69,6 +72,12 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
         const="early",
         choices=("early", "late"),
         help="recompute activations, early (the default: as early as memory allows) or late",
+    )
+    passes.add_argument(
+        "--offload",
+        action="store_true",
+        help="send activations to the host while nobody needs them: as many as --memory-limit asks for, or all that "
+        "nobody would wait for",
     )
     passes.add_argument("--forward-only", action="store_true", help="keep only the forwards, for inference")
     passes.add_argument("--updates", action="store_true", help="add the weight updates")
@@ -192,8 +201,9 @@ def passed(
     schedule: Schedule, costs: Costs, arguments: argparse.Namespace, limit: Number | None
 ) -> tuple[Schedule, Costs]:
     """The schedule after the passes asked for, and the costs it is to be simulated with."""
-    late, again = arguments.remat == "late", range(schedule.num_stages) if arguments.remat else ()
-    asked = given(arguments, Passes) | {"recompute": again, "early": not late, "memory_limit": limit}
+    late, every = arguments.remat == "late", range(schedule.num_stages)
+    asked = given(arguments, Passes) | {"early": not late, "memory_limit": limit}
+    asked |= {"recompute": every if arguments.remat else (), "offload": every if arguments.offload else ()}
     made = lowered(schedule, costs, Passes(**asked))
     return made, costs.recomputed_late(schedule.placement) if late else costs
 

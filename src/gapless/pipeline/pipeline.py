@@ -25,7 +25,7 @@ from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimize
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
 from gapless.pipeline.options import Loss, Options
 from gapless.pipeline.result import Result
-from gapless.pipeline.schedules import Schedules
+from gapless.pipeline.schedules import Offload, Schedules
 from gapless.pipeline.shares import shares_of
 from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
@@ -64,18 +64,19 @@ class Pipeline(HeldModel):
                        `dp` and `tp`. Every rank makes the same calls
     schedule           a name from `gapless schedules`, a Schedule, a Plan (which also sets microbatches, partition,
                        remat and costs) or a Replication (which also sets partition and replicas)
-    microbatches       how many parts a minibatch is cut into. By default four for each device, or as few of these as
-                       leave a bubble below 10%
+    microbatches       parts of a minibatch; by default four for each device, or fewer that leave a bubble below 10%
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
     partition          the number of layers in each stage; balanced by parameters unless given
     replicas           only for pipedream, under a mesh with `pp` alone: how many ranks run each stage. They take turns
     costs              used by schedules that are made from costs, and to decide between a whole and a split backward
-    memory_limit       only for `auto` and `optimal`: the most a device may hold, in units of the costs' `activation`
+    memory_limit       for `auto`, `optimal` and offload="auto": the most a device may hold, in units of `activation`
     objective          only for `auto` and `optimal`: minimise "makespan" or "span"
     seed               sets all random numbers in the layers, together with the step, the microbatch and the layer
     remat              recompute activations: "none", "stage", "layer", or a list with one of these per stage
+    offload            activations that wait in the host's memory: "none", "activations" for all that nobody would wait
+                       for, a list with one of these per stage, or "auto" for as many as `memory_limit` asks for
     loss_weight        how much each microbatch counts. None: by its samples, or by the targets that count where the
                        loss ignores some. "sum": the loss is a sum. Or a function of the target
     batchnorm          when running statistics move: "microbatch" (as in plain torch), "deferred" (once per minibatch)
@@ -84,8 +85,7 @@ class Pipeline(HeldModel):
                        training, or "summed" once per step, the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
                        a mapping from names to tensors, or a .safetensors file
-    compile            True, or options for torch.compile: compiles every layer, or every piece of a traced model. A
-                       model that torch.compile has already wrapped is compiled with its own options
+    compile            True, or options for torch.compile, for every layer or piece; a compiled model keeps its own
     layers             for a module that can't be traced: callables that together are the model
     example            inputs to trace the model with right away; otherwise the first batch is used
     batch_dims         which dimension of each input is the batch, if not the first
@@ -116,6 +116,7 @@ class Pipeline(HeldModel):
         objective: Objective = "makespan",
         seed: int = 0,
         remat: Remat | Sequence[Remat] = "none",
+        offload: Offload | Sequence[Offload] = "none",
         loss_weight: mb.LossWeight = None,
         batchnorm: BatchNorm = "microbatch",
         tied: Tied | None = None,
@@ -137,7 +138,7 @@ class Pipeline(HeldModel):
         self._world = world = arguments.world_of(devices, mesh, timeout, intra_op_threads, carriage, schedule)
         self.devices, self._close = world.devices, close_with(self, world.close)
         self.seed, self.timeline, self.steps = seed, timeline, 0  # random numbers depend on the steps done so far
-        self._nothing, self._streams = nn.Parameter(torch.empty(0)), weakref.WeakSet()
+        self._nothing, self._streams, count = nn.Parameter(torch.empty(0)), weakref.WeakSet(), len(self.devices)
         with arguments.closed_if_refused(self._close), self._world.making():
             arguments.check_options(schedule, loss, loss_weight)
             model, compiler = uncompiled(model)
@@ -146,9 +147,8 @@ class Pipeline(HeldModel):
             asked = ScheduleArguments(schedule, microbatches, partition, replicas, remat, costs, stages_per_device)
             schedule, microbatches, partition, replicas, remat, costs, each = asked.settled(model, self._world, traced)
             assert not isinstance(schedule, Replication)
-            schedules = Schedules(schedule, len(self.devices), each, costs, memory_limit, objective, remat, replicas)
-            if microbatches is None:
-                microbatches = schedules.default_microbatches()
+            schedules = Schedules(schedule, count, each, costs, memory_limit, objective, remat, offload, replicas)
+            microbatches = schedules.default_microbatches() if microbatches is None else microbatches
             self._options = Options(
                 schedules,
                 arguments.at_least_one("microbatches", microbatches),

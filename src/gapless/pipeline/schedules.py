@@ -1,20 +1,24 @@
 """The schedule that a pipeline runs, for any number of microbatches: made or taken, checked, and lowered."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from gapless.errors import ConfigError, ScheduleError
-from gapless.pipeline.arguments.checks import fitting_schedule
+from gapless.pipeline.arguments.checks import fitting_schedule, one_of
 from gapless.plan.plan import Plan
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower import Passes, lowered
 from gapless.schedule.placement import Placement, replicated
 from gapless.schedule.recipes import find_recipe, make_schedule
+from gapless.schedule.recipes.request import Request
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Objective
 from gapless.stage.stage import Remat
 
+Offload = Literal["none", "activations", "auto"]
+_OFFLOAD = get_args(Offload)
 _LARGE = 0.1  # a bubble
 
 
@@ -29,7 +33,21 @@ class Schedules:
     memory_limit: Number | str | None
     objective: Objective
     remat: Remat | Sequence[Remat]
+    offload: Offload | Sequence[Offload] = "none"
     replicas: Sequence[int] | None = None  # of each stage, where these are on ranks of their own
+
+    def __post_init__(self) -> None:
+        if self.offload == "none":
+            return
+        if self.streams:
+            raise ConfigError(f"{self.streams} runs in streams, which keep their activations: leave out offload=")
+        if self.offload == "auto" and self.memory_limit is None:
+            raise ConfigError(
+                "offload='auto' offloads what memory_limit= asks for: give one, or use offload='activations' for all "
+                "that can leave without a wait"
+            )
+        for word in (self.offload,) if isinstance(self.offload, str) else self.offload:
+            one_of("offload", word, ("none", "activations") if word != self.offload else _OFFLOAD)
 
     def made(self, microbatches: int) -> Schedule:
         asked = self.asked
@@ -57,7 +75,12 @@ class Schedules:
         again = [stage for stage, kind in enumerate(self.remat_of(schedule.num_stages)) if kind == "stage"]
         if Kind.RECOMPUTE in schedule.kinds:  # it says itself what is recomputed
             again = []
-        return lowered(schedule, self.costs, Passes(fuse=True, recompute=again))
+        passes = Passes(fuse=True, recompute=again, offload=self.offloaded_of(schedule.num_stages))
+        if self.offload == "auto":
+            costs = self.costs or Costs()
+            request = Request(self.num_devices, microbatches, self.stages_per_device, costs, self.memory_limit)
+            passes = replace(passes, memory_limit=request.limit)
+        return lowered(schedule, self.costs, passes)
 
     def default_microbatches(self) -> int:
         """Four for each device, or as few of these as leave a bubble below a tenth. A smaller batch has fewer."""
@@ -86,6 +109,16 @@ class Schedules:
         """Refuses what has no steps."""
         if self.streams:
             raise ConfigError(f"{self.streams} updates weights on the way, and has no steps: train with pipe.stream()")
+
+    def offloaded_of(self, num_stages: int) -> list[int]:
+        """The stages whose activations may leave."""
+        words = [self.offload] * num_stages if isinstance(self.offload, str) else list(self.offload)
+        if len(words) != num_stages:
+            raise ConfigError(
+                f"offload lists {len(words)} stages, but the schedule has {num_stages}: list one word for each stage, "
+                "or give one word for all"
+            )
+        return [stage for stage, word in enumerate(words) if word != "none"]
 
     def remat_of(self, num_stages: int) -> list[Remat]:
         """Of each stage."""

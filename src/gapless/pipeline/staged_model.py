@@ -104,14 +104,14 @@ class StagedModel:
         for stage, count in enumerate(self.partition):
             device = self._homes[stage]
             size = sum(cost_of(layer) - 1 for layer in self.model.layers[first : first + count])
-            remat = ""
+            notes = ""
             if (work := self.stages.get(stage)) is not None:
-                remat = f", remat {work.remat}" if work.remat != "none" else ""
-                calls = work.calls
-                remat += (
-                    f", {calls.num_compiled} compiled in {calls.compile_seconds:.1f} s" if calls.num_compiled else ""
-                )
-                remat += f", {work.runs}" if isinstance(work, GraphedStage) else ""
+                notes = f", remat {work.remat}" if work.remat != "none" else ""
+                if out := sum(each == stage for each, _ in schedule.offloaded):
+                    notes += f", {out} of {show_count(schedule.num_microbatches, 'microbatch')} offloaded"
+                if (calls := work.calls).num_compiled:
+                    notes += f", {calls.num_compiled} compiled in {calls.compile_seconds:.1f} s"
+                notes += f", {work.runs}" if isinstance(work, GraphedStage) else ""
             name = f"layers {first} to {first + count - 1}" if count > 1 else f"layer {first}"
             if isinstance(self.model, Captured):
                 names = self.model.edition.names
@@ -119,7 +119,7 @@ class StagedModel:
             where = f"stage {stage} on device {device} ({self._world.devices[device]})"
             if len(cycle := self.placement.cycles[stage]) > 1:
                 where = f"stage {stage} on devices {cycle[0]} to {cycle[-1]} ({self._world.devices[device]} each)"
-            yield f"  {where}: {name}, {show_count(size, 'parameter')}{remat}"
+            yield f"  {where}: {name}, {show_count(size, 'parameter')}{notes}"
             first += count
         if not self.stages:
             yield "  to be traced and cut when the first batch comes"

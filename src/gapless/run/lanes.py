@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.view_bases import marked_as
+from gapless.stage.offload.host_link import CpuLink, CudaLink
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class CpuLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.caller: dict[torch.device, torch.cuda.Event] = {}  # what the caller has queued on each GPU
+        self.link = CpuLink()
         self.origin = 0.0
         self.began = 0.0  # the host's time of the origin
 
@@ -82,6 +84,7 @@ class CudaLane:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.copies = torch.cuda.Stream(device)
+        self.link = CudaLink(device, self.stream)
         self._batches = torch.cuda.Stream(device)  # copies that the host waits for: nothing else is on their way
         self._sources: dict[torch.device, torch.cuda.Stream] = {}  # of other GPUs, for copies from there
         self.origin = torch.cuda.Event(enable_timing=True)

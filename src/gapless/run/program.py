@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gapless.run.channels import Transport
-from gapless.run.lanes import CpuLane, Lane, Parcel
-from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
+from gapless.schedule.action import BACKWARDS, COPIES, Action, Kind, Schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
@@ -113,18 +113,26 @@ class Program:
                 half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
         else:
-            assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
-            alone = partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
+            alone = self._alone(device, action)
             if kind is Kind.WEIGHT_GRAD and (turns := self._turns.get(stage)) is not None:
                 alone = partial(turns.taken, microbatch, alone, last=True)
             if not self.recorded:
                 return alone
             take, compute = None, lambda _: alone()
         if self.recorded:
-            compute = self._timed(device, compute)
+            compute = self._timed(device, kind, compute)
         elif kind in BACKWARDS and take is not None:
             return lambda: half(microbatch, take(), put)  # the same without a call between
         return (lambda: compute(None)) if take is None else (lambda: compute(take()))
+
+    def _alone(self, device: int, action: Action) -> Call:
+        """What has to do with no other stage."""
+        stage, kind, microbatch = action
+        work = self.stages[stage]
+        if kind in COPIES:
+            return partial(work.offload if kind is Kind.OFFLOAD else work.load, microbatch, self.lanes[device].link)
+        assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
+        return partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
 
     def _followed(self, call: Call, then: Callable[[Batch], None]) -> Call:
         def run() -> None:
@@ -140,8 +148,11 @@ class Program:
             return self._infer_last(work, microbatch) if put is None else lambda inputs: put(work.infer(inputs))
         defer = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._deferred
         keep = work.remat == "stage" and (stage, microbatch) not in self.schedule.recomputed
+        leaves = (stage, microbatch) in self.schedule.offloaded
         if not last:
-            return lambda inputs: work.forward(microbatch, inputs, step=batch.step, defer=defer, keep=keep, then=put)
+            return lambda inputs: work.forward(
+                microbatch, inputs, step=batch.step, defer=defer, keep=keep, leaves=leaves, then=put
+            )
 
         lane = self.lanes[self.schedule.placement.device(stage, microbatch)]
 
@@ -155,6 +166,7 @@ class Program:
                 want_outputs=batch.want_outputs,
                 defer=defer,
                 keep=keep,
+                leaves=leaves,
             )
 
         return forward
@@ -212,8 +224,9 @@ class Program:
         route = self._routes.arriving(following)
         return route is not None and route.crosses
 
-    def _timed(self, device: int, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        now, marks = self.lanes[device].now, self.marks[device]
+    def _timed(self, device: int, kind: Kind, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        lane, marks = self.lanes[device], self.marks[device]
+        now = partial(lane.link.now, kind) if kind in COPIES and isinstance(lane, CudaLane) else lane.now
 
         def timed(argument: Any) -> Any:
             start = now()

@@ -7,6 +7,7 @@ routes        where an activation and a gradient go
 costs         what actions and hops take
 memory        what an action allocates and frees
 unrolled      the actions of all devices in one list, each behind what it needs
+host_copies   activations that wait in the host's memory
 simulate      costs -> timeline
 timeline      who did what from when to when; bubbles and peaks; and back to costs
 pools         the receive buffers of the deadlock proof, and what waits in front of them

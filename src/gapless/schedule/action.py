@@ -31,6 +31,8 @@ class Kind(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     RECOMPUTE = "R"
+    OFFLOAD = "O"  # the activations go to the host's memory, beside what the device computes
+    LOAD = "L"  # and come back
     UPDATE = "U"  # its number is that of the minibatch
     SEND_ACTIVATION = "SEND_F"
     RECEIVE_ACTIVATION = "RECV_F"
@@ -42,6 +44,8 @@ class Kind(StrEnum):
 
 
 TRANSFERS = frozenset({Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT})
+COPIES = frozenset({Kind.OFFLOAD, Kind.LOAD})
+OPTIONAL = TRANSFERS | COPIES | {Kind.RECOMPUTE}  # needed only where the schedule has them
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # the two that hand a gradient on
 
 
@@ -115,17 +119,26 @@ class Schedule:
         """The (stage, microbatch) pairs whose activations are thrown away and recomputed."""
         return frozenset((a.stage, a.microbatch) for a in self.optional if a.kind is Kind.RECOMPUTE)
 
+    @cached_property
+    def offloaded(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose activations wait in the host's memory."""
+        return frozenset((a.stage, a.microbatch) for a in self.optional if a.kind is Kind.OFFLOAD)
+
     @property
     def has_transfers(self) -> bool:
         return not TRANSFERS.isdisjoint(self.kinds)
 
+    @property
+    def has_copies(self) -> bool:
+        """Between a device and its host."""
+        return not COPIES.isdisjoint(self.kinds)
+
     @cached_property
     def optional(self) -> frozenset[Action]:
-        """The recomputes and transfers: what other schedules do without."""
-        if not self.has_transfers and Kind.RECOMPUTE not in self.kinds:
+        """The recomputes, copies and transfers: what other schedules do without."""
+        if OPTIONAL.isdisjoint(self.kinds):
             return frozenset()
-        some = TRANSFERS | {Kind.RECOMPUTE}
-        return frozenset(action for action in self.actions if action.kind in some)
+        return frozenset(action for action in self.actions if action.kind in OPTIONAL)
 
     def renamed(self, name: str) -> "Schedule":
         return Schedule(self.rows, self.placement, name)

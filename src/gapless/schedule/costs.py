@@ -7,13 +7,14 @@ from operator import add, itemgetter
 from typing import Any
 
 from gapless.errors import ConfigError
-from gapless.schedule.action import TRANSFERS, Kind
+from gapless.schedule.action import COPIES, TRANSFERS, Kind
 from gapless.schedule.placement import Placement
 from gapless.units import show_count
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]
 
+_SINGLE = ("latency", "bandwidth", "host_bandwidth", "host_latency", "host_share")
 _MOST = 1e100  # sums of costs stay finite
 
 
@@ -34,6 +35,9 @@ class Costs:
     kept_for_weight_grad  the part of it that stays between I and W; all of it unless given
     boundary              memory handed from one stage to the next, which is all that a recomputed stage keeps. A single
                           number holds for every stage: a boundary gets no smaller by cutting more often
+    host_bandwidth        of the link between a device and its host, each way, for offload; no limit unless given
+    host_latency          time of a copy there, whatever its size
+    host_share            how many devices share such a link: 0 to n - 1, n to 2 n - 1, and so on
     """
 
     forward: PerStage = 1
@@ -47,22 +51,28 @@ class Costs:
     kept_for_weight_grad: PerStage | None = None
     boundary: PerStage = 0
     backward: PerStage | None = None
+    host_bandwidth: Number | None = None
+    host_latency: Number = 0
+    host_share: Number = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             listed = isinstance(value, Sequence) and not isinstance(value, str)
             if listed:
-                if field.name in ("latency", "bandwidth"):
+                if field.name in _SINGLE:
                     raise ConfigError(f"{field.name} takes one number, not a list of {len(value)}")
                 object.__setattr__(self, field.name, tuple(value))
             for number in value if listed else () if value is None else (value,):
                 if isinstance(number, bool) or not isinstance(number, Number) or not 0 <= number <= _MOST:
                     raise ConfigError(f"{field.name} is {number!r:.40}, but a cost is a number from 0 to {_MOST:g}")
-        if self.bandwidth is not None and self.bandwidth < 1 / _MOST:
-            raise ConfigError(
-                f"bandwidth is {self.bandwidth}, so nothing would ever arrive; leave it out for links without a limit"
-            )
+        for name in ("bandwidth", "host_bandwidth"):
+            if (value := getattr(self, name)) is not None and value < 1 / _MOST:
+                raise ConfigError(
+                    f"{name} is {value}, so nothing would ever arrive; leave it out for links without a limit"
+                )
+        if self.host_share < 1 or self.host_share != int(self.host_share):
+            raise ConfigError(f"host_share is {self.host_share!r}, but it counts the devices that share a link")
 
     def per_stage(self, name: str, placement: Placement) -> tuple[Number, ...]:
         """The cost `name` of every stage of `placement`. No more is kept for a W than there is."""
@@ -84,7 +94,7 @@ class Costs:
         return tuple(value if share == 1 else value / share for share in shares)
 
     def durations(self, placement: Placement) -> dict[Kind, tuple[Number, ...]]:
-        """How long each kind of action takes on each stage. Transfers take no time of a device."""
+        """How long each kind of action takes on each stage. Transfers and copies take no time of a device."""
         inputs, weights = self.per_stage("input_grad", placement), self.per_stage("weight_grad", placement)
         both = tuple(map(add, inputs, weights))
         return {
@@ -94,7 +104,7 @@ class Costs:
             Kind.BACKWARD: self.per_stage("backward", placement) if self.backward is not None else both,
             Kind.RECOMPUTE: self.per_stage("recompute", placement),
             Kind.UPDATE: self.per_stage("update", placement),
-            **dict.fromkeys(TRANSFERS, (0,) * placement.num_stages),
+            **dict.fromkeys(TRANSFERS | COPIES, (0,) * placement.num_stages),
         }
 
     def transits(self, placement: Placement) -> tuple[Number, ...]:
@@ -103,6 +113,10 @@ class Costs:
         """
         sizes = self.per_stage("boundary", placement)
         return (0,) * len(sizes) if self.bandwidth is None else tuple(size / self.bandwidth for size in sizes)
+
+    def copy_time(self, size: Number) -> Number:
+        """How long a link to the host is busy with so much."""
+        return self.host_latency + (0 if self.host_bandwidth is None else size / self.host_bandwidth)
 
     def hops(self, placement: Placement) -> tuple[Number, ...]:
         """What it takes to each stage from the one before, or back, where the link is free: nothing on one device."""

@@ -3,6 +3,7 @@
     F(s)  needs  F(s-1)            the activation of the stage before
     I(s)  needs  F(s), I(s+1)      its own forward, and the gradient of the stage after (the last stage has none)
                  R(s)              if the schedule recomputes: R itself needs its own F alone, not the gradient
+                 L(s)              if its activations went to the host: L needs O(s), O needs F(s), R needs L(s)
     W(s)  needs  I(s)
     B(s)  is     I(s) and W(s) in one
     U(s)  needs  every W(s) of its minibatch
@@ -15,23 +16,24 @@ from collections import deque
 from collections.abc import Iterator
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import TRANSFERS, Action, Kind, Schedule
+from gapless.schedule.action import OPTIONAL, Action, Kind, Schedule
 from gapless.units import show_count
 
 _F, _I, _W, _R = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE
 
 _RULE: dict[Kind, tuple[tuple[int, Kind], ...]] = {
     Kind.FORWARD: ((-1, _F), (-1, Kind.SEND_ACTIVATION), (0, Kind.RECEIVE_ACTIVATION)),
-    Kind.INPUT_GRAD: ((0, _F), (0, _R), (1, _I), (1, Kind.SEND_GRADIENT), (0, Kind.RECEIVE_GRADIENT)),
+    Kind.INPUT_GRAD: ((0, _F), (0, _R), (0, Kind.LOAD), (1, _I), (1, Kind.SEND_GRADIENT), (0, Kind.RECEIVE_GRADIENT)),
     Kind.WEIGHT_GRAD: ((0, _I),),
-    Kind.RECOMPUTE: ((0, _F),),
+    Kind.RECOMPUTE: ((0, _F), (0, Kind.LOAD)),
+    Kind.OFFLOAD: ((0, _F),),
+    Kind.LOAD: ((0, Kind.OFFLOAD),),
     Kind.SEND_ACTIVATION: ((0, _F),),
     Kind.SEND_GRADIENT: ((0, _I),),
     Kind.RECEIVE_ACTIVATION: (),
     Kind.RECEIVE_GRADIENT: (),
 }
 _RULE[Kind.BACKWARD] = _RULE[Kind.INPUT_GRAD]
-_OPTIONAL = TRANSFERS | {_R}  # needed only where the schedule has them
 _RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
 _COMPLETES = {kind: (kind,) for kind in Kind} | {Kind.BACKWARD: (_I, _W)}
 
@@ -50,7 +52,7 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     needs = (
         Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages
     )
-    return tuple(need for need in needs if need.kind not in _OPTIONAL or need in schedule.optional)
+    return tuple(need for need in needs if need.kind not in OPTIONAL or need in schedule.optional)
 
 
 def microbatches_of(minibatch: int, schedule: Schedule) -> range:
@@ -111,7 +113,7 @@ class Milestones:
                 tuple(
                     self._base(stage + step, need)
                     for step, need in rule
-                    if 0 <= stage + step < stages and (need not in _OPTIONAL or need in present)
+                    if 0 <= stage + step < stages and (need not in OPTIONAL or need in present)
                 )
                 for stage in range(stages)
             ]
@@ -120,6 +122,10 @@ class Milestones:
 
     def _base(self, stage: int, kind: Kind) -> int:
         return self._bases[kind] + stage * self.num_microbatches
+
+    def needs_of(self, action: Action) -> tuple[int, ...]:
+        stage, kind, microbatch = action
+        return self.needs[kind][stage] if kind is not Kind.UPDATE else self.update_needs(stage, microbatch)
 
     def update_needs(self, stage: int, minibatch: int) -> tuple[int, ...]:
         return tuple(self._base(stage, _W) + m - minibatch for m in microbatches_of(minibatch, self.schedule))
@@ -132,7 +138,7 @@ class Milestones:
     def nothing_done(self) -> bytearray:
         """One flag per milestone. What a schedule may leave out and does counts as there from the start."""
         done = bytearray(self.size)
-        for kind in _OPTIONAL & self.schedule.kinds:
+        for kind in OPTIONAL & self.schedule.kinds:
             base = self._bases[kind]
             length = self.schedule.num_stages * self.num_microbatches
             done[base : base + length] = b"\1" * length

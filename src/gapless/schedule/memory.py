@@ -5,7 +5,8 @@ R  takes the activations then
 I  gives back all but what W needs
 W  gives back that, and the kept input;   B gives back everything
 
-For inference, where nothing runs backward, F gives back what it took.
+For inference, where nothing runs backward, F gives back what it took. What copies to the host take and give back
+depends on when they run: `host_copies` has it.
 """
 
 from collections.abc import Iterator
@@ -53,7 +54,10 @@ def peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
     return tuple(max((held for held, _ in _levels(row)), default=0) for row in rows)
 
 
-def levels(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Number, Number], ...], ...]:
+Levels = tuple[tuple[tuple[Number, Number], ...], ...]
+
+
+def levels(schedule: Schedule, costs: Costs) -> Levels:
     """Per device and action: what is held while it runs, and after it has ended."""
     return tuple(tuple(_levels(row)) for row in changes(schedule, costs))
 

@@ -3,12 +3,13 @@
 Every action starts as soon as its device is free and what it depends on is there. What comes from another device
 arrives a hop later: `latency` after it was sent, and where a bandwidth is given after it has gone through the link,
 one message at a time. Where transfers are written out, a message leaves once it is sent and its receive is posted
-(where a bandwidth is given, receives count as posted in time).
+(where a bandwidth is given, receives count as posted in time). Copies to the host and back run beside: `host_copies`.
 """
 
-from gapless.schedule.action import Action, Kind, Schedule, check_schedule
+from gapless.schedule.action import COPIES, Action, Kind, Schedule, check_schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.dependencies import Milestones, replay
+from gapless.schedule.host_copies import Links, in_time_order
 from gapless.schedule.routes import MAKERS, SENDS, Routes
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.unrolled import Unrolled, unrolled
@@ -70,7 +71,8 @@ def _run(flat: Unrolled, schedule: Schedule, costs: Costs) -> _Times:
 
 
 def _played(schedule: Schedule, costs: Costs) -> _Times:
-    """The same for what is not unrolled: schedules that are too long, replicas, and written updates and transfers."""
+    """The same for what is not unrolled: schedules that are too long, replicas, copies, and written updates and
+    transfers."""
     durations = costs.durations(schedule.placement)
     latency = costs.latency
     milestones = Milestones(schedule)
@@ -82,19 +84,32 @@ def _played(schedule: Schedule, costs: Costs) -> _Times:
     free: list[Number] = [0] * schedule.num_devices
     starts: list[list[Number]] = [[] for _ in schedule.rows]
     ends: list[list[Number]] = [[] for _ in schedule.rows]
-    for device, action, needs, gives in replay(schedule, milestones):
-        microbatch = action.microbatch
+    links = Links(schedule, costs) if schedule.has_copies else None
+
+    def earliest(device: int, action: Action, needs: tuple[int, ...]) -> Number:
         start = free[device]
         for base in needs:
-            number = base + microbatch
+            number = base + action.microbatch
             when = there[number]
             source = home[number]
             if source >= 0 and (source != device or number >= receives):
                 when = arrivals.get(number, when) if wires else when + latency
             if when > start:
                 start = when
-        end = start + durations[action.kind][action.stage]
-        free[device] = end
+        return start
+
+    def reached(device: int, action: Action, needs: tuple[int, ...]) -> Number:
+        """A copy is given to its link when the device gets to it."""
+        return free[device] if action.kind in COPIES else earliest(device, action, needs)
+
+    order = in_time_order(schedule, milestones, reached) if links else replay(schedule, milestones)
+    for device, action, needs, gives in order:
+        microbatch = action.microbatch
+        start = earliest(device, action, needs)
+        if links and action.kind in COPIES:
+            start, end = links.copied(device, action, start)
+        else:
+            free[device] = end = start + durations[action.kind][action.stage]
         starts[device].append(start)
         ends[device].append(end)
         for base in gives:

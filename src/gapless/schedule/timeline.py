@@ -13,9 +13,10 @@ from itertools import chain
 from operator import sub
 from typing import Any, Literal
 
-from gapless.schedule import memory
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule import host_copies, memory
+from gapless.schedule.action import COPIES, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
+from gapless.schedule.memory import Levels
 
 Objective = Literal["makespan", "span"]
 
@@ -63,7 +64,10 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """The time each device spent in actions."""
+        """The time each device spent in actions, copies beside them left out."""
+        if self.schedule.has_copies:
+            each = map(self.spans, range(self.schedule.num_devices))
+            return tuple(sum(end - start for a, start, end in row if a.kind not in COPIES) for row in each)
         rows = zip(self.starts, self.ends, strict=True)
         return tuple(sum(map(sub, ends, starts)) for starts, ends in rows)
 
@@ -88,11 +92,25 @@ class Timeline:
     @cached_property
     def peak(self) -> tuple[Number, ...]:
         """The most each device holds, in the unit of the costs' `activation`."""
+        if self.schedule.has_copies:
+            return tuple(max((held for held, _ in row), default=0) for row in self.memory)
         return memory.peaks(self.schedule, self.costs)
 
     @cached_property
-    def memory(self) -> tuple[tuple[tuple[Number, Number], ...], ...]:
+    def host_memory(self) -> Levels:
+        """Per device and action: what is in the host's memory while it runs, and after it has ended."""
+        return host_copies.host_levels(self.schedule, self.costs, self.starts, self.ends)
+
+    @property
+    def host_peak(self) -> tuple[Number, ...]:
+        """The most each device has in its host's memory."""
+        return tuple(max((held for held, _ in row), default=0) for row in self.host_memory)
+
+    @cached_property
+    def memory(self) -> Levels:
         """Per device and action: what is held while it runs, and after it has ended."""
+        if self.schedule.has_copies:
+            return host_copies.levels(self.schedule, self.costs, self.starts, self.ends)
         return memory.levels(self.schedule, self.costs)
 
     @cached_property
@@ -140,6 +158,8 @@ class Timeline:
             **{name: list(map(plain, getattr(self, name))) for name in ("busy", "idle", "peak")},
             "actions": schedule.num_actions,
         }
+        if schedule.has_copies:
+            found["host_peak"] = list(map(plain, self.host_peak))
         if schedule.num_minibatches > 1:
             found["period"] = plain(self.period)
             found["throughput"] = plain(1 / self.period) if self.period else None

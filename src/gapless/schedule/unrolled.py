@@ -32,10 +32,11 @@ class Unrolled(NamedTuple):
 
 
 def unrolled(schedule: Schedule) -> Unrolled | None:
-    """None where transfers or updates are written out or a stage has replicas, and for a schedule that is too long to
-    be kept. Raises DeadlockError for one that would hang.
+    """None where transfers, copies or updates are written out or a stage has replicas, and for a schedule that is too
+    long to be kept. Raises DeadlockError for one that would hang.
     """
-    other = schedule.has_transfers or Kind.UPDATE in schedule.kinds or schedule.placement.single is None
+    written = schedule.has_transfers or schedule.has_copies or Kind.UPDATE in schedule.kinds
+    other = written or schedule.placement.single is None
     if other or schedule.num_actions > _MOST_ACTIONS:
         return None
     if "_unrolled" not in schedule.__dict__:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import BACKWARDS, TRANSFERS, Action, Kind, Schedule, check_schedule
+from gapless.schedule.action import BACKWARDS, COPIES, TRANSFERS, Action, Kind, Schedule, check_schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
 from gapless.schedule.asynchronous.weights import unmade_versions
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
@@ -66,6 +66,7 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     violations += _incomplete(schedule, places, num_microbatches, num_stages)
     if Kind.UPDATE in schedule.kinds:
         violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule), *unmade_versions(schedule)]
+    violations += _unpaired(schedule, places)
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     violations += _stuck(schedule, places)
@@ -120,7 +121,7 @@ def _incomplete(
     if schedule.kinds.isdisjoint({Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}):
         there = bytearray(found | 2 for found in there)
         for action, place in places.items():
-            if action.kind is Kind.RECOMPUTE:
+            if action.kind is Kind.RECOMPUTE or action.kind in COPIES:
                 yield Violation("complete", *place, f"{action} is for no backward: the schedule has none")
     for index, bits in enumerate(there):
         wanted = 1 | 4 | 8 if bits & (4 | 8) else 1 | 2  # F, I and W, or F and B
@@ -132,6 +133,17 @@ def _incomplete(
         if bits & ~wanted:
             wrong = [f"{stage}B{microbatch} is there beside its own I or W, which it stands for"]
         yield from (Violation("complete", device, len(schedule.rows[device]), message) for message in wrong)
+
+
+def _unpaired(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
+    """What goes to the host comes back, and nothing else does."""
+    for action in schedule.optional:
+        if action.kind in COPIES:
+            out = action.kind is Kind.OFFLOAD
+            other = action._replace(kind=Kind.LOAD if out else Kind.OFFLOAD)
+            if other not in places:
+                reason = "its activations never come back" if out else "nothing went to the host before"
+                yield Violation("complete", *places[action], f"{action} is without its {other}: {reason}")
 
 
 def _not_transferred(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> Iterator[Violation]:

@@ -17,6 +17,7 @@ The rooms
     random             seeds and draws
     norm               batch norm in microbatches
     graphs             actions as CUDA graphs
+    offload            activations in the host's memory
     shared             weights that several stages use, or of which there are several versions
     guards             what could go wrong without a word
 """

@@ -17,6 +17,7 @@ from gapless.stage.guards.changing_buffers import Owned
 from gapless.stage.guards.forward_restart import IN_PLACE_ON_LEAF, Undo
 from gapless.stage.guards.grad_fields import check_switched
 from gapless.stage.guards.stored_tensors import Attributes
+from gapless.stage.offload.saved_storages import SavedStorages
 from gapless.stage.shared.cell_ties import CellTies
 from gapless.stage.split.call_mode import Restart
 from gapless.stage.split.deferred import divert
@@ -122,6 +123,16 @@ class Cell(CellTies):
 
     def recompute(self, work: Work) -> None:
         """Nothing to do: this cell keeps its graph."""
+
+    def kept_leaves(self, microbatch: int) -> list[Tensor]:
+        """The inputs that are kept to run the layers again."""
+        return []
+
+    def pack(self, microbatch: int, saved: SavedStorages) -> None:
+        """These go to the host's memory."""
+
+    def unpack(self, microbatch: int) -> None:
+        """And were brought back."""
 
     def backward(
         self, work: Work, grads: list[Tensor | None], then: Callable[[Any], None] | None = None

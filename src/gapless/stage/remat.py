@@ -14,7 +14,7 @@ changes no buffer.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gapless.errors import ConfigError
 from gapless.guards.passed_tensors import CHANGED_INPUTS
 from gapless.stage.batch import microbatch as mb
+from gapless.stage.offload.saved_storages import SavedStorages, unpack
 
 from .autocast import AutocastState
 from .calls import Calls
@@ -75,11 +76,32 @@ class RematCell(Cell):
             self._build(work, kept)
         work.replaying = False
 
+    def kept_leaves(self, microbatch: int) -> list[Tensor]:
+        return self._kept[microbatch].leaves
+
+    def pack(self, microbatch: int, saved: SavedStorages) -> None:
+        kept = self._kept[microbatch]
+        kept.leaves = [_Left(saved.pack(leaf), leaf.requires_grad) for leaf in kept.leaves]  # type: ignore[misc]
+
+    def unpack(self, microbatch: int) -> None:
+        kept = self._kept[microbatch]
+        kept.leaves = [each.tensor() if type(each) is _Left else each for each in kept.leaves]  # type: ignore[comparison-overlap]
+
     def backward(
         self, work: Work, grads: list[Tensor | None], then: Callable[[Any], None] | None = None
     ) -> list[Tensor | None]:
         self.recompute(work)
         return super().backward(work, grads, then)
+
+
+class _Left(NamedTuple):
+    """In the place of a leaf."""
+
+    saved: Any
+    requires_grad: bool
+
+    def tensor(self) -> Tensor:
+        return unpack(self.saved).detach().requires_grad_(self.requires_grad)  # type: ignore[no-any-return]
 
 
 def cells_of(layers: Sequence[Callable[..., Any]], calls: Calls, *, remat: str, with_loss: bool) -> list[Cell]:

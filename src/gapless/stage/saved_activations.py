@@ -19,6 +19,7 @@ from gapless.stage.batch.plain import detach, without_loss
 from gapless.stage.batch.view_bases import NO_VIEWS, Base, Viewed, base_of, mark_view, nodes_of
 from gapless.stage.guards.changing_buffers import Taken
 from gapless.stage.guards.state.state_notes import Note
+from gapless.stage.offload.saved_storages import SavedStorages
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.split.deferred import Records, given
 from gapless.stage.split.reached_parameters import Reached
@@ -50,6 +51,7 @@ class Work:
     records: Records
     keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
     replaying: bool = False
+    saved: SavedStorages | None = None  # what of it may be in the host's memory
     deferred: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # parameters whose gradients wait, by id
 
 

@@ -12,6 +12,7 @@ alone; between `backward_input` and `backward_weight` only what the deferred wei
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from gapless.stage.guards.changing_buffers import LateUses, Owned, changed_late,
 from gapless.stage.guards.stored_tensors import Stored
 from gapless.stage.guards.weight_changes import WeightChanges, versions_of
 from gapless.stage.norm.running_statistics import BatchNorm
+from gapless.stage.offload.offloading import Offloading
 from gapless.stage.random.backward_draws import BackwardMode
 from gapless.stage.shared.stage_ties import StageTies
 from gapless.stage.split.deferred import Records
@@ -38,10 +40,11 @@ from .saved_activations import Work
 
 Then = Callable[[Any], None]
 Remat = Literal["none", "stage", "layer"]
+_AS_EVER = contextlib.nullcontext()
 _CHANGED_SINCE = "modified by an inplace operation"  # what torch says of a saved tensor
 
 
-class Stage(StageTies):
+class Stage(Offloading, StageTies):
     """A run of consecutive layers on one device.
 
     `first_layer` is the number of its first layer in the model, `first_microbatch` that of its microbatch 0 among all
@@ -124,12 +127,13 @@ class Stage(StageTies):
         want_outputs: bool = True,
         defer: bool = True,
         keep: bool = False,
+        leaves: bool = False,
         then: Then | None = None,
     ) -> Any:
         """Runs the layers. Returns the outputs; the last stage returns (outputs, or None if not wanted, loss without
         its weight). `then` is called with the outputs as soon as they are there: others may wait for them.
-        `keep` says that there will be no recompute of this microbatch. `place` is its number in its step, for seeds,
-        where `microbatch` counts on from step to step.
+        `keep` says that there will be no recompute of this microbatch, `leaves` that `offload` comes next. `place` is
+        its number in its step, for seeds, where `microbatch` counts on from step to step.
         """
         if microbatch in self._work:
             raise GaplessError(
@@ -142,9 +146,10 @@ class Stage(StageTies):
         work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep)
         self._work[microbatch] = work
         try:
-            for cell in self._first_cells:
-                inputs = cell.forward(work, inputs)
-            return self._last_cell.forward(work, inputs, then)
+            with self.saving(work, inputs) if leaves and (keep or self.remat == "none") else _AS_EVER:
+                for cell in self._first_cells:
+                    inputs = cell.forward(work, inputs)
+                return self._last_cell.forward(work, inputs, then)
         except BaseException:
             self._forget(microbatch)
             raise
@@ -154,7 +159,7 @@ class Stage(StageTies):
         nobody did.
         """
         if self.remat == "stage":
-            self._cells[0].recompute(self._work[microbatch])
+            self._cells[0].recompute(self.there(microbatch))
 
     def backward(
         self, microbatch: int, output_grads: list[Tensor | None] | None, then: Then | None = None
@@ -174,7 +179,7 @@ class Stage(StageTies):
         `output_grads` has one entry per tensor of the outputs; None (for the list) where the loss starts the backward.
         `then` is called with the gradients as soon as they are there.
         """
-        work = self._work[microbatch]
+        work = self.there(microbatch)
         grads: list[Tensor | None] = output_grads or []
         self._calls.backwards.watching = self._back if work.step != self._step_back else None
         # In a plain loop no forward of a later microbatch comes before a backward.
@@ -223,11 +228,9 @@ class Stage(StageTies):
         """The other half: the deferred weight gradients. Frees the microbatch."""
         work = self._work.pop(microbatch)
         before = versions_of(self._weight_changes.hooked) if self._weight_changes.hooked else None
-        if work.step == self._step_weight or not work.records.run_code_of_users:
+        watched = work.step != self._step_weight and work.records.run_code_of_users
+        with self._weights if watched else _AS_EVER:
             work.records.accumulate()
-        else:
-            with self._weights:
-                work.records.accumulate()
         self._step_weight = work.step
         if before is not None:
             self._weight_changes.changed_in_backward(before, self._number, others=bool(self._work))

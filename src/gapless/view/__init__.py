@@ -1,6 +1,7 @@
 """Timelines and schedules for people to look at. In reading order:
 
 legend    what each kind of action is called, and its colour
+host_lanes  the rows of a drawing: devices, and their copies to the host
 text      grids, tables and figures for a terminal
 comparison  schedules side by side, ranked
 figures   numbers as people read them, and their units

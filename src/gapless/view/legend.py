@@ -29,6 +29,10 @@ ENTRIES: dict[Kind, Term] = {
     Kind.INPUT_GRAD: Term("input gradient", "the half of a backward that the stage before is waiting for", "#f6ac55"),
     Kind.WEIGHT_GRAD: Term("weight gradient", "the half of a backward that nobody waits for: it fills gaps", "#57c39b"),
     Kind.RECOMPUTE: Term("recompute", "the forward once more, where its activations were thrown away", "#b394f2"),
+    Kind.OFFLOAD: Term(
+        "offload", "copies the activations to the host's memory, beside what the device does", "#7cc4d8"
+    ),
+    Kind.LOAD: Term("load", "brings them back before the backward needs them", "#c9b458"),
     Kind.UPDATE: Term("update", "the optimizer's step of one stage for one minibatch", "#96a3b8"),
     Kind.SEND_ACTIVATION: Term("send activation", "hands the output to the device of the next stage", "#d79bc4"),
     Kind.RECEIVE_ACTIVATION: Term("receive activation", "gets ready for the stage before's output", "#d79bc4"),

@@ -17,6 +17,7 @@ from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import columns, legend
 from gapless.view.figures import Measure, Units
+from gapless.view.host_lanes import lanes_of
 from gapless.view.needs import row_offsets
 from gapless.view.summary import named, table
 from gapless.view.template import filled, hash_of, source
@@ -58,7 +59,7 @@ def render(
     if not timelines:
         raise ScheduleError("there is no timeline to draw: give at least one")
     units = units or (Units("s", "activations") if any(timeline.unit for timeline in timelines) else Units())
-    packed = [columns.pack(timeline) for timeline in timelines]
+    packed = [columns.pack(lanes_of(timeline)) for timeline in timelines]
     data = shared(units, timelines, "overview" if overview else None) | {
         "timelines": [
             {**describe(timeline, units, timelines), "columns": described}
@@ -163,18 +164,22 @@ def describe(timeline: Timeline, units: Units, among: Sequence[Timeline]) -> dic
     ]
     if schedule.num_minibatches > 1:
         figures[:2] = [("per minibatch", time.text(timeline.period)), ("of", f"{schedule.num_minibatches} minibatches")]
+    if schedule.has_copies:
+        figures.append(("peak of the host", memory.text(max(timeline.host_peak)) + word))
+    drawn = lanes_of(timeline)
     return {
         "name": named(timeline),
         "figures": figures,
-        "rows": row_offsets(schedule),
-        "stages": schedule.placement.stages,
-        "tints": legend.tints(schedule),
+        "rows": row_offsets(drawn.schedule),
+        "labels": drawn.labels,
+        "stages": drawn.stages,
+        "tints": drawn.tints,
         "makespan": float(timeline.makespan),
         "spans": [
             [float(starts[0] - timeline.start), float(ends[-1] - timeline.start)] if starts else None
-            for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+            for starts, ends in zip(drawn.starts, drawn.ends, strict=True)
         ],
-        "peaks": [float(peak) for peak in timeline.peak],
+        "peaks": [float(peak) for peak in drawn.peak],
     }
 
 

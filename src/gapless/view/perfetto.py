@@ -15,6 +15,7 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import BACKWARDS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
+from gapless.view.host_lanes import Lanes, lanes_of
 from gapless.view.needs import resolve, row_offsets
 from gapless.view.summary import named
 
@@ -75,7 +76,7 @@ def events(timelines: Sequence[Timeline], unit: str = "ms") -> Iterator[Event]:
 
 def _events(timelines: Sequence[Timeline], scale: float) -> Iterator[Event]:
     flow = count(1)
-    for process, timeline in enumerate(timelines, 1):
+    for process, timeline in enumerate(map(lanes_of, timelines), 1):
         yield from _names(timeline, process)
         slices = _Slices(timeline, process, scale)
         yield from slices.events()
@@ -83,14 +84,15 @@ def _events(timelines: Sequence[Timeline], scale: float) -> Iterator[Event]:
         yield from _arrows(timeline, slices, flow)
 
 
-def _names(timeline: Timeline, process: int) -> Iterator[Event]:
+def _names(timeline: Lanes, process: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": named(timeline)}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    for device, stages in enumerate(timeline.schedule.placement.stages):
+    for row, (label, stages) in enumerate(zip(timeline.labels, timeline.stages, strict=True)):
         held = f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}" if stages else "no stage"
-        thread = {"pid": process, "tid": device + 1}
-        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"device {device} ({held})"}}
-        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": device}}
+        name = f"{label} ({held})" if label.startswith("device") else f"device {timeline.devices[row]}{label[1:]}"
+        thread = {"pid": process, "tid": row + 1}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": row}}
 
 
 class _Slices:
@@ -124,7 +126,7 @@ class _Slices:
         return self.starts[number] + share * (self.ends[number] - self.starts[number])
 
 
-def _counters(timeline: Timeline, slices: _Slices) -> Iterator[Event]:
+def _counters(timeline: Lanes, slices: _Slices) -> Iterator[Event]:
     """What a device holds, at each time it changes; of several changes in one moment the last."""
     for device, levels in enumerate(timeline.memory):
         first = slices.offsets[device]
@@ -135,7 +137,9 @@ def _counters(timeline: Timeline, slices: _Slices) -> Iterator[Event]:
         last = None
         for time, value in held.items():
             if value != last:
-                name = f"memory of device {device}"
+                whose = timeline.labels[device]
+                lane = "" if whose.startswith("device") else f" {whose.strip()}"
+                name = f"memory of device {timeline.devices[device]}{lane}"
                 yield {"ph": "C", "name": name, "pid": slices.process, "ts": time, "args": {"held": value}}
             last = value
 

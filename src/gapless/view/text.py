@@ -19,6 +19,7 @@ from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
 from gapless.schedule.verify import Report
 from gapless.schedule.violation import Violation, excerpt
+from gapless.view.host_lanes import lanes_of
 from gapless.view.legend import ENTRIES, present
 
 _COLOURS = {
@@ -27,20 +28,28 @@ _COLOURS = {
     Kind.INPUT_GRAD: "30;103",
     Kind.WEIGHT_GRAD: "30;102",
     Kind.RECOMPUTE: "30;105",
+    Kind.OFFLOAD: "30;106",
+    Kind.LOAD: "30;46",
     Kind.UPDATE: "30;47",
 }
 _IDLE = "·"
+_LANES = {"  to host": "out", "  from host": "in"}
 
 
 def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     """The timeline as text, at most `width` columns wide."""
-    schedule = timeline.schedule
-    margin = len(str(schedule.num_devices - 1)) + 1
+    drawn = lanes_of(timeline)
+    timeline, schedule = drawn, drawn.schedule
+    heads = [
+        str(n) if label.startswith("device") else _LANES[label]
+        for label, n in zip(drawn.labels, drawn.devices, strict=True)
+    ]
+    margin = max(map(len, heads)) + 1
     columns = max(10, width - margin)
     scale, shortest = _scale(timeline, columns), _shortest(timeline)
     crowded = scale * shortest < 1 - 1e-9
     # Stages are named where a device has several and every action has the room, so that a grid has one kind of label.
-    staged = schedule.num_stages > schedule.num_devices and scale * shortest >= _label_width(schedule)
+    staged = schedule.num_stages > len(set(drawn.devices)) and scale * shortest >= _label_width(schedule)
     rows = [
         _columns(timeline, device, scale) if crowded else _cells(timeline, device, scale, staged)
         for device in range(schedule.num_devices)
@@ -52,7 +61,7 @@ def grid(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
             (kind, _label(label if kind in labelled else str(kind), wide) if kind else _IDLE * wide)
             for kind, label, wide in row
         ]
-        lines.append(f"{device:>{margin - 1}} " + "".join(_painted(cells, colour)).rstrip())
+        lines.append(f"{heads[device]:>{margin - 1}} " + "".join(_painted(cells, colour)).rstrip())
     if crowded:
         said = f"1 column = {1 / scale:.3g} of time, and shows what took most of it; `--html` shows every action"
         lines += textwrap.wrap(said, width)

@@ -6,6 +6,7 @@ decided here, and where there is a choice the simulator makes it. In the order i
     splitting       a B as its I and its W, where that gains
     fusion          an I and its W as one B, where nobody waits in between
     recompute       activations thrown away and made again, as early as memory allows
+    offload         activations that wait in the host's memory, where the link has the time
     inference       the forwards alone
     weight_updates  an update per stage
     transfers       a send and a receive for what crosses between devices
@@ -18,22 +19,36 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.lower.fusion import fuse
 from gapless.schedule.lower.inference import forward_only
+from gapless.schedule.lower.offload import add_offload
 from gapless.schedule.lower.recompute import add_recompute
 from gapless.schedule.lower.splitting import split
 from gapless.schedule.lower.transfers import add_transfers
 from gapless.schedule.lower.weight_updates import add_updates
 
-__all__ = ["Passes", "add_recompute", "add_transfers", "add_updates", "forward_only", "fuse", "lowered", "split"]
+__all__ = [
+    "Passes",
+    "add_offload",
+    "add_recompute",
+    "add_transfers",
+    "add_updates",
+    "forward_only",
+    "fuse",
+    "lowered",
+    "split",
+]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Which passes are made. `recompute` are the stages that are, `early` and `memory_limit` say how far ahead."""
+    """Which passes are made. `recompute` are the stages that are, `early` and `memory_limit` say how far ahead; of the
+    stages in `offload` as much leaves as `memory_limit` asks for, or all that can without a wait.
+    """
 
     split: bool = False
     fuse: bool = False
     recompute: Collection[int] = ()
     early: bool = True
+    offload: Collection[int] = ()
     memory_limit: Number | None = None
     forward_only: bool = False
     updates: bool = False
@@ -50,6 +65,8 @@ def lowered(schedule: Schedule, costs: Costs | None, passes: Passes) -> Schedule
         schedule = add_recompute(
             schedule, costs, stages=passes.recompute, memory_limit=passes.memory_limit, early=passes.early
         )
+    if passes.offload:
+        schedule = add_offload(schedule, costs, stages=passes.offload, memory_limit=passes.memory_limit)
     if passes.forward_only:
         schedule = forward_only(schedule)
     if passes.updates:

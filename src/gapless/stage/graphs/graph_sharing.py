@@ -28,6 +28,7 @@ class ForwardCall(NamedTuple):
     want_outputs: bool = True
     defer: bool = True
     keep: bool = False
+    leaves: bool = False
     step: int = 0
     place: int = 0
 

@@ -70,7 +70,7 @@ class GraphedStage(Stage):
         asked = ForwardCall(inputs, **{"place": microbatch, **options})
         if self._likenesses.begin(asked.step, self._why_not):
             self._pools, self._free = Pools(), set()
-        like = self._likenesses.of(asked)
+        like = None if asked.leaves else self._likenesses.of(asked)
         if like is None:
             handed = self._eagerly(microbatch, asked, then)
             if self.loss is not None:

@@ -19,13 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from gapless.stage.autocast import decrement_nesting, increment_nesting, runs_low
 from gapless.stage.norm.running_statistics import Statistics
+from gapless.stage.offload.saved_storages import SavedStorages, hooks_of_others
 from gapless.stage.random.draws import Draws, checkpoints_around, device_of, draws_by_tag, own_generator
 from gapless.stage.random.hidden_draws import Touched
 
 from .deferred import Records
 from .kept_casts import KeptCasts
 
-Put = tuple[Callable[[Any], None], bool]  # a place for records, and whether autocast has cast their parameters
+# A place for records, whether autocast has cast their parameters, and for what is kept until then, if that may leave.
+Put = tuple[Callable[[Any], None], bool, SavedStorages | None]
 Handler = Callable[["Mode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -80,6 +82,7 @@ class Mode(KeptCasts, TorchFunctionMode):
         # The microbatch of this forward, its place in the step, whether remat runs it again, and those under way.
         self.at: tuple[int, int, bool, Collection[int]] = 0, 0, False, ()
         self.switched: dict[int, tuple[Tensor, bool]] = {}  # weights that it has frozen or thawed, by id
+        self.saved: SavedStorages | None = None  # what this forward keeps may wait elsewhere
         self.behind = 0  # how often the `.data` of a weight or a buffer was asked for
 
     def begin(self, records: Records | None, kind: str) -> None:
@@ -211,7 +214,11 @@ class Mode(KeptCasts, TorchFunctionMode):
             return None
         if (self.alone or self.first_call is not None) and forward_ad._current_level >= 0:
             return None  # the derivative of a tangent reaches the weight too
-        if _top_hooks(False) is not None or _in_functorch() is not None or not weight.is_floating_point():
+        if (
+            (_top_hooks(False) is not None and hooks_of_others())
+            or _in_functorch() is not None
+            or not weight.is_floating_point()
+        ):
             return None
         low = torch.get_autocast_dtype(self._kind) if casts and torch.is_autocast_enabled(self._kind) else None
         # Autocast casts a parameter once, so contributions meet before the cast.
@@ -233,7 +240,7 @@ class Mode(KeptCasts, TorchFunctionMode):
             w, b = self._cast(weight, low), None if bias is None else self._cast(bias, low)
         if not x.requires_grad:
             w.requires_grad_()
-        return x, w, b, (records.append, summed_low)
+        return x, w, b, (records.append, summed_low, self.saved)
 
     def _pair(self, weight: Parameter, bias: Parameter | None) -> None:
         """They wait together from now on."""

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gapless.stage.offload.saved_storages import unpack
+
 from .call_mode import Mode
 from .call_signature import bound, signature_of
 from .linear import record
@@ -43,7 +45,13 @@ def convolution(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         _spread(given.get("output_padding", 0), spatial),
         given["groups"],
     )
-    both = _Both(x.detach(), w.detach(), rest, bias is not None and bias.requires_grad)
+    saved = put[2]
+    both = _Both(
+        x.detach() if saved is None else saved.pack(x.detach()),
+        w.detach(),
+        rest,
+        bias is not None and bias.requires_grad,
+    )
     record(put, y.grad_fn, both, weight, _Both.weight, bias, _Both.bias, needs_input=x.requires_grad)
     return y
 
@@ -53,14 +61,16 @@ class _Both:
 
     __slots__ = ("_bias", "_rest", "_w", "_wants_bias", "_x")
 
-    def __init__(self, x: Tensor, w: Tensor, rest: tuple[Any, ...], wants_bias: bool) -> None:
+    def __init__(self, x: Any, w: Tensor, rest: tuple[Any, ...], wants_bias: bool) -> None:
         self._x, self._w, self._rest, self._wants_bias = x, w, rest, wants_bias
         self._bias: Tensor | None = None
 
     def weight(self, grad: Tensor) -> Tensor:
         mask = [False, True, self._wants_bias]
         weight: Tensor
-        _, weight, self._bias = torch.ops.aten.convolution_backward.default(grad, self._x, self._w, *self._rest, mask)
+        _, weight, self._bias = torch.ops.aten.convolution_backward.default(
+            grad, unpack(self._x), self._w, *self._rest, mask
+        )
         return weight
 
     def bias(self, grad: Tensor) -> Tensor:

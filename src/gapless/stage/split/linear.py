@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from gapless.stage.offload.saved_storages import unpack
+
 from .call_mode import Mode, Put
 
 Grad = Callable[[Any, Tensor], Tensor]  # a gradient from what was kept and the gradient of the result
@@ -113,16 +115,19 @@ def record(
     Where nothing but the weight needs a gradient, the result was computed with a stand-in for the weight that requires
     one, and the hook ends the backward there.
     """
-    append, summed_low = put
+    append, summed_low, saved = put
     if bias is not None and not bias.requires_grad:
         bias = None
+    if saved is not None and type(kept) is Tensor:
+        kept = saved.pack(kept)
 
     def hook(grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
         grad = grads[0]
         if grad is not None:
-            append((weight, weight_grad, kept, grad, summed_low))
+            there = unpack(kept)
+            append((weight, weight_grad, there, grad, summed_low))
             if bias is not None:
-                append((bias, bias_grad, kept, grad, summed_low))
+                append((bias, bias_grad, there, grad, summed_low))
         return None if needs_input else (None,)
 
     node.register_prehook(hook)  # on the node, and not on y: after hooks of the user's that change the gradient of y

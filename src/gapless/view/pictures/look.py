@@ -95,6 +95,8 @@ _GREYS: dict[Kind, tuple[str, str]] = {  # of each kind a grey, and the lines on
     Kind.INPUT_GRAD: ("#e0e0e0", _RISING),
     Kind.WEIGHT_GRAD: ("#c6c6c6", _LINES),
     Kind.RECOMPUTE: ("#f2f2f2", _BARS),
+    Kind.OFFLOAD: ("#ececec", ""),
+    Kind.LOAD: ("#d4d4d4", ""),
     Kind.UPDATE: ("#9a9a9a", ""),
     **dict.fromkeys(legend.KINDS[6:], ("#dddddd", _FALLING)),
 }

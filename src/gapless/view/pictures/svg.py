@@ -16,6 +16,7 @@ from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
 from gapless.view.figures import figure
+from gapless.view.host_lanes import Lanes, lanes_of
 from gapless.view.summary import named
 from gapless.view.text import percent
 
@@ -70,13 +71,13 @@ class _Drawing:
     """Where things are, and which fills were used."""
 
     def __init__(self, timelines: Sequence[Timeline], width: int, title: str, look: Look, titled: bool) -> None:
-        self.timelines, self.width, self.title, self.titled = timelines, width, title, titled
+        self.timelines, self.width, self.title, self.titled = [*map(lanes_of, timelines)], width, title, titled
         self.look, self.head = look, _HEAD if look.headings else 0
         self.top = _TITLE if title else 0
         self.longest = max(float(timeline.makespan) for timeline in timelines) or 1.0
         self.plot = width - _GUTTER - 2 * _MARGIN
         self.shades: set[tuple[Kind, int, int]] = set()
-        devices = sum(timeline.schedule.num_devices for timeline in timelines)
+        devices = sum(len(timeline.labels) for timeline in self.timelines)
         self.height = self.top + _LEGEND + len(timelines) * (self.head + _GAP) + devices * _PITCH + _AXIS
         self.bottom = self.height - _AXIS
 
@@ -116,34 +117,34 @@ class _Drawing:
             yield f'<text class="tick" x="{x:.2f}" y="{self.bottom + 14}">{figure(tick)}</text>'
         yield f'<text class="muted" x="{_MARGIN}" y="{self.bottom + 14}">time</text>'
 
-    def _timeline(self, timeline: Timeline, top: float) -> Iterator[str]:
+    def _timeline(self, timeline: Lanes, top: float) -> Iterator[str]:
         if self.look.headings:
             yield from self._heading(timeline, top)
-        tints = legend.tints(timeline.schedule)
-        for device in range(timeline.schedule.num_devices):
-            yield from self._row(timeline, device, tints[device], top + self.head + device * _PITCH)
+        for row, tints in enumerate(timeline.tints):
+            yield from self._row(timeline, row, tints, top + self.head + row * _PITCH)
 
-    def _heading(self, timeline: Timeline, top: float) -> Iterator[str]:
+    def _heading(self, timeline: Lanes, top: float) -> Iterator[str]:
         name = _clean(named(timeline))
         room = max(4, int((self.width - 2 * _MARGIN) / 9))
         shown = name if len(name) <= room else name[: room - 1] + "…"
         yield f'<text class="name" x="{_MARGIN}" y="{top + 20}">{escape(shown)}'
         figures = (
             f"makespan {figure(timeline.makespan)} · bubble {percent(timeline.bubble, 2)}"
-            f" · peak {figure(max(timeline.peak, default=0))}"
+            f" · peak {figure(max((timeline.of or timeline).peak, default=0))}"
         )
         if len(shown) * 9 + len(figures) * 7 + 40 < self.width:
             yield f'<tspan class="muted" dx="12" font-size="12" font-weight="400">{figures}</tspan>'
         yield "</text>"
 
-    def _row(self, timeline: Timeline, device: int, tints: list[int], y: float) -> Iterator[str]:
-        yield f'<text x="{_MARGIN}" y="{y + 15:g}">device {device}</text>'
+    def _row(self, timeline: Lanes, row: int, tints: list[int], y: float) -> Iterator[str]:
+        inset = 8 if timeline.labels[row].startswith(" ") else 0
+        yield f'<text x="{_MARGIN + inset}" y="{y + 15:g}">{timeline.labels[row].strip()}</text>'
         first = timeline.start
-        spans = [(a, float(start - first), float(end - first)) for a, start, end in timeline.spans(device)]
+        spans = [(a, float(start - first), float(end - first)) for a, start, end in timeline.spans(row)]
         yield self._rect("outer", 0, float(timeline.makespan), y)
-        if spans:
+        if spans and not inset:
             yield self._rect("inner", spans[0][1], spans[-1][2], y)
-        tint_of = dict(zip(timeline.schedule.placement.stages[device], tints, strict=True))
+        tint_of = dict(zip(timeline.stages[row], tints, strict=True))
         for action, start, end in spans:
             shade = (action.kind, tint_of.get(action.stage, 0), action.microbatch % legend.NUM_STEPS)
             self.shades.add(shade)

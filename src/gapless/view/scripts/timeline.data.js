@@ -43,6 +43,7 @@ class TimelineData {
     this.makespan = description.makespan;
     this.spans = description.spans;
     this.peaks = description.peaks;
+    this.labels = description.labels; // of the rows: devices, and their copies to the host and back
     this.start = column.start;
     this.end = column.end;
     this.held = column.held;

@@ -185,7 +185,7 @@ class Painter {
   #labels(ranges) {
     const { pen, geometry, look, data } = this;
     const { bar, gap, curve } = geometry.density;
-    const word = geometry.width < 560 ? "dev" : "device";
+    const named = (label) => (geometry.width < 560 ? label.replace("device", "dev") : label);
     const every = Math.max(1, Math.ceil(16 / geometry.pitch));
     pen.textBaseline = "middle";
     pen.textAlign = "left";
@@ -194,8 +194,8 @@ class Painter {
       const y = geometry.y(device);
       pen.fillStyle = look.ink;
       pen.font = `${bar >= 20 ? 12.5 : 11.5}px ${FONT}`;
-      pen.fillText(`${word} ${device}`, 0, y + Math.max(bar, 10) / 2 + 0.5);
-      if (!curve) continue;
+      pen.fillText(named(data.labels[device]), 0, y + Math.max(bar, 10) / 2 + 0.5);
+      if (!curve || data.labels[device].startsWith(" ")) continue;
       const peak = data.peaks[device];
       const over = this.memoryLimit !== null && peak > this.memoryLimit;
       pen.fillStyle = over ? look.limit : look.muted;
@@ -355,6 +355,7 @@ class Painter {
   }
 
   #curve({ device, low, high }, thin) {
+    if (this.data.labels[device].startsWith(" ")) return; // what a device has in its host's memory is a figure
     const { pen, geometry, data, look } = this;
     const { bar, gap, curve } = geometry.density;
     const bottom = geometry.y(device) + bar + gap + curve;

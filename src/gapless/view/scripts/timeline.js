@@ -203,17 +203,26 @@ const weights = (version) => (version === undefined ? "" : version < 0 ? `, make
 const time = (value) => measures.time.text(value);
 const memory = (value) => measures.memory.text(value);
 
+/** "device 2", or "device 2 to host". */
+function rowOf(data, row) {
+  const label = data.labels[row];
+  if (!label.startsWith(" ")) return label;
+  let device = row;
+  while (data.labels[device].startsWith(" ")) device--;
+  return `${data.labels[device]} ${label.trim()}`;
+}
+
 /** All that the details show, as plain strings and numbers: what the tests compare with the simulator. */
 function facts({ section, number, idle, device }) {
   const { data } = section;
   if (idle) return idleFacts(data, number, device);
   const kind = header.kinds[data.kind[number]];
   const { since, waited, need } = data.waitBefore(number);
-  const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${time(data.end[need])} on device ${data.deviceOf(need)}`;
+  const forWhat = need < 0 ? "" : `, for ${nameOf(data, need)}, which ended at ${time(data.end[need])} on ${rowOf(data, data.deviceOf(need))}`;
   return {
     action: nameOf(data, number),
     words: `stage ${data.stage[number]}, ${kind.name}, ${kind.counted} ${data.microbatch[number]}${weights(data.version?.[number])}`,
-    device: `device ${data.deviceOf(number)}`,
+    device: rowOf(data, data.deviceOf(number)),
     times: `${time(data.start[number])} to ${time(data.end[number])}, takes ${time(rounded(data.end[number] - data.start[number]))}`,
     wait: rounded(waited) > 0 ? `waited ${time(rounded(waited))}, from ${time(since)} to ${time(data.start[number])}${forWhat}` : "did not wait: it started as soon as its device was free",
     memory: `holds ${memory(data.held[number])} while it runs, ${memory(data.after[number])} after`,
@@ -227,11 +236,11 @@ function idleFacts(data, number, device) {
   const from = number > data.rows[device] ? data.end[number - 1] : 0;
   const to = ends ? data.makespan : data.start[number];
   const need = ends ? -1 : data.waitBefore(number).need;
-  const forWhat = need < 0 ? "" : `, which needs ${nameOf(data, need)} from device ${data.deviceOf(need)}`;
+  const forWhat = need < 0 ? "" : `, which needs ${nameOf(data, need)} from ${rowOf(data, data.deviceOf(need))}`;
   return {
     action: "idle",
     words: "",
-    device: `device ${device}`,
+    device: rowOf(data, device),
     times: `${time(from)} to ${time(to)}, ${time(rounded(to - from))} long`,
     wait: ends ? "nothing left to do: the others have not ended yet" : `until it can run ${nameOf(data, number)}${forWhat}`,
     memory: "",

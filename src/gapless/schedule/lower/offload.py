@@ -1,0 +1,178 @@
+"""Activations that leave for the host's memory after F, by an O, and come back by an L before they are needed."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.costs import Costs, Number
+from gapless.schedule.host_copies import sizes
+from gapless.schedule.memory import changes
+from gapless.schedule.simulate import simulate
+from gapless.schedule.timeline import Timeline
+
+_PAYS = 3  # times as long as both copies must the wait be
+
+
+def add_offload(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    stages: Collection[int] | None = None,
+    memory_limit: Number | None = None,
+) -> Schedule:
+    """Sends activations to the host's memory while nobody needs them, those that wait longest first. With a
+    `memory_limit` per device no more than it takes to stay below, and without one all that gain. Nothing leaves that
+    would have to be waited for, so the schedule takes no longer; whether the limit is met, its peak tells.
+    """
+    costs = costs or Costs()
+    timeline = simulate(schedule, costs)
+    if schedule.has_copies or schedule.kinds.isdisjoint(BACKWARDS):
+        return schedule
+    wanted = range(schedule.num_stages) if stages is None else stages
+    found = [each for each in _stays(timeline, costs) if each.stage in wanted]
+    chosen: list[_Stay] = []
+    for _, group in groupby(found, lambda stay: stay.device // int(costs.host_share)):
+        link = _Link(timeline)
+        stays = sorted(group, key=lambda stay: stay.wait, reverse=True)
+        if memory_limit is None:
+            for stay in stays:
+                link.try_to_add(stay)
+        else:
+            for device in sorted({stay.device for stay in stays if stay.size}):
+                _relieve(link, [each for each in stays if each.device == device and each.size], timeline, memory_limit)
+        chosen += link.chosen
+    return schedule.with_rows(_with_copies(schedule, device, chosen) for device in range(schedule.num_devices))
+
+
+@dataclass(eq=False)
+class _Stay:
+    """What a stage keeps of a microbatch, which may wait in the host's memory."""
+
+    device: int
+    stage: int
+    microbatch: int
+    made: Number  # when F ends
+    needed: Number  # when the backward, or the recompute, starts
+    place: int  # of that one in its row
+    size: Number
+    copy: Number  # the time of a copy
+    # As things stand on its link:
+    out: Number = 0  # when its O has ended
+    back: Number = 0  # when its L starts
+    issued: int = 0  # the place in the row before which its L stands
+
+    @property
+    def wait(self) -> Number:
+        return self.needed - self.made
+
+
+def _stays(timeline: Timeline, costs: Costs) -> Iterable[_Stay]:
+    """Those that gain, device by device."""
+    schedule = timeline.schedule
+    size = sizes(schedule, costs)
+    for device in range(schedule.num_devices):
+        made: dict[tuple[int, int], Number] = {}
+        for place, (action, start, end) in enumerate(timeline.spans(device)):
+            key = action.stage, action.microbatch
+            if action.kind is Kind.FORWARD:
+                made[key] = end
+            elif (action.kind in BACKWARDS or action.kind is Kind.RECOMPUTE) and key in made:
+                moved = size(action)
+                copy = costs.copy_time(moved)
+                stay = _Stay(device, *key, made.pop(key), start, place, moved, copy)
+                if stay.wait > _PAYS * 2 * copy:
+                    yield stay
+
+
+class _Link:
+    """One to the host, and the stays that go through it."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._ends = timeline.ends
+        self.chosen: list[_Stay] = []
+
+    def try_to_add(self, stay: _Stay) -> bool:
+        """Unless something would come back too late."""
+        self.chosen.append(stay)
+        if self._planned():
+            return True
+        self.remove(stay)
+        return False
+
+    def remove(self, stay: _Stay) -> None:
+        self.chosen.remove(stay)
+        self._planned()
+
+    def _planned(self) -> bool:
+        """When all copies run: out as soon as they can, back as late as they may. False where that is too late."""
+        free: Number = 0
+        for stay in sorted(self.chosen, key=lambda stay: (stay.made, stay.device)):
+            stay.out = free = max(free, stay.made) + stay.copy
+        latest: Number | None = None
+        for stay in sorted(self.chosen, key=lambda stay: (stay.needed, stay.device), reverse=True):
+            latest = (stay.needed if latest is None else min(stay.needed, latest)) - stay.copy
+            if latest < stay.out:
+                return False
+            stay.issued = min(stay.place, bisect_right(self._ends[stay.device], latest))
+        free = 0
+        issued = sorted(self.chosen, key=lambda stay: (self._when(stay), stay.device, stay.needed))
+        for stay in issued:
+            stay.back = max(free, self._when(stay), stay.out)
+            free = stay.back + stay.copy
+            if free > stay.needed:
+                return False
+        return True
+
+    def _when(self, stay: _Stay) -> Number:
+        """When the device gets to its L."""
+        return self._ends[stay.device][stay.issued - 1]
+
+
+def _relieve(link: _Link, stays: list[_Stay], timeline: Timeline, limit: Number) -> None:
+    """As few of a device's as bring its peak below the limit; where no few do, all that gain."""
+    device = stays[0].device
+    own: list[tuple[Number, int, Number]] = []  # when, in which order, and by how much its memory changes
+    for (takes, gives), (_, start, end) in zip(
+        list(changes(timeline.schedule, timeline.costs))[device], timeline.spans(device), strict=True
+    ):
+        own += (start, 1, takes), (end, 1, -gives)
+    while True:
+        out = {stay for stay in link.chosen if stay.device == device}
+        copies = [each for stay in out for each in ((stay.out, 0, -stay.size), (stay.back, 2, stay.size))]
+        events = sorted(own + copies, key=lambda event: event[:2])
+        held = list(accumulate(change for _, _, change in events))
+        most = max(held)
+        if most <= limit:
+            return
+        worst = held.index(most)
+        start, end = events[worst][0], events[worst + 1][0]
+        for stay in stays:
+            if stay not in out and stay.made <= start and end <= stay.needed and link.try_to_add(stay):
+                if stay.out <= start and end <= stay.back:
+                    break
+                link.remove(stay)
+        else:
+            for stay in stays:
+                if stay not in out:
+                    link.try_to_add(stay)
+            return
+
+
+def _with_copies(schedule: Schedule, device: int, chosen: list[_Stay]) -> list[Action]:
+    before: dict[int, list[_Stay]] = defaultdict(list)
+    out = set()
+    for stay in chosen:
+        if stay.device == device:
+            before[stay.issued].append(stay)
+            out.add((stay.stage, stay.microbatch))
+    row = []
+    for place, action in enumerate(schedule.rows[device]):
+        loads = sorted(before[place], key=lambda stay: stay.needed)
+        row += [Action(stay.stage, Kind.LOAD, stay.microbatch) for stay in loads]
+        row.append(action)
+        if action.kind is Kind.FORWARD and (action.stage, action.microbatch) in out:
+            row.append(Action(action.stage, Kind.OFFLOAD, action.microbatch))
+    return row

@@ -1,0 +1,90 @@
+"""The link of a device to its host: copies there and back, beside what the device computes.
+
+On a GPU each way has a stream, and the host's memory is pinned. It is taken once for each size, and again when what was
+in it has come back:
+
+    compute   F(0) * F(1) ...        ... * B(0)
+    out              \\-> O(0) *          /
+    back                       \\-> L(0)
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from gapless.errors import GaplessError
+
+
+class CpuLink:
+    """Copies into buffers of their own: where the device is the host, nothing is gained but the same actions."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
+
+    def out(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of these, each a row of bytes, in the host's memory."""
+        return [self._buffer(tensor.numel()).copy_(tensor) for tensor in tensors]
+
+    def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """On the device again, and the event after which they are there."""
+        made = [copy.clone() for copy in copies]
+        self._give_back(copies)
+        return made, None
+
+    def _buffer(self, size: int) -> Tensor:
+        free = self._free[size]
+        return free.pop() if free else self._made(size)
+
+    def _give_back(self, copies: list[Tensor]) -> None:
+        for copy in copies:
+            self._free[copy.numel()].append(copy)
+
+    def _made(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+class CudaLink(CpuLink):
+    """Of a GPU, whose work is in `stream`."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, tensors: list[Tensor]) -> list[Tensor]:
+        self._out.wait_stream(self._stream)
+        self._out.wait_stream(self._back)  # what is in a buffer that is taken again has left it
+        copies = [self._buffer(tensor.numel()) for tensor in tensors]
+        with torch.cuda.stream(self._out):
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._out)  # its memory is free again when the copy has ended
+        return copies
+
+    def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        self._back.wait_stream(self._out)
+        with torch.cuda.stream(self._back):
+            made = [copy.to(self._back.device, non_blocking=True) for copy in copies]
+        for tensor in made:
+            tensor.record_stream(self._stream)
+        self._give_back(copies)
+        return made, self._back.record_event()
+
+    def now(self, kind: str) -> torch.cuda.Event:
+        """A mark in time among the copies of a kind, O or L."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._out if kind == "O" else self._back)
+        return event
+
+    def _made(self, size: int) -> Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise GaplessError(
+                f"the host has no {size:,} bytes of pinned memory left for activations: {str(error).splitlines()[0]}; "
+                "offload fewer stages, or use remat"
+            ) from error
+
+
+Link = CpuLink | CudaLink
