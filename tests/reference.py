@@ -26,6 +26,7 @@ _SECTIONS = {
         "gapless.aux_loss",
         "gapless.seed_of",
         "gapless.defer",
+        "gapless.offload_optimizer",
         "gapless.train.Trainer",
         "gapless.train.Callback",
         "gapless.hf.load",

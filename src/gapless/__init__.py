@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gapless.schedule.timeline import costs_of as costs_of
     from gapless.schedule.verify import verify as verify
     from gapless.stage.auxiliary import aux_loss as aux_loss
+    from gapless.stage.offload.optimizer_state import offload_optimizer as offload_optimizer
     from gapless.stage.random.seeds import seed_of as seed_of
     from gapless.stage.split.deferred import defer as defer
     from gapless.view.comparison import compare as compare
@@ -67,6 +68,7 @@ _HOMES = {
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.planning",
+    "offload_optimizer": "gapless.stage.offload.optimizer_state",
     "plain_step": "gapless.model.reference",
     "schedules": "gapless.view.comparison",
     "seed_of": "gapless.stage.random.seeds",
@@ -91,6 +93,7 @@ __all__ = [
     "make_plan",
     "make_schedule",
     "measure_links",
+    "offload_optimizer",
     "plain_step",
     "schedules",
     "seed_of",
