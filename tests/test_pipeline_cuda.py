@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gapless import Pipeline, plain_step
+from gapless import Pipeline, offload_optimizer, plain_step
 from gapless.zoo.gpt import gpt
 
 pytestmark = [
@@ -209,3 +209,28 @@ def test_parameters_shared_by_streams_of_one_gpu_add_up_as_in_the_plain_loop(sch
     x, y = torch.randn(8, 16, 32, device="cuda"), torch.randn(8, 16, 32, device="cuda")
     options: dict[str, Any] = {"devices": ["cuda:0"] * 2, "microbatches": 4, "schedule": schedule, "partition": [2, 2]}
     assert_same_training(model, x, y, F.mse_loss, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_offloaded_activations_have_the_bits_of_the_plain_loop(schedule: str, graphs: bool) -> None:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 61, (16, 32), device="cuda")
+    options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 8, "offload": "activations"}
+    assert_same_training(small_gpt(), tokens, tokens, tokens_loss, steps=4, schedule=schedule, graphs=graphs, **options)
+
+
+def test_an_offloaded_optimizer_has_the_bits_of_the_optimizer_on_the_gpu() -> None:
+    ours, plain = small_gpt(), small_gpt()
+    mine = offload_optimizer(torch.optim.AdamW(ours.parameters(), fused=True), piece=50_000)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in range(3):
+        for model, optimizer in ((ours, mine), (plain, theirs)):
+            torch.manual_seed(step)
+            tokens = torch.randint(0, 61, (4, 32), device="cuda")
+            tokens_loss(model(tokens), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(state["exp_avg"].is_cpu for state in mine.state.values())
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b), name

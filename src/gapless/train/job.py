@@ -154,6 +154,7 @@ class Job:
                 stages_per_device=layout.stages_per_device,
                 partition=layout.partition,
                 remat=layout.remat or "none",
+                offload=layout.offload,
                 loss=self.loss,
                 loss_weight=loss_weight(self.config.loss),
                 seed=self.config.seed,

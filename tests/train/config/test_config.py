@@ -113,6 +113,7 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
             "pipeline.devices is 'cpu', but it must be a number, or a list as ['cuda:0', 'cuda:1']",
         ),
         ("microbatches = 4", "memory = '24 GB/s'", "pipeline.memory is '24 GB/s', but it must be a number of bytes"),
+        ("microbatches = 4", "offload = 'auto'", "pipeline.offload is 'auto', but it must be none, activations, or a"),
         ("microbatches = 4", "remat = 'all'", "pipeline.remat is 'all', but it must be none, stage, layer, or a list"),
         ("microbatches = 4", "partition = 3", "pipeline.partition is 3, but it must be a list of whole numbers"),
         ("microbatches = 4", "mocrobatches = 4", "pipeline.mocrobatches is not understood; did you mean microbatches?"),

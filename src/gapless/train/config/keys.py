@@ -23,7 +23,6 @@ from gapless.errors import ConfigError, ScheduleError, printable
 from gapless.schedule.recipes import find_recipe
 
 Reader = Callable[[Any], Any]
-_REMAT = ("none", "stage", "layer")
 _ENTRY = re.compile(r"(\w+) = (.*?)  (.*?)(?: \| (needed: )?(.*))?")
 
 
@@ -206,10 +205,14 @@ def schedule(value: Any) -> str:
     return name
 
 
-def remat(value: Any) -> Any:
-    """Of all stages, or of each."""
-    allowed = f"{', '.join(_REMAT)}, or a list with one of these per stage"
-    for each in value if isinstance(value, list) and value else [value]:
-        if each not in _REMAT:
-            raise ConfigError(f"is {each!r:.40}, but it must be {allowed}")
-    return tuple(value) if isinstance(value, list) else value
+def of_stages(*words: str) -> Callable[[Any], Any]:
+    """One of these words for all stages, or for each."""
+
+    def checked(value: Any) -> Any:
+        for each in value if isinstance(value, list) and value else [value]:
+            if each not in words:
+                allowed = f"{', '.join(words)}, or a list with one of these per stage"
+                raise ConfigError(f"is {each!r:.40}, but it must be {allowed}")
+        return tuple(value) if isinstance(value, list) else value
+
+    return checked

@@ -5,10 +5,11 @@ both are read, and the manual is made of them.
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 
+from gapless.pipeline.schedules import Offload
 from gapless.stage.stage import Remat
 from gapless.train.config import keys
 
@@ -163,6 +164,8 @@ class Layout:
     stages_per_device = 2  stages on each device | what the schedule needs
     partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
+    offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host memory
+        | none
     threads = 1  CPU threads of each device. The last bits of a number may depend on it
         | the cores of the machine, shared by its devices; a resumed run keeps what it had
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
@@ -177,7 +180,8 @@ class Layout:
     partition: Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers, as [3, 3, 2]")] | None = (
         None
     )
-    remat: Annotated[Remat | tuple[Remat, ...], keys.remat] | None = None
+    remat: Annotated[Remat | tuple[Remat, ...], keys.of_stages(*get_args(Remat))] | None = None
+    offload: Annotated[Offload | tuple[Offload, ...], keys.of_stages("none", "activations")] = "none"
     threads: Whole | None = None
     timeout: Positive = 600.0
 
