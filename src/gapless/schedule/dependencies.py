@@ -6,6 +6,7 @@
     W(s)  needs  I(s)
     B(s)  is     I(s) and W(s) in one
     U(s)  needs  every W(s) of its minibatch
+    V(s)  needs  every U of the minibatch before, of all stages
 
 all for the same microbatch. Where transfers are written out, the activation comes through SEND_F(s-1) and RECV_F(s),
 the gradient through SEND_B(s+1) and RECV_B(s); a receive is posted and does not wait, so it needs nothing.
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import TRANSFERS, Action, Kind, Schedule
+from gapless.schedule.action import PER_MINIBATCH, TRANSFERS, Action, Kind, Schedule
 from gapless.units import show_count
 
 _F, _I, _W, _R = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE
@@ -47,6 +48,8 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     stage, kind, microbatch = action
     if kind is Kind.UPDATE:
         return tuple(Action(stage, _W, m) for m in microbatches_of(microbatch, schedule))
+    if kind is Kind.VERDICT:
+        return tuple(Action(s, Kind.UPDATE, microbatch - 1) for s in range(schedule.num_stages if microbatch else 0))
     needs = (
         Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages
     )
@@ -124,6 +127,13 @@ class Milestones:
     def update_needs(self, stage: int, minibatch: int) -> tuple[int, ...]:
         return tuple(self._base(stage, _W) + m - minibatch for m in microbatches_of(minibatch, self.schedule))
 
+    def needs_of(self, action: Action) -> tuple[int, ...]:
+        """Bases: the numbers of the milestones are these plus the action's microbatch."""
+        stage, kind, number = action
+        if kind is Kind.VERDICT:
+            return tuple(self._base(s, Kind.UPDATE) - 1 for s in range(self.schedule.num_stages if number else 0))
+        return self.update_needs(stage, number) if kind is Kind.UPDATE else self.needs[kind][stage]
+
     def action(self, number: int) -> Action:
         kind = next(kind for kind, base in reversed(self._bases.items()) if number >= base)
         stage, microbatch = divmod(number - self._bases[kind], self.num_microbatches)
@@ -163,7 +173,7 @@ def replay(schedule: Schedule, milestones: Milestones | None = None) -> Iterator
         for at in range(position[device], len(row)):
             action = row[at]
             stage, kind, microbatch = action
-            needs = needs_of[kind][stage] if kind is not Kind.UPDATE else milestones.update_needs(stage, microbatch)
+            needs = needs_of[kind][stage] if kind not in PER_MINIBATCH else milestones.needs_of(action)
             for base in needs:
                 if not done[base + microbatch]:
                     waiting.setdefault(base + microbatch, []).append(device)

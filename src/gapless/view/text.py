@@ -28,6 +28,7 @@ _COLOURS = {
     Kind.WEIGHT_GRAD: "30;102",
     Kind.RECOMPUTE: "30;105",
     Kind.UPDATE: "30;47",
+    Kind.VERDICT: "30;43",
 }
 _IDLE = "·"
 

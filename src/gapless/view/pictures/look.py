@@ -96,7 +96,8 @@ _GREYS: dict[Kind, tuple[str, str]] = {  # of each kind a grey, and the lines on
     Kind.WEIGHT_GRAD: ("#c6c6c6", _LINES),
     Kind.RECOMPUTE: ("#f2f2f2", _BARS),
     Kind.UPDATE: ("#9a9a9a", ""),
-    **dict.fromkeys(legend.KINDS[6:], ("#dddddd", _FALLING)),
+    Kind.VERDICT: ("#6a6a6a", ""),
+    **dict.fromkeys(legend.KINDS[7:], ("#dddddd", _FALLING)),
 }
 
 _STYLE = """
