@@ -1,5 +1,6 @@
 """Running: where schedules and stages meet. What one process needs, in reading order; `ranks/` is for many, and
-`streams/` for training without a flush.
+`streams/` for training without a flush, and `overlap/` for an optimizer step that does
+not wait.
 
 world         what a pipeline asks of its processes: the one interface
 one_process   all devices are threads of this process

@@ -17,6 +17,7 @@ from gapless.run.channels import Transport
 from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
+from gapless.schedule.asynchronous.verdicts import messages_ahead
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.verify import is_in_order
@@ -75,6 +76,7 @@ class Program:
         # A backward that runs whole needs no deferral, even where the same stage splits others.
         self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         self._after = after or {}
+        self.at_verdict: Callable[[int], None] = lambda device: None  # of the update before
         ordered = partial(is_in_order, schedule)
         self._turns = {
             stage: Turns(work.own_parameters, schedule.num_microbatches)
@@ -112,6 +114,8 @@ class Program:
             if (turns := self._turns.get(stage)) is not None:
                 half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
+        elif kind is Kind.VERDICT:
+            take, compute = None, lambda _: self.at_verdict(device)
         else:
             assert kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE), f"{action} is no action of a synchronous step"
             alone = partial(work.backward_weight if kind is Kind.WEIGHT_GRAD else work.recompute, microbatch)
@@ -242,6 +246,22 @@ class Program:
     def losses(self) -> tuple[Tensor, ...]:
         """Those that the last run has found here."""
         return tuple(loss for loss in self.batch.losses if loss is not None)
+
+    def drop_forwards(self, device: int) -> None:
+        """Those before the verdict of a device, which will run again."""
+        self.channels.drain(messages_ahead(self.schedule, device))
+        for stage in self.schedule.placement.stages[device]:
+            self.stages[stage].drop(resting=False)
+            for key in [key for key in self._local if key[1] == stage]:
+                del self._local[key]
+        self.marks[device].clear()
+
+    def run_forwards(self, device: int) -> None:
+        """Those before the verdict of a device, once more."""
+        for call, action in zip(self.calls[device], self.schedule.rows[device], strict=True):
+            if action.kind is Kind.VERDICT:
+                return
+            call()
 
     def stop(self) -> None:
         """Every device stops before its next action; those that wait are woken."""

@@ -15,9 +15,11 @@ far as its V, and no further, is what makes both outcomes free of deadlock:
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.dependencies import dependencies
+from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.violation import Violation
 
 
@@ -63,3 +65,15 @@ def misplaced_verdicts(schedule: Schedule) -> Iterator[Violation]:
         if late is not None:
             message = f"{action} comes before its verdict and needs {late}, which comes after that of its device"
             yield Violation("order", device, position, message)
+
+
+def messages_ahead(schedule: Schedule, device: int) -> dict[Channel, tuple[int, int]]:
+    """Of one minibatch with verdicts: how many messages are sent to a device before those, and how many it takes."""
+    routes, counts = Routes(schedule.placement), dict[Channel, tuple[int, int]]()
+    for row in schedule.rows:
+        for forward in takewhile(lambda action: action.kind is not Kind.VERDICT, row):
+            for route, came in zip(routes.both(forward), (1, 0), strict=True):
+                if route is not None and route.crosses and route.channel[1] == device:
+                    sent, taken = counts.get(route.channel, (0, 0))
+                    counts[route.channel] = (sent + 1 - came, taken + came)
+    return counts
