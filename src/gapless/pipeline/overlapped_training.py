@@ -122,6 +122,7 @@ class OverlappedTraining:
         self._stages: Any = None  # for which parts were made
         self._under_way: dict[int, tuple[PendingResult, Groups]] = {}
         self._settings: tuple[Any, ...] = ()
+        self._groups: Groups = ()  # of the last update
         self._hooks = [
             optimizer.register_step_pre_hook(_refuse_step),
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
@@ -163,8 +164,7 @@ class OverlappedTraining:
             with steps.call():
                 given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, turn=1 + number % 2)
                 self._adopt()
-                groups = partial(self._take, number)
-                ran = steps.run(number, given.program, given.weights, groups, updates=sync)
+                ran = steps.run(number, given.program, given.weights, self._take_groups, updates=sync)
             pending = PendingResult(lambda: given.result(ran()), self.settle)
             self._under_way[number] = pending, self._groups
             pipe.steps = number + 1
@@ -200,7 +200,7 @@ class OverlappedTraining:
         if kind is None:
             self.close()
 
-    def _take(self, number: int) -> Groups:
+    def _take_groups(self) -> Groups:
         self._groups = groups_now(self._optimizer)
         return self._groups
 

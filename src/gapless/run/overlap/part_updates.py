@@ -55,18 +55,19 @@ class PartUpdates:
         for buffers in self._buffers:
             buffers.keep(step)
 
-    def update(self, step: int, groups: Groups) -> None:
-        """All gradients of this device are there."""
+    def update(self, step: int, groups: Groups) -> Verdict | None:
+        """All gradients of this device are there. Returns the verdict, if it was waited for."""
         self.part.begin(groups)
         norms = self.part.norms() if self.court.check else {}
         self.court.tell(step, norms, alone=any(stage.holds_state for stage in self.stages))
         self.due = step
         if self._alone:
-            self.settle()
-        elif not self.court.check.fails(norms):
+            return self.settle()
+        if not self.court.check.fails(norms):
             self.is_torn = True
             self.part.step()
             self.is_torn = False
+        return None
 
     def settle(self) -> Verdict | None:
         """Carries out the verdict that is due, if there is one."""

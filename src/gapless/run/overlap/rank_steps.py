@@ -49,6 +49,7 @@ class RankSteps:
     def __init__(self, world: ManyProcesses, check: Check, settled: Callable[[int, Verdict | None], None]) -> None:
         self._world, self._check, self._settled = world, check, settled
         self.devices: Sequence[PartUpdates] = ()
+        self._judged: Verdict | None = None  # on the last step, if it was waited for
         self._steps: list[int] = []  # those that are not settled: one, and the one that is under way
 
     def adopt(self, make: Callable[[Court], Sequence[PartUpdates]], homes: Sequence[int], parameters: int) -> None:
@@ -69,7 +70,7 @@ class RankSteps:
         [mine] = self.devices
 
         def at_verdict(device: int) -> None:
-            verdict = self._settle()
+            verdict = self._settle() if len(self._steps) > 1 else None
             if verdict is not None and not verdict.stands:
                 mine.run_again(program, device, step)
 
@@ -80,8 +81,7 @@ class RankSteps:
             ran = self._world.run(program, weights)
         finally:
             program.clear()
-        if updates:
-            mine.update(step, groups())
+        self._judged = mine.update(step, groups()) if updates else None
         return lambda: ran
 
     def settle(self) -> None:
@@ -90,13 +90,11 @@ class RankSteps:
             self._settle()
 
     def _settle(self) -> Verdict | None:
-        [mine], verdict = self.devices, None
-        if self._steps:
-            verdict = mine.settle()
-            step = self._steps[0]
-            self._settled(step, verdict)
-            mine.forget(step)
-            del self._steps[0]
+        [mine], step = self.devices, self._steps[0]
+        verdict = mine.settle()
+        self._settled(step, verdict or self._judged)
+        mine.forget(step)
+        del self._steps[0]
         return verdict
 
     def give_up(self, error: BaseException) -> None:

@@ -30,7 +30,8 @@ from gapless.run.overlap.verdict import Check, Verdict
 from gapless.run.program import Program
 from gapless.run.thread_state import CallerState
 from gapless.run.world import Ran
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Action
+from gapless.schedule.asynchronous.verdicts import losses_at
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.shared.tie import Tie
 
@@ -42,7 +43,7 @@ class HandedStep:
     step: int
     program: Program
     updates: bool
-    told_at: tuple[int, int]  # the device that has the losses, and the position in its row where they are known
+    told_at: Action | None  # where its losses are known
     threads: int = field(default_factory=torch.get_num_threads)
     state: CallerState = field(default_factory=CallerState)
     losses: tuple[Tensor, ...] | None = None
@@ -83,7 +84,9 @@ class ThreadSteps:
     ) -> Callable[[], Ran]:
         """Hands a step over, and returns when the one before is settled. What is returned waits for the losses."""
         self._start()
-        job = HandedStep(step, program, updates, _losses_at(program.schedule))
+        schedule = program.schedule
+        last = schedule.rows[schedule.placement.homes[-1]]
+        job = HandedStep(step, program, updates, losses_at(last, schedule.num_stages - 1))
         program.channels.begin()
         program.at_verdict = partial(self._verdict, job)
         self._jobs.append(job)
@@ -217,12 +220,13 @@ class ThreadSteps:
         updates.begin(job.step)
         for tie in self._ties[device]:
             tie.begin()
+        row = program.schedule.rows[device]
         for position, call in enumerate(program.calls[device]):
             reached[device] = position
             if stopping:
                 raise StoppedError
             call()
-            if (device, position) == job.told_at:
+            if row[position] == job.told_at:
                 job.losses = program.losses
                 job.ended.set()
         for tie in self._ties[device]:
@@ -257,11 +261,3 @@ class ThreadSteps:
         """A device has settled it."""
         if len(self._board.add(("settled", step))) == len(self._world.here):
             self._board.post(("over", step))
-
-
-def _losses_at(schedule: Schedule) -> tuple[int, int]:
-    """The device of the last stage, and where in its row the last loss is computed and will not be thrown away."""
-    device, last = schedule.placement.homes[-1], schedule.num_stages - 1
-    row = schedule.rows[device]
-    ends = (i for i, a in enumerate(row) if a.kind is Kind.VERDICT or (a.kind is Kind.FORWARD and a.stage == last))
-    return device, max(ends)

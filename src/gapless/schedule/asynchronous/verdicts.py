@@ -14,10 +14,10 @@ far as its V, and no further, is what makes both outcomes free of deadlock:
                   what was sent and not taken is known by number, and after it a minibatch runs as if it were alone
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.violation import Violation
@@ -65,6 +65,14 @@ def misplaced_verdicts(schedule: Schedule) -> Iterator[Violation]:
         if late is not None:
             message = f"{action} comes before its verdict and needs {late}, which comes after that of its device"
             yield Violation("order", device, position, message)
+
+
+def losses_at(row: Iterable[Action], last_stage: int) -> Action | None:
+    """After which action of a minibatch its losses are known, and will not be computed again; None if elsewhere."""
+    actions = list(row)
+    last = [action for action in actions if action.kind is Kind.FORWARD and action.stage == last_stage]
+    found = [action for action in actions if action.kind is Kind.VERDICT or action in last[-1:]]
+    return found[-1] if last else None
 
 
 def messages_ahead(schedule: Schedule, device: int) -> dict[Channel, tuple[int, int]]:
