@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, TransportError
 from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.checks import check_step
 from gapless.pipeline.arguments.habits import batch_of
@@ -23,8 +23,9 @@ from gapless.pipeline.options import Options
 from gapless.pipeline.result import Result
 from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
+from gapless.run.channels import StoppedError
 from gapless.run.one_process import OneProcess
-from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, groups_now, merge_groups
+from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, check_parts, groups_now, merge_groups
 from gapless.run.overlap.part_updates import Court, PartUpdates
 from gapless.run.overlap.thread_steps import ThreadSteps
 from gapless.run.overlap.verdict import Check, Verdict
@@ -50,7 +51,11 @@ class PendingResult:
     @cached_property
     def result(self) -> Result:
         """All of it."""
-        return self._compute()
+        try:
+            return self._compute()
+        except StoppedError:
+            self._settle()  # which raises why, unless that was done before
+            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
 
     @property
     def loss(self) -> Tensor | None:
@@ -123,6 +128,8 @@ class OverlappedTraining:
         self._under_way: dict[int, tuple[PendingResult, Groups]] = {}
         self._settings: tuple[Any, ...] = ()
         self._groups: Groups = ()  # of the last update
+        # Torch's own take each parameter by itself.
+        self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.here) > 1
         self._hooks = [
             optimizer.register_step_pre_hook(_refuse_step),
             optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
@@ -170,7 +177,12 @@ class OverlappedTraining:
             pipe.steps = number + 1
             # In the first step layers tell what they draw; what draws from torch's own generators runs while nobody
             # else does. Casts that autocast keeps are of weights as they were.
-            if not known or casts_are_kept() or any(each.calls.mode.alone for each in self._staged.stages.values()):
+            if (
+                self._untried
+                or not known
+                or casts_are_kept()
+                or any(each.calls.mode.alone for each in self._staged.stages.values())
+            ):
                 steps.settle()
         except BaseException as error:
             self._give_up(error)
@@ -214,6 +226,8 @@ class OverlappedTraining:
         mine, counted = self._world.share_of(parameters)
         self._steps.adopt(partial(self._parts, parameters, mine, counted), staged.placement.homes, len(parameters))
         self._stages = staged.stages
+        for each in self._steps.devices:
+            each.keeps_gradients = self._untried
 
     def _parts(
         self, parameters: Sequence[Parameter], mine: set[Parameter], counted: set[Parameter], court: Court
@@ -235,7 +249,12 @@ class OverlappedTraining:
         pending, groups = self._under_way[number]
         pending.judge(verdict)
         if verdict is not None:
-            merge_groups(self._optimizer, [each.part for each in self._steps.devices], groups)
+            parts = [each.part for each in self._steps.devices]
+            merge_groups(self._optimizer, parts, groups)
+            if self._untried and not verdict.skips:
+                check_parts(self._optimizer, parts, groups)
+                for each in self._steps.devices:
+                    each.keeps_gradients = self._untried = False
         if verdict is not None and not verdict.skips and self._scheduler is not None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step says to schedulers
             self._scheduler.step()

@@ -39,12 +39,15 @@ class OptimizerPart:
         self._mine = parameters
         self._given: Groups = ()
         self.groups: list[dict[str, Any]] = []
+        self.grads: dict[Parameter, Tensor] = {}  # of this update; what comes next into `.grad` is the next one's
         self._before: list[tuple[Parameter, Tensor, dict[Any, Any] | None]] = []
         self._stepped = False
 
     def begin(self, groups: Groups) -> None:
-        """An update comes."""
+        """An update comes, with the gradients that are there."""
         self.forget()
+        self.grads = {each: each.grad for each in self._mine if each.grad is not None}
+        self.drop_gradients()
         self._given = groups
         self._cut_groups()
 
@@ -55,7 +58,7 @@ class OptimizerPart:
 
     def norms(self) -> dict[int, Tensor]:
         """Of the gradients, by the number of the parameter."""
-        grads = {number: each.grad for number, each in self._counted.items() if each.grad is not None}
+        grads = {number: self.grads[each] for number, each in self._counted.items() if each in self.grads}
         return dict(zip(grads, norms_of(list(grads.values()), 2.0), strict=True))
 
     def step(self) -> None:
@@ -70,17 +73,19 @@ class OptimizerPart:
         hooks = {f"_optimizer_step_{when}_hooks": OrderedDict[int, Any]() for when in ("pre", "post")}
         made.__dict__ = {**vars(self._optimizer), **hooks, "param_groups": self.groups}
         made.__dict__.pop("step", None)  # a scheduler has put it there, for the optimizer itself
+        for each, grad in self.grads.items():
+            each.grad = grad
         made.step()
+        self.drop_gradients()
 
     def settle(self, verdict: Verdict) -> None:
-        """Carries it out, and drops the gradients."""
+        """Carries it out."""
         if not verdict.stands:
             self.undo()
         if verdict.factor is not None:
-            scale([each.grad for each in self._mine if each.grad is not None], verdict.factor)
+            scale([*self.grads.values()], verdict.factor)
         if not verdict.skips and not self._stepped:
             self.step()
-        self.drop_gradients()
 
     def undo(self) -> None:
         """As before the last step, if there was one."""
@@ -98,16 +103,37 @@ class OptimizerPart:
         self._before, self._stepped = [], False
 
     def drop_gradients(self) -> None:
+        """Those in `.grad`."""
         for each in self._mine:
             each.grad = None
+
+
+def check_parts(optimizer: Optimizer, parts: Sequence[OptimizerPart], groups: Groups) -> None:
+    """Raises if a step by parts, which was just made, is another than that of the whole."""
+    parameters = {each for group in groups for each in group["params"]}
+    by_parts = [(each, each.detach().clone(), _copied_all(optimizer.state.get(each, {}))) for each in parameters]
+    for part in parts:
+        part.undo()
+    whole = OptimizerPart(optimizer, parameters, {})
+    whole.begin(groups)
+    whole.grads = {each: grad for part in parts for each, grad in part.grads.items()}
+    whole.step()
+    for each, value, state in by_parts:
+        now = optimizer.state.get(each, {})
+        if not _same(each, value) or now.keys() != state.keys() or not all(_same(now[key], state[key]) for key in now):
+            whole.undo()
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps a parameter otherwise where it does not have all of them, but each "
+                "device steps its own: use pipe.step and optimizer.step()"
+            )
 
 
 def merge_groups(optimizer: Optimizer, parts: Sequence[OptimizerPart], before: Groups) -> None:
     """What steps have written into their groups, such as a counter, goes into the optimizer's."""
     for number, (group, given) in enumerate(zip(optimizer.param_groups, before, strict=True)):
-        for key in [key for key in given if key != "params"]:
-            found = [part.groups[number][key] for part in parts if part.groups]
-            changed = [each for each in found if not _same(each, given[key])]
+        for key in {key for part in parts for key in part.groups[number]} - {"params"}:
+            found = [part.groups[number].get(key) for part in parts]
+            changed = [each for each in found if not _same(each, given.get(key))]
             if changed and not all(_same(each, found[0]) for each in found):
                 raise ConfigError(
                     f"{type(optimizer).__name__} computes {key!r} of a parameter group from all parameters together, "

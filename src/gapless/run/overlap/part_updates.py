@@ -38,6 +38,7 @@ class PartUpdates:
         self._buffers = [BufferRollback() for _ in stages]
         self.due: int | None = None  # a step whose verdict is to come
         self.is_torn = False  # something was raised in the middle of carrying it out
+        self.keeps_gradients = False  # for whoever looks at the step once it is made
         self._alone = True  # the next update waits for its verdict
 
     def start(self) -> None:
@@ -76,6 +77,8 @@ class PartUpdates:
         verdict = self.court.verdict(self.due)
         self.is_torn = True
         self.part.settle(verdict)
+        if not self.keeps_gradients:
+            self.part.grads = {}
         self._alone, self.due, self.is_torn = verdict.alone, None, False
         return verdict
 

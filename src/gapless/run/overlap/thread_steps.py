@@ -101,8 +101,7 @@ class ThreadSteps:
     def _ran(self, job: HandedStep, weights: tuple[float, ...]) -> Ran:
         job.ended.wait()
         if job.losses is None:
-            self.settle()
-            raise TransportError(f"step {job.step} was given up, and has no loss: the error that was raised says why")
+            raise StoppedError
         return Ran(job.losses, weights)
 
     def settle(self) -> None:
@@ -142,6 +141,8 @@ class ThreadSteps:
             return
         self.stop()
         self._world.team.settle()
+        for job in self._jobs:
+            job.program.forget()
         try:
             judged = self._jobs and self._jobs[0].updates and self._board.has(("verdict", self._jobs[0].step))
             if judged and not any(each.is_torn for each in self.devices):
@@ -150,7 +151,6 @@ class ThreadSteps:
                 self._over(self._jobs[0])
         finally:
             for job in self._jobs:
-                job.program.forget()
                 job.program.clear()
             for each in self.devices:
                 each.undo()
