@@ -6,7 +6,7 @@
     pipeline < hf
     all of these < benchmarks, which is not in the package
 
-Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < streams
+Inside `run`:   what one process needs < ranks.wire < ranks.watch < ranks < streams < overlap
 Inside `plan`:  profile < cut < predict < plan < explain < search < asynchronous < planner
 
 `zoo` holds models as people write them, so it knows torch and the one call that a custom autograd function may make.
@@ -74,7 +74,7 @@ COMMANDS_WITHOUT_TORCH = (
 )
 # From the lowest room to the highest; a file belongs to the longest name that it begins with.
 ROOMS = (
-    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.streams"),
+    ("run", "run.ranks.wire", "run.ranks.watch", "run.ranks", "run.streams", "run.overlap"),
     (
         "plan.profile",
         "plan.cut",
@@ -267,7 +267,7 @@ IMPORTED_LATE = {
         *("torch.utils.tensorboard", "gapless.schedule.recipes.optimal.optimal"),
     ),
     "only pages need it": ("jinja2", "markupsafe"),
-    "only ranks need it": ("torch.distributed", "gapless.run.ranks", "gapless.run.streams"),
+    "only ranks need it": ("torch.distributed", "gapless.run.ranks", "gapless.run.streams", "gapless.run.overlap"),
     "loaded when its name is first used": ("importlib", "gapless.checkpoint.collection"),
 }
 

@@ -1,21 +1,26 @@
 """The model of a pipeline as its user sees it: under its own names, whatever the stages are."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gapless.checkpoint.saveable import Saveable
 from gapless.model.uses import own_parameters
 from gapless.pipeline.arguments.checks import check_data
-from gapless.pipeline.arguments.habits import not_here
+from gapless.pipeline.arguments.habits import explained, not_here
+from gapless.pipeline.arguments.training_arguments import Asked
 from gapless.pipeline.options import Options
+from gapless.pipeline.overlapped_training import OverlappedTraining
 from gapless.pipeline.saved.pretrained_folder import save_folder
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_pipeline import SavedPipeline
+from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
 from gapless.run.streams.stream import Stream
@@ -34,6 +39,7 @@ class HeldModel:
     _options: Options
     _close: Callable[[], object]
     steps: int
+    _training: OverlappedTraining | None = None
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -109,6 +115,37 @@ class HeldModel:
         self._check_made()
         return SavedPipeline(SavedModel(self._world, self._staged, self._options), self, self._nothing)
 
+    @property
+    def stopping(self) -> bool:
+        """Under a mesh: whether some rank got SIGTERM. The next step would then end the process, on every rank. Between
+        the steps of one minibatch (`sync=False`) it stays False, so that the minibatch is finished first.
+        """
+        return self._world.stopping
+
+    @explained
+    def training(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        scheduler: Any = None,
+        skip_nonfinite: bool = True,
+    ) -> OverlappedTraining:
+        """Trains with an optimizer step that does not wait: a device that has its gradients steps its own weights and
+        goes on with the next minibatch. The numbers are those of `step`, `clip_grad_norm_` and `optimizer.step()`.
+
+        optimizer       made of `parameters()`
+        max_norm        clip the norm of all gradients to this
+        scheduler       its learning-rate scheduler, stepped after each update
+        skip_nonfinite  if the norm is not finite: no update, and the scheduler does not step
+        """
+        self._settle()
+        if self._training is not None:
+            self._training.close()
+        asked = Asked(max_norm, scheduler, skip_nonfinite)
+        self._training = OverlappedTraining(self, self._world, self._staged, self._options, optimizer, asked)
+        return self._training
+
     def train(self, mode: bool = True) -> Self:
         """Puts the model into training mode. `evaluate` switches modes by itself."""
         self._follow()
@@ -129,9 +166,17 @@ class HeldModel:
         """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has weights of its own. Returns the
         total norm before clipping.
         """
+        self._settle()
         module = self._staged.module
         parameters = [*module.parameters(), *own_parameters(self._options.loss, module)]
         return self._world.clip(parameters, max_norm, norm_type)
+
+    def shares(self, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
+        """The `weight` of each step in an update that takes several: of each (inputs, target) what it counts, with the
+        parts that other replicas have of it.
+        """
+        self._options.schedules.check_steps()
+        return shares_of(self._world, self._staged, batches)
 
     @property
     def compile_seconds(self) -> float:
@@ -140,7 +185,10 @@ class HeldModel:
 
     def close(self) -> None:
         """Ends the threads. The model and its gradients stay."""
-        self._close()
+        try:
+            self._settle()
+        finally:
+            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -167,8 +215,14 @@ class HeldModel:
     def _follow(self, *, whole: bool = False) -> None:
         """Whoever asks for the parameters means those of the model as it is; inside a step nothing may change."""
         check_drained(self._streams, whole=whole)
+        self._settle()
         if not self._world.busy:
             self._staged.follow()
+
+    def _settle(self) -> None:
+        """Steps that are under way come to their end first."""
+        if self._training is not None:
+            self._training.settle()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ for x, y in loader:
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,9 @@ from gapless.pipeline.arguments.schedule_arguments import ScheduleArguments
 from gapless.pipeline.arguments.stream_arguments import Correction, MakeOptimizer, MakeScheduler, StreamArguments
 from gapless.pipeline.held_model import HeldModel, in_eval_mode
 from gapless.pipeline.options import Loss, Options
+from gapless.pipeline.overlapped_training import Given
 from gapless.pipeline.result import Result
 from gapless.pipeline.schedules import Offload, Schedules
-from gapless.pipeline.shares import shares_of
 from gapless.pipeline.short_tracebacks import short_tracebacks
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained, make_stream
@@ -35,7 +36,7 @@ from gapless.plan.plan import Plan
 from gapless.run.program import Program
 from gapless.run.streams.stream import Stream
 from gapless.run.team import close_with
-from gapless.run.world import Carriage, TransportName, World
+from gapless.run.world import Carriage, Ran, TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.timeline import Objective
@@ -202,25 +203,27 @@ class Pipeline(HeldModel):
         inputs = batch_of(inputs, batch, "step")
         self._options.schedules.check_steps()
         arguments.check_step(scaler, one_process=self._world.one_process)
+        self._settle()
         with self._world.call("in a step"):  # what is refused in it is told to the other ranks
-            share, cuts = Share.of(weight, sync), self._batch(inputs, target, cut)
-            self._staged.follow()
-            prepared = self._staged.prepared([apart(part) for part in cuts.parts])
-            counted = self._staged.weighed(cuts, prepared)
-            program = self._staged.program(len(cuts.parts), inference=False, recorded=self.timeline)
-            weights = self._world.weights(program, cuts.inputs, cuts.target, counted, share)
-            factors = arguments.scaled(weights, scaler, self._staged.last_device)
-            program.give(prepared, cuts.targets, factors, step=self.steps, want_outputs=outputs)
-            result = self._run(program, weights, cuts if outputs else None, counted)
+            result = self._run(self._given(inputs, target, Share.of(weight, sync), cut, outputs, scaler))
             self.steps += 1
         return result
 
-    def shares(self, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
-        """The `weight` of each step in an update that takes several: of each (inputs, target) what it counts, with the
-        parts that other replicas have of it.
-        """
-        self._options.schedules.check_steps()
-        return shares_of(self._world, self._staged, batches)
+    def _given(
+        self, inputs: Any, target: Any, share: Share, cut: bool, outputs: bool, scaler: Any = None, turn: int = 0
+    ) -> Given:
+        cuts = self._batch(inputs, target, cut)
+        self._staged.follow()
+        prepared = self._staged.prepared([apart(part) for part in cuts.parts])
+        counted = self._staged.weighed(cuts, prepared)
+        program = self._staged.program(len(cuts.parts), inference=False, recorded=self.timeline, turn=turn)
+        weights = self._world.weights(program, cuts.inputs, cuts.target, counted, share)
+        factors = arguments.scaled(weights, scaler, self._staged.last_device)
+        program.give(prepared, cuts.targets, factors, step=self.steps, want_outputs=outputs)
+        return Given(program, weights, partial(self._result, program, cuts if outputs else None, counted))
+
+    def _goes_on(self, inputs: Any, target: Any, cut: bool) -> bool:
+        return not self._staged.is_new and self._staged.knows(self._batch(inputs, target, cut).parts)
 
     @explained
     def stream(
@@ -261,6 +264,7 @@ class Pipeline(HeldModel):
         """Outputs, and the loss if there is a target, in eval mode and without gradients. `cut` is as in `step`."""
         inputs = batch_of(inputs, batch, "evaluate")
         check_drained(self._streams)
+        self._settle()
         has_loss = target is not None or self._options.loss is own_loss
         with self._world.call("evaluating"):
             cuts = self._batch(inputs, target, cut)
@@ -272,29 +276,25 @@ class Pipeline(HeldModel):
                 program = self._staged.program(len(cuts.parts), inference=True)
                 weights = self._world.weights(program, cuts.inputs, cuts.target, counted, Share())
                 program.give(prepared, cuts.targets if has_loss else ())
-                return self._run(program, weights, cuts if outputs else None, counted)
+                result = partial(self._result, program, cuts if outputs else None, counted)
+                return self._run(Given(program, weights, result))
 
     def _batch(self, inputs: Any, target: Any, cut: bool) -> Minibatch:
         check_no_hooks_for_all(self._called_as_a_whole)
         return self._staged.batch_of(inputs, target, cut=cut)
 
-    def _run(self, program: Program, weights: Sequence[float], wanted: Minibatch | None, counted: Weighed) -> Result:
-        """`wanted`: the batch whose outputs are."""
+    def _run(self, given: Given) -> Result:
         try:
-            ran = self._world.run(program, weights)
-            merged = self._staged.merged(wanted, program.batch.outputs, ran)
+            return given.result(self._world.run(given.program, given.weights))
         finally:
-            program.clear()
+            given.program.clear()
+
+    def _result(self, program: Program, wanted: Minibatch | None, counted: Weighed, ran: Ran) -> Result:
+        """`wanted`: the batch whose outputs are."""
+        merged = self._staged.merged(wanted, program.batch.outputs, ran)
         number = None if counted.summed else float(sum(counted.numbers))
         return Result(ran.losses, ran.weights if ran.losses else (), merged, ran.timeline, number)
 
     def __call__(self, inputs: Any = None, target: Any = None, *, outputs: bool = True, **batch: Any) -> Result:
         """As `evaluate`: `pipe(x).outputs` are the model's. To train, call `step`."""
         return self.evaluate(inputs, target, outputs=outputs, **batch)
-
-    @property
-    def stopping(self) -> bool:
-        """Under a mesh: whether some rank got SIGTERM. The next step would then end the process, on every rank. Between
-        the steps of one minibatch (`sync=False`) it stays False, so that the minibatch is finished first.
-        """
-        return self._world.stopping

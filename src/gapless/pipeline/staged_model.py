@@ -20,10 +20,10 @@ from gapless.model.uses import Uses, shared_buffers, uses_of
 from gapless.pipeline.arguments.checks import check_compiled, check_data, check_uncounted, layers_per_stage, room_for
 from gapless.pipeline.edits import check_stay, taken_over
 from gapless.pipeline.options import Options
+from gapless.pipeline.programs import Programs
 from gapless.run.program import Program
 from gapless.run.world import Ran, World
 from gapless.schedule.action import Kind, Schedule
-from gapless.schedule.lower import forward_only
 from gapless.schedule.simulate import simulate
 from gapless.stage.batch.loss_counts import Weighed, is_known, weighed
 from gapless.stage.batch.minibatch import Minibatch
@@ -59,7 +59,7 @@ class StagedModel:
         # Inputs are used in this process, and outputs and losses made in it; of replicas that is the first of each.
         self.has_first, self.has_last = self._homes[0] in world.here, self._homes[-1] in world.here
         self._is_whole = len(world.here) == len(world.devices)
-        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._programs = Programs(world, schedule, options)
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
         self.uses: Uses = {}  # which stages use a parameter
         self._split = False  # every backward, whatever the schedule says
@@ -181,19 +181,18 @@ class StagedModel:
         own = find_loss(outputs[0]) if self._options.loss is own_loss and ran.losses else None
         return batch.merged(outputs, {} if own is None else {id(own): sum_in_order(ran.losses, ran.weights)})
 
-    def program(self, microbatches: int, *, inference: bool, recorded: bool = False) -> Program:
-        """For so many microbatches; made once."""
-        key = (microbatches, inference, recorded)
-        if key not in self._programs:
-            options, schedule = self._options, self.schedule
-            if microbatches != options.microbatches:
-                schedule = options.schedules.made(microbatches)
-            if inference:
-                schedule = forward_only(schedule)
-            self._programs[key] = self._world.program(
-                schedule, self.stages, options.told_loss, options.schedules.costs, recorded=recorded
-            )
-        return self._programs[key]
+    def program(self, microbatches: int, *, inference: bool, recorded: bool = False, turn: int = 0) -> Program:
+        """For so many microbatches; made once. `turn` as in `Programs`."""
+        return self._programs.of(self.stages, microbatches, inference=inference, recorded=recorded, turn=turn)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next step makes stages first: of a model that was edited, or has none yet."""
+        if isinstance(self.model, Captured):
+            self.model.notice()
+            if self.model.edition is not self._edition:
+                return True
+        return not self.stages or self._called is None or not self._called.same()
 
     def follow(self) -> None:
         """Takes over what was edited in the model since the last step."""

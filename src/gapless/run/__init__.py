@@ -1,8 +1,10 @@
 """Running: where schedules and stages meet. What one process needs, in reading order; `ranks/` is for many, and
-`streams/` for training without a flush.
+`streams/` for training without a flush, and `overlap/` for an optimizer step that does
+not wait.
 
 world         what a pipeline asks of its processes: the one interface
 one_process   all devices are threads of this process
+given_batch   what a step works on, and what it leaves
 program       a schedule bound to stages: for each device a flat list of calls
 execute       runs a program; the first failure stops all devices
 team          a thread for each device

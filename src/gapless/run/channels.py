@@ -39,6 +39,9 @@ class Transport(Protocol):
     def end(self) -> None:
         """A device has done all it has to do in this step."""
 
+    def drain(self, counts: Mapping[Channel, tuple[int, int]]) -> None:
+        """A device runs its forwards again: of these channels it takes what was sent before and not taken yet."""
+
     def stop(self) -> None:
         """Wake every device that waits; it raises StoppedError."""
 
@@ -74,6 +77,12 @@ class InOrderOfUse:
         slot = number % len(early)
         message, early[slot] = early[slot], _NOTHING
         return message
+
+    def drain(self, sent: int, taken: int) -> None:
+        """Of so many messages that were sent so many were taken: the others come, and are dropped."""
+        for _ in range(sent - max(self._came, taken)):
+            self._get()
+        self.clear()
 
     def clear(self) -> None:
         """The next message is the first of a step."""
@@ -113,6 +122,10 @@ class ThreadChannels:
 
     def end(self) -> None:
         """Nothing to do: what was received is there."""
+
+    def drain(self, counts: Mapping[Channel, tuple[int, int]]) -> None:
+        for channel, (sent, taken) in counts.items():
+            self._takers[channel].drain(sent, taken)
 
     def stop(self) -> None:
         for waiting in self._queues.values():

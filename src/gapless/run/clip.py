@@ -4,7 +4,7 @@ That takes the norm of each gradient, in its dtype, and then the norm of these: 
 the next, in an order of torch's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_typ
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    return _scale(grads, [norm.to(grads[0].device) for norm in _norms(grads, norm_type)], max_norm, norm_type)
+    return _scale(grads, [norm.to(grads[0].device) for norm in norms_of(grads, norm_type)], max_norm, norm_type)
 
 
 def clip_everywhere(
@@ -33,23 +33,33 @@ def clip_everywhere(
     """The same for a model in parts: `parameters` are all of them, `mine` those that are here, and the norms of those
     `counted` nobody else adds.
     """
-    found = torch.zeros(2, len(parameters), dtype=torch.float64)  # each norm, and its dtype
     here = {each: grad for each in counted if (grad := each.grad) is not None}
     numbers = {each: number for number, each in enumerate(parameters)}
-    norms = _norms(list(here.values()), norm_type)
-    values = torch.stack([norm.double() for norm in norms]).tolist() if norms else []  # from a GPU in one copy
-    for parameter, norm, value in zip(here, norms, values, strict=True):
-        found[:, numbers[parameter]] = torch.tensor([value, 1 + _DTYPES.index(norm.dtype)], dtype=torch.float64)
+    norms = norms_of(list(here.values()), norm_type)
+    found = as_rows(dict(zip((numbers[each] for each in here), norms, strict=True)), len(parameters))
     if group is not None:
         group.allreduce([found]).wait()
     grads = [parameter.grad for parameter in parameters if parameter in mine and parameter.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
-    there = [(norm, _DTYPES[int(dtype) - 1]) for norm, dtype in found.t().tolist() if dtype]
-    norms = [torch.tensor(norm, dtype=dtype, device=device) for norm, dtype in there]
+    norms = from_rows(found, grads[0].device if grads else torch.device("cpu"))
     return _scale(grads, norms, max_norm, norm_type) if norms else torch.tensor(0.0)
 
 
-def _norms(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def as_rows(norms: Mapping[int, Tensor], count: int) -> Tensor:
+    """Norms by the number of their parameter, of so many, as ranks add them: each norm, and its dtype."""
+    found = torch.zeros(2, count, dtype=torch.float64)
+    values = torch.stack([norm.double() for norm in norms.values()]).tolist() if norms else []  # in one copy
+    for (number, norm), value in zip(norms.items(), values, strict=True):
+        found[:, number] = torch.tensor([value, 1 + _DTYPES.index(norm.dtype)], dtype=torch.float64)
+    return found
+
+
+def from_rows(found: Tensor, device: torch.device) -> list[Tensor]:
+    """The norms of all parameters that have one, in their order."""
+    there = [(norm, _DTYPES[int(dtype) - 1]) for norm, dtype in found.t().tolist() if dtype]
+    return [torch.tensor(norm, dtype=dtype, device=device) for norm, dtype in there]
+
+
+def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """By the kernels that torch's own function takes; of a sharded one, the whole."""
     found = {number: unsharded(torch.linalg.vector_norm(each, norm_type)) for number, each in _sharded(grads)}
     plain = [number for number in range(len(grads)) if number not in found]
@@ -69,12 +79,27 @@ def _grouped(tensors: list[Tensor]) -> Any:
 
 
 def _scale(grads: Sequence[Tensor], norms: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    total = total_of(norms, norm_type)
+    scale(grads, factor_of(total, max_norm))
+    return total
+
+
+def total_of(norms: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients, from those of each."""
     ordered = [norm for [group], _ in _grouped(norms) for norm in group]
     total: Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local(grad).mul_(scale.to(grad.device))
     return total
+
+
+def factor_of(total: Tensor, max_norm: float) -> Tensor:
+    """By which gradients with this norm are multiplied."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def scale(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients."""
+    for grad in grads:
+        local(grad).mul_(factor.to(grad.device))
 
 
 def local(tensor: Tensor) -> Tensor:

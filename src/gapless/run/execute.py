@@ -42,7 +42,7 @@ def execute(program: Program, team: Team) -> None:
             except StoppedError:
                 pass
             except BaseException as error:
-                note_place(error, _place(program, device))
+                note_place(error, place_of(program, device))
                 failures.append(error)
                 program.stop()
 
@@ -79,7 +79,8 @@ def _named(call: Call, name: str) -> Call:
     return run
 
 
-def _place(program: Program, device: int) -> str:
+def place_of(program: Program, device: int) -> str:
+    """Where a device is, in words."""
     action = program.schedule.rows[device][program.reached[device]]
     where = program.lanes[device].device
     return f"on device {device} ({where}), stage {action.stage}, action {action}"

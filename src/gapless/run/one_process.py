@@ -56,7 +56,7 @@ class OneProcess:
         self.lanes = [make_lane(device) for device in self.devices] if lanes is None else lanes
         self._channels = channels
         self.team = make_team(self.here, intra_op_threads)
-        self._ties: list[Tie] = []
+        self.ties: list[Tie] = []
 
     def making(self) -> AbstractContextManager[object]:
         """Nobody waits for it."""
@@ -66,10 +66,10 @@ class OneProcess:
         """There is nobody to agree with."""
 
     def adopt(self, module: nn.Module, stages: OwnStages, parts: Parts, placement: Placement, tied: Tied) -> None:
-        for each in self._ties:
+        for each in self.ties:
             each.release()
         devices = [self.devices[each] for each in placement.homes]
-        self._ties = tie(module, stages, uses_of(parts), devices, tied)
+        self.ties = tie(module, stages, uses_of(parts), devices, tied)
 
     def program(
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
@@ -95,10 +95,10 @@ class OneProcess:
         if program.inference:
             execute(program, self.team)
             return Ran(program.losses, tuple(weights))
-        for each in self._ties:
+        for each in self.ties:
             each.begin()
         execute(program, self.team)
-        for each in self._ties:
+        for each in self.ties:
             each.end()
         for stage in program.stages.values():
             stage.finish()
@@ -115,6 +115,9 @@ class OneProcess:
 
     def zero_grad(self, module: nn.Module, set_to_none: bool) -> None:
         module.zero_grad(set_to_none)
+
+    def share_of(self, parameters: Sequence[nn.Parameter]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        return {*parameters}, {*parameters}
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, norm_type)

@@ -5,7 +5,6 @@ hands the result on. No decision is taken and nothing is looked up by name while
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,9 +13,11 @@ import torch
 from torch import Tensor
 
 from gapless.run.channels import Transport
+from gapless.run.given_batch import Batch
 from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, COPIES, Action, Kind, Schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
+from gapless.schedule.asynchronous.verdicts import messages_ahead
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.verify import is_in_order
@@ -25,19 +26,6 @@ from gapless.stage.split.ordered_accumulation import Turns
 from gapless.stage.stage import Stage
 
 Call = Callable[[], object]
-
-
-@dataclass
-class Batch:
-    """What one step works on and what it leaves: filled by the caller, read and written by the devices."""
-
-    step: int = 0
-    inputs: Sequence[Any] = ()
-    targets: Sequence[Any] = ()
-    weights: Sequence[float | Tensor] = ()
-    want_outputs: bool = False
-    outputs: list[Any] = field(default_factory=list)
-    losses: list[Any] = field(default_factory=list)
 
 
 class Program:
@@ -75,6 +63,7 @@ class Program:
         # A backward that runs whole needs no deferral, even where the same stage splits others.
         self._deferred = {action for row in schedule.rows for action in row if action.kind is Kind.WEIGHT_GRAD}
         self._after = after or {}
+        self.at_verdict: Callable[[int], None] = lambda device: None  # of the update before
         ordered = partial(is_in_order, schedule)
         self._turns = {
             stage: Turns(work.own_parameters, schedule.num_microbatches)
@@ -112,6 +101,8 @@ class Program:
             if (turns := self._turns.get(stage)) is not None:
                 half = _in_turn(turns, half, last=Action(stage, Kind.WEIGHT_GRAD, microbatch) not in self._deferred)
             compute = lambda grads: half(microbatch, grads, put)  # noqa: E731
+        elif kind is Kind.VERDICT:
+            take, compute = None, lambda _: self.at_verdict(device)
         else:
             alone = self._alone(device, action)
             if kind is Kind.WEIGHT_GRAD and (turns := self._turns.get(stage)) is not None:
@@ -255,6 +246,22 @@ class Program:
     def losses(self) -> tuple[Tensor, ...]:
         """Those that the last run has found here."""
         return tuple(loss for loss in self.batch.losses if loss is not None)
+
+    def drop_forwards(self, device: int) -> None:
+        """Those before the verdict of a device, which will run again."""
+        self.channels.drain(messages_ahead(self.schedule, device))
+        for stage in self.schedule.placement.stages[device]:
+            self.stages[stage].drop(resting=False)
+            for key in [key for key in self._local if key[1] == stage]:
+                del self._local[key]
+        self.marks[device].clear()
+
+    def run_forwards(self, device: int) -> None:
+        """Those before the verdict of a device, once more."""
+        for call, action in zip(self.calls[device], self.schedule.rows[device], strict=True):
+            if action.kind is Kind.VERDICT:
+                return
+            call()
 
     def stop(self) -> None:
         """Every device stops before its next action; those that wait are woken."""

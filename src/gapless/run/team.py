@@ -58,6 +58,11 @@ class Team:
             self._holders.discard(me)
 
     @property
+    def works_here(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.current_thread() in self._threads
+
+    @property
     def busy(self) -> bool:
         """A step is under way."""
         return bool(self._holders)
@@ -123,7 +128,7 @@ class Team:
             self.settle()
         for inbox in self._inboxes:
             inbox.put(None)
-        if threading.current_thread() not in self._threads:  # a layer that closes its pipeline can't wait for it
+        if not self.works_here:  # a layer that closes its pipeline can't wait for it
             for thread in self._threads:
                 thread.join()
         self._threads = []

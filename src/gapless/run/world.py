@@ -133,6 +133,9 @@ class World(Protocol):
     def zero_grad(self, module: nn.Module, set_to_none: bool) -> None:
         """Gradients that wait for an exchange are dropped too."""
 
+    def share_of(self, parameters: Sequence[nn.Parameter]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        """Those that are here, and of these the ones whose norms no other process counts."""
+
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients of all processes to `max_norm`; the norm before."""
 

@@ -34,6 +34,7 @@ class Kind(StrEnum):
     OFFLOAD = "O"  # the activations go to the host's memory, beside what the device computes
     LOAD = "L"  # and come back
     UPDATE = "U"  # its number is that of the minibatch
+    VERDICT = "V"  # its number is that of the minibatch that may go on: does the update before it stand?
     SEND_ACTIVATION = "SEND_F"
     RECEIVE_ACTIVATION = "RECV_F"
     SEND_GRADIENT = "SEND_B"
@@ -46,6 +47,7 @@ class Kind(StrEnum):
 TRANSFERS = frozenset({Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT})
 COPIES = frozenset({Kind.OFFLOAD, Kind.LOAD})
 OPTIONAL = TRANSFERS | COPIES | {Kind.RECOMPUTE}  # needed only where the schedule has them
+PER_MINIBATCH = frozenset({Kind.UPDATE, Kind.VERDICT})  # numbered by minibatches
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # the two that hand a gradient on
 
 
@@ -101,7 +103,7 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        return 1 + max((action.microbatch for action in self.actions if action.kind is not Kind.UPDATE), default=-1)
+        return 1 + max((action.microbatch for action in self.actions if action.kind not in PER_MINIBATCH), default=-1)
 
     @cached_property
     def num_minibatches(self) -> int:
@@ -248,7 +250,7 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
     """Each (stage, microbatch) lives where its first action is; `verify` tells when another action is elsewhere."""
     total = sum(map(len, rows))
     devices: dict[int, dict[int, int]] = defaultdict(dict)
-    updated: dict[int, int] = {}  # where the first update of a stage is
+    updated: dict[int, int] = {}  # where the first update of a stage is, or verdict
     for device, row in enumerate(rows):
         for stage, kind, microbatch in row:
             if microbatch >= total or stage >= total:
@@ -256,7 +258,7 @@ def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
                 raise ScheduleError(
                     f"{word} {number} in a schedule of {total} actions: numbers are 0, 1, 2, ... without gaps"
                 )
-            if kind is Kind.UPDATE:
+            if kind in PER_MINIBATCH:
                 updated.setdefault(stage, device)
             else:
                 devices[stage].setdefault(microbatch, device)

@@ -104,7 +104,7 @@ class Costs:
             Kind.BACKWARD: self.per_stage("backward", placement) if self.backward is not None else both,
             Kind.RECOMPUTE: self.per_stage("recompute", placement),
             Kind.UPDATE: self.per_stage("update", placement),
-            **dict.fromkeys(TRANSFERS | COPIES, (0,) * placement.num_stages),
+            **dict.fromkeys(TRANSFERS | COPIES | {Kind.VERDICT}, (0,) * placement.num_stages),
         }
 
     def transits(self, placement: Placement) -> tuple[Number, ...]:

@@ -7,6 +7,7 @@
     W(s)  needs  I(s)
     B(s)  is     I(s) and W(s) in one
     U(s)  needs  every W(s) of its minibatch
+    V(s)  needs  every U of the minibatch before, of all stages
 
 all for the same microbatch. Where transfers are written out, the activation comes through SEND_F(s-1) and RECV_F(s),
 the gradient through SEND_B(s+1) and RECV_B(s); a receive is posted and does not wait, so it needs nothing.
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import OPTIONAL, Action, Kind, Schedule
+from gapless.schedule.action import OPTIONAL, PER_MINIBATCH, Action, Kind, Schedule
 from gapless.units import show_count
 
 _F, _I, _W, _R = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE
@@ -49,6 +50,8 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     stage, kind, microbatch = action
     if kind is Kind.UPDATE:
         return tuple(Action(stage, _W, m) for m in microbatches_of(microbatch, schedule))
+    if kind is Kind.VERDICT:
+        return tuple(Action(s, Kind.UPDATE, microbatch - 1) for s in range(schedule.num_stages if microbatch else 0))
     needs = (
         Action(stage + step, need, microbatch) for step, need in _RULE[kind] if 0 <= stage + step < schedule.num_stages
     )
@@ -123,12 +126,15 @@ class Milestones:
     def _base(self, stage: int, kind: Kind) -> int:
         return self._bases[kind] + stage * self.num_microbatches
 
-    def needs_of(self, action: Action) -> tuple[int, ...]:
-        stage, kind, microbatch = action
-        return self.needs[kind][stage] if kind is not Kind.UPDATE else self.update_needs(stage, microbatch)
-
     def update_needs(self, stage: int, minibatch: int) -> tuple[int, ...]:
         return tuple(self._base(stage, _W) + m - minibatch for m in microbatches_of(minibatch, self.schedule))
+
+    def needs_of(self, action: Action) -> tuple[int, ...]:
+        """Bases: the numbers of the milestones are these plus the action's microbatch."""
+        stage, kind, number = action
+        if kind is Kind.VERDICT:
+            return tuple(self._base(s, Kind.UPDATE) - 1 for s in range(self.schedule.num_stages if number else 0))
+        return self.update_needs(stage, number) if kind is Kind.UPDATE else self.needs[kind][stage]
 
     def action(self, number: int) -> Action:
         kind = next(kind for kind, base in reversed(self._bases.items()) if number >= base)
@@ -169,7 +175,7 @@ def replay(schedule: Schedule, milestones: Milestones | None = None) -> Iterator
         for at in range(position[device], len(row)):
             action = row[at]
             stage, kind, microbatch = action
-            needs = needs_of[kind][stage] if kind is not Kind.UPDATE else milestones.update_needs(stage, microbatch)
+            needs = needs_of[kind][stage] if kind not in PER_MINIBATCH else milestones.needs_of(action)
             for base in needs:
                 if not done[base + microbatch]:
                     waiting.setdefault(base + microbatch, []).append(device)

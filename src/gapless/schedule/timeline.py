@@ -14,7 +14,7 @@ from operator import sub
 from typing import Any, Literal
 
 from gapless.schedule import host_copies, memory
-from gapless.schedule.action import COPIES, Action, Kind, Schedule
+from gapless.schedule.action import COPIES, PER_MINIBATCH, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.memory import Levels
 
@@ -120,7 +120,7 @@ class Timeline:
         per_minibatch = max(1, self.schedule.num_microbatches // count)
         last: list[Number] = [0] * count
         for action, _, end in self.all_spans:
-            number = action.microbatch if action.kind is Kind.UPDATE else action.microbatch // per_minibatch
+            number = action.microbatch if action.kind in PER_MINIBATCH else action.microbatch // per_minibatch
             number = min(number, count - 1)  # what is left over where the updates do not divide the microbatches
             last[number] = max(last[number], end)
         return tuple(last)

@@ -11,7 +11,7 @@ fraction of the time. What comes from the same device is left out: it is there w
 from collections import deque
 from typing import NamedTuple
 
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import PER_MINIBATCH, Action, Kind, Schedule
 from gapless.schedule.dependencies import Milestones, replay
 from gapless.schedule.routes import MAKERS, Routes
 
@@ -35,7 +35,7 @@ def unrolled(schedule: Schedule) -> Unrolled | None:
     """None where transfers, copies or updates are written out or a stage has replicas, and for a schedule that is too
     long to be kept. Raises DeadlockError for one that would hang.
     """
-    written = schedule.has_transfers or schedule.has_copies or Kind.UPDATE in schedule.kinds
+    written = schedule.has_transfers or schedule.has_copies or schedule.kinds & PER_MINIBATCH
     other = written or schedule.placement.single is None
     if other or schedule.num_actions > _MOST_ACTIONS:
         return None

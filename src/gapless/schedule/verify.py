@@ -10,6 +10,7 @@ from itertools import pairwise
 from gapless.errors import ScheduleError
 from gapless.schedule.action import BACKWARDS, COPIES, TRANSFERS, Action, Kind, Schedule, check_schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS, lacking, missing_updates, updates_out_of_order
+from gapless.schedule.asynchronous.verdicts import misplaced_verdicts
 from gapless.schedule.asynchronous.weights import unmade_versions
 from gapless.schedule.dependencies import DeadlockError, completes, dependencies, refuse_holes, replay
 from gapless.schedule.pools import most_unsent, receive_buffers
@@ -67,6 +68,8 @@ def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: 
     if Kind.UPDATE in schedule.kinds:
         violations += [*missing_updates(schedule, places), *updates_out_of_order(schedule), *unmade_versions(schedule)]
     violations += _unpaired(schedule, places)
+    if Kind.VERDICT in schedule.kinds:
+        violations += misplaced_verdicts(schedule)
     violations += _out_of_place(schedule, places)
     violations += _not_transferred(schedule, places)
     violations += _stuck(schedule, places)

@@ -58,6 +58,11 @@ class Cell(CellTies):
         """The buffers that a forward was seen to change; those of batch norms are counted elsewhere."""
         return self._undo.buffers.changing
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether a forward was seen to change something else."""
+        return self._undo.changes_state
+
     def forward(self, work: Work, inputs: Any, then: Callable[[Any], None] | None = None) -> Any:
         """Runs the layers, keeps the graph, returns the outputs cut off from it, and calls `then` with them."""
         calls, is_lone = self._calls, type(inputs) is Tensor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gapless.errors import GaplessError
 from gapless.guards.held_state import FORWARD_ORDER, SHARED_BUFFERS
@@ -280,19 +280,17 @@ class Stage(Offloading, StageTies):
         """Nothing is under way in any stage: what layers have stored in attributes is there for the caller."""
         self._calls.stored.rest()
 
-    def _read_again(self) -> list[nn.Parameter]:
-        """Weights that are used later than in their microbatch's turn."""
-        return [each.parameter for each in self._shared] if self.remat == "none" else self.parameters()
-
-    def drop(self) -> None:
-        """Forgets every microbatch in flight (after an error) and what is cached for one step."""
+    def drop(self, *, resting: bool = True) -> None:
+        """Forgets every microbatch in flight, and what is cached for one step. `resting`: no other stage computes."""
+        self._step = -1
         for microbatch in list(self._work):
             self._forget(microbatch)
         self._calls.forget()
         self._calls.statistics.clear()
         if self._calls.divisors is not None:
             self._calls.divisors.drop()
-        self.rest()
+        if resting:
+            self.rest()
 
     def _forget(self, microbatch: int) -> None:
         self._work.pop(microbatch).records.clear()

@@ -7,7 +7,7 @@ and the stages of one device go from full to pale. All fills are light enough fo
 from dataclasses import dataclass
 from functools import cache
 
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import PER_MINIBATCH, Action, Kind, Schedule
 
 INK = "#0f1729"
 NUM_STEPS = 8  # of microbatches
@@ -34,6 +34,9 @@ ENTRIES: dict[Kind, Term] = {
     ),
     Kind.LOAD: Term("load", "brings them back before the backward needs them", "#c9b458"),
     Kind.UPDATE: Term("update", "the optimizer's step of one stage for one minibatch", "#96a3b8"),
+    Kind.VERDICT: Term(
+        "verdict", "waits for all updates of the minibatch before: they stand, or are undone", "#c9b458"
+    ),
     Kind.SEND_ACTIVATION: Term("send activation", "hands the output to the device of the next stage", "#d79bc4"),
     Kind.RECEIVE_ACTIVATION: Term("receive activation", "gets ready for the stage before's output", "#d79bc4"),
     Kind.SEND_GRADIENT: Term("send gradient", "hands the gradient to the device of the stage before", "#d79bc4"),
@@ -49,7 +52,7 @@ def describe(action: Action) -> str:
 
 def counted(kind: Kind) -> str:
     """What the last number of an action counts."""
-    return "minibatch" if kind is Kind.UPDATE else "microbatch"
+    return "minibatch" if kind in PER_MINIBATCH else "microbatch"
 
 
 def present(schedules: list[Schedule]) -> list[Kind]:

@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gapless.schedule.action import Kind, Schedule
+from gapless.schedule.action import Schedule
 from gapless.schedule.dependencies import Milestones
 
 
@@ -31,11 +31,9 @@ def resolve(schedule: Schedule) -> Needs:
         for base in milestones.gives[kind][stage]:
             where[base + microbatch] = number
     first, needs = array("i", [0]), array("i")
-    for stage, kind, microbatch in schedule.actions:
-        update = kind is Kind.UPDATE
-        bases = milestones.update_needs(stage, microbatch) if update else milestones.needs[kind][stage]
-        for base in bases:
-            if (number := where[base + microbatch]) >= 0:
+    for action in schedule.actions:
+        for base in milestones.needs_of(action):
+            if (number := where[base + action.microbatch]) >= 0:
                 needs.append(number)
         first.append(len(needs))
     return Needs(first, needs)

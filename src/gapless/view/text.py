@@ -31,6 +31,7 @@ _COLOURS = {
     Kind.OFFLOAD: "30;106",
     Kind.LOAD: "30;46",
     Kind.UPDATE: "30;47",
+    Kind.VERDICT: "30;43",
 }
 _IDLE = "·"
 _LANES = {"  to host": "out", "  from host": "in"}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from gapless.guards.between_ranks import UNEXCHANGED_GRADIENTS
-from gapless.run.program import Batch
+from gapless.run.given_batch import Batch
 from gapless.run.ranks.replicas import Buckets, Shares
 from gapless.run.ranks.sharded import Sharded
 from gapless.run.ranks.wire.call_stamp import Call

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gapless.model.uses import own_parameters
-from gapless.run.program import Batch, Program
+from gapless.run.given_batch import Batch
+from gapless.run.program import Program
 from gapless.run.ranks.mesh_position import MeshPosition
 from gapless.run.ranks.replicas import Shares, gathered
-from gapless.schedule.action import Action, Kind
+from gapless.schedule.action import Action
+from gapless.schedule.asynchronous.verdicts import losses_at
 
 KIND = "loss"  # of the channels they go through
 
@@ -32,9 +34,9 @@ class Losses:
         return [each for each in own_parameters(loss, module) if each.requires_grad]
 
     def after(self, row: Iterable[Action], last_stage: int) -> dict[Action, Callable[[Batch], None]]:
-        """The losses go to all ranks after the last of these actions that makes one."""
-        forwards = [action for action in row if action.kind is Kind.FORWARD and action.stage == last_stage]
-        return {forwards[-1]: lambda batch: self.send(batch.losses)} if forwards else {}
+        """The losses go to all ranks after the last of these actions that makes one, and will not make it again."""
+        made = losses_at(row, last_stage)
+        return {} if made is None else {made: lambda batch: self.send(batch.losses)}
 
     def send(self, losses: Sequence[Tensor]) -> None:
         """To all other devices, if they are this one's."""

@@ -104,8 +104,6 @@ class ManyProcesses:
         if hasattr(self, "links"):
             self.links.in_child()
 
-    # -- before the first step --------------------------------------------------------------------------------------
-
     @contextmanager
     def making(self) -> Iterator[None]:
         try:
@@ -176,8 +174,6 @@ class ManyProcesses:
     def _break_off(self) -> None:
         self.links.break_off()
         self.groups.break_off()
-
-    # -- a step -----------------------------------------------------------------------------------------------------
 
     def weights(self, program: Program, inputs: Any, target: Any, counted: Weighed, share: Share) -> Sequence[float]:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
@@ -271,10 +267,13 @@ class ManyProcesses:
         self._exchange.drop()
         self._unfinished = False
 
+    def share_of(self, parameters: Sequence[nn.Parameter]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        mine = {each for each in parameters if self.holds(each)}.union(each for each, _ in self._holders)
+        return mine, {each for each in mine if self._homes.home(each) == self.position.device}
+
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
         self._exchange.pending.check_nothing("clip_grad_norm_")
-        mine = {each for each in parameters if self.holds(each)}.union(each for each, _ in self._holders)
-        counted = {each for each in mine if self._homes.home(each) == self.position.device}
+        mine, counted = self.share_of(parameters)
         with self._consistency.call(
             "clipping gradients", (float(max_norm), float(norm_type)), leaves=False, meet=False
         ):

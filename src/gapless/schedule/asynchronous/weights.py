@@ -44,7 +44,8 @@ def weight_versions(schedule: Schedule, rule: VersionRule | None = None) -> Weig
 
 def usual_rule(schedule: Schedule) -> VersionRule:
     """That of pipedream, or of 2bw."""
-    return "one behind" if schedule.num_microbatches > schedule.num_minibatches > 1 else "newest"
+    waits = Kind.VERDICT in schedule.kinds
+    return "one behind" if schedule.num_microbatches > schedule.num_minibatches > 1 and not waits else "newest"
 
 
 def _newest(schedule: Schedule) -> dict[tuple[int, int], int]:

@@ -290,11 +290,11 @@ class GraphedStage(Stage):
         super().finish(resting=resting)
         self._likenesses.end()
 
-    def drop(self) -> None:
+    def drop(self, *, resting: bool = True) -> None:
         for microbatch, flight in list(self._flights.items()):
             if microbatch in self._work and flight.slot is not None:  # captured in part
                 flight.like.slots.pop(flight.number, None)
                 self._pools.pop(flight.number, None)  # it may end with its graphs
             self._leave(microbatch)
-        super().drop()
+        super().drop(resting=resting)
         self._likenesses.end()

@@ -50,6 +50,11 @@ class Undo:
         self._step = self._next_look = 0
         self.quiet_until = 0  # before this step there is nothing to note: nothing is known to change
 
+    @property
+    def changes_state(self) -> bool:
+        """Whether what is no buffer was seen to change."""
+        return self._held.changes
+
     def entered(self) -> Self:
         """A forward comes, which may take several runs."""
         self._again, self._miscounted = None, ""

@@ -19,6 +19,7 @@ class StageTies:
     """What a stage knows of others."""
 
     layers: list[Any]
+    remat: str
     _calls: Calls
     _cells: list[Cell]
     _weight_changes: WeightChanges
@@ -28,9 +29,22 @@ class StageTies:
         self._shared: list[Tie] = []
         self._shared_buffers: Mapping[Owned, str] = {}
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether its layers were seen to change what is no buffer, such as a counter in an attribute."""
+        return any(cell.holds_state for cell in self._cells)
+
     def parameters(self) -> list[nn.Parameter]:
         """Those that its layers and its loss use, each once."""
         return self._calls.parameters_of(range(len(self.layers)), with_loss=True)
+
+    def _read_again(self) -> list[nn.Parameter]:
+        """Weights that are used later than in their microbatch's turn. A stage of this process that uses one
+        before this stage does watches it, from an earlier moment to a later one.
+        """
+        others = {each.parameter for each in self._shared if each.is_home and each.stages[0] != self._number}
+        used = [each.parameter for each in self._shared] if self.remat == "none" else self.parameters()
+        return [each for each in used if each not in others]
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Those whose gradients this stage adds: not those that an earlier stage uses too."""

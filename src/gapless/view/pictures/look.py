@@ -98,7 +98,8 @@ _GREYS: dict[Kind, tuple[str, str]] = {  # of each kind a grey, and the lines on
     Kind.OFFLOAD: ("#ececec", ""),
     Kind.LOAD: ("#d4d4d4", ""),
     Kind.UPDATE: ("#9a9a9a", ""),
-    **dict.fromkeys(legend.KINDS[6:], ("#dddddd", _FALLING)),
+    Kind.VERDICT: ("#6a6a6a", ""),
+    **dict.fromkeys(legend.KINDS[7:], ("#dddddd", _FALLING)),
 }
 
 _STYLE = """

@@ -7,7 +7,7 @@ A channel takes the first carrier that reaches its other end:
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,12 +111,15 @@ class Connections:
 
     def meet(self) -> None:
         """All ranks of the pipeline do. Who is there first waits, and is not busy."""
-        if (group := self.courier.group) is None:
-            return
+        if (group := self.courier.group) is not None:
+            self.await_all(group.barrier())
+
+    def await_all(self, work: Any) -> None:
+        """What all ranks of the pipeline do together is done."""
         waiting = self.waiting
         waiting.channel, waiting.since = None, (since := time.monotonic())
         try:
-            group.barrier().wait()
+            work.wait()
         except RuntimeError as error:
             raise self._lost(None, error) from None
         waiting.since = None
@@ -267,6 +270,10 @@ class RankChannels:
     def receiver(self, channel: Channel) -> Callable[[], Any]:
         take, in_parcels = self._takers[channel].take, self._connections.in_parcels
         return (lambda: Parcel(take())) if in_parcels and not self.in_stream(channel) else take
+
+    def drain(self, counts: Mapping[Channel, tuple[int, int]]) -> None:
+        for channel, (sent, taken) in counts.items():
+            self._takers[channel].drain(sent, taken)
 
     def stop(self) -> None:
         self._connections.stop()

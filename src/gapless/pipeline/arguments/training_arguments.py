@@ -1,0 +1,72 @@
+"""What `Pipeline.training` is given, and what it can't take: steps that are made in parts, and undone, must leave no
+trace outside of the optimizer's state.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from gapless.errors import ConfigError
+from gapless.run.world import World
+
+_INSTEAD = "use pipe.step and optimizer.step()"
+_OWN = {*vars(Optimizer([Parameter()], {})), "step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
+
+
+class Asked(NamedTuple):
+    """What is asked for."""
+
+    max_norm: float | None
+    scheduler: Any
+    skip_nonfinite: bool
+
+
+def check_training(optimizer: Any, asked: Asked) -> None:
+    """Raises for an optimizer whose step can't be made in parts, or undone."""
+    if asked.max_norm is not None and not asked.max_norm > 0:
+        raise ConfigError(f"max_norm is {asked.max_norm!r}, but it must be above 0: leave it out to clip nothing")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, but training takes a torch.optim.Optimizer made of "
+            "pipe.parameters()"
+        )
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"{name} steps with a closure, which computes a loss again: {_INSTEAD}")
+    if extra := sorted(vars(optimizer).keys() - _OWN):
+        raise ConfigError(
+            f"{name} keeps {', '.join(extra)} outside of its state and param_groups, where a step can't be undone: "
+            f"keep it there, or {_INSTEAD}"
+        )
+    if vars(optimizer).get("step") is not None and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ConfigError(f"the step of this {name} was replaced, and its parts would not call that: {_INSTEAD}")
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+        raise ConfigError(f"{name} has step hooks, which would see parts of a step: remove them, or {_INSTEAD}")
+    if (scheduler := asked.scheduler) is None:
+        return
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        raise ConfigError(
+            f"{type(scheduler).__name__} steps with a metric, which training does not have: leave it out, and step it "
+            "yourself after training.settle()"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ConfigError(f"the {type(scheduler).__name__} is for another optimizer: make it of the one given here")
+
+
+def check_parameters(optimizer: Optimizer, known: Iterable[Parameter], world: World) -> None:
+    """All are the pipeline's, and whole. A rank without any has an empty one."""
+    own = {*known}
+    found = [each for group in optimizer.param_groups for each in group["params"]]
+    if strangers := sum(each not in own and (world.one_process or each.numel() > 0) for each in found):
+        raise ConfigError(
+            f"{strangers} of {len(found)} parameters of the optimizer are not the pipeline's: make it of "
+            "pipe.parameters()"
+        )
+    if any(hasattr(each, "full_tensor") for each in found):
+        raise ConfigError(f"parameters are sharded (FSDP or tp), whose steps can't be undone yet: {_INSTEAD}")

@@ -1,0 +1,274 @@
+"""Training whose optimizer step does not wait: `Pipeline.training`.
+
+training = pipe.training(optimizer, max_norm=1.0, scheduler=scheduler)
+for x, y in loader:
+    result = training.step(x, y)
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gapless.errors import ConfigError, TransportError
+from gapless.model.uses import own_parameters
+from gapless.pipeline.arguments.checks import check_step
+from gapless.pipeline.arguments.habits import batch_of
+from gapless.pipeline.arguments.training_arguments import Asked, check_parameters, check_training
+from gapless.pipeline.options import Options
+from gapless.pipeline.result import Result
+from gapless.pipeline.short_tracebacks import short_tracebacks
+from gapless.pipeline.staged_model import StagedModel
+from gapless.run.channels import StoppedError
+from gapless.run.one_process import OneProcess
+from gapless.run.overlap.optimizer_part import Groups, OptimizerPart, check_parts, groups_now, merge_groups
+from gapless.run.overlap.part_updates import Court, PartUpdates
+from gapless.run.overlap.thread_steps import ThreadSteps
+from gapless.run.overlap.verdict import Check, Verdict
+from gapless.run.program import Program
+from gapless.run.world import Ran, World
+from gapless.stage.autocast import casts_are_kept
+from gapless.stage.batch.share import Share
+from gapless.stage.settings import settings
+
+if TYPE_CHECKING:
+    from gapless.run.overlap.rank_steps import RankSteps
+
+
+class PendingResult:
+    """A `Result` of a step that may be under way: reading its `loss` waits until that is computed. `norm`, the norm of
+    all gradients before clipping, and `skipped`, whether they were not finite, settle the step first.
+    """
+
+    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None]) -> None:
+        self._compute, self._settle = compute, settle
+        self._verdict: Verdict | None = None
+
+    @cached_property
+    def result(self) -> Result:
+        """All of it."""
+        try:
+            return self._compute()
+        except StoppedError:
+            self._settle()  # which raises why, unless that was done before
+            raise TransportError("the step was given up, and has no loss: an error that was raised says why") from None
+
+    @property
+    def loss(self) -> Tensor | None:
+        return self.result.loss
+
+    @property
+    def norm(self) -> Tensor | None:
+        return self._judged().total
+
+    @property
+    def skipped(self) -> bool:
+        return self._judged().skips
+
+    def judge(self, verdict: Verdict | None) -> None:
+        """The step is settled, and what it has computed is about to be let go of."""
+        self.result  # noqa: B018
+        self._verdict, self._compute = verdict or Verdict(), _gone
+
+    def _judged(self) -> Verdict:
+        if self._verdict is None:
+            self._settle()
+        return self._verdict or Verdict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __repr__(self) -> str:
+        return repr(self.result) if "result" in self.__dict__ else "Result(under way)"
+
+
+def _gone() -> Result:
+    raise AssertionError("computed before")
+
+
+class Given(NamedTuple):
+    """A step that is ready to run."""
+
+    program: Program
+    weights: Sequence[float]
+    result: Callable[[Ran], Result]  # what a user gets of what it has computed
+
+
+class StepMaker(Protocol):
+    """The pipeline."""
+
+    steps: int
+
+    def _goes_on(self, inputs: Any, target: Any, cut: bool) -> bool:
+        """Nothing of the model is new, and no batch of a new kind comes."""
+
+    def _given(
+        self, inputs: Any, target: Any, share: Share, cut: bool, outputs: bool, scaler: Any = None, turn: int = 0
+    ) -> Given: ...
+
+
+class OverlappedTraining:
+    """Steps of a model and its optimizer, with the numbers of `pipe.step`, `clip_grad_norm_` and `optimizer.step()`."""
+
+    def __init__(
+        self, pipe: StepMaker, world: World, staged: StagedModel, options: Options, optimizer: Optimizer, asked: Asked
+    ) -> None:
+        options.schedules.check_steps()
+        check_training(optimizer, asked)
+        self._pipe, self._world, self._staged, self._loss = pipe, world, staged, options.loss
+        self._optimizer, self._scheduler = optimizer, asked.scheduler
+        self._steps = self._made(Check(asked.max_norm, asked.skip_nonfinite))
+        self._stages: Any = None  # for which parts were made
+        self._under_way: dict[int, tuple[PendingResult, Groups]] = {}
+        self._settings: tuple[Any, ...] = ()
+        self._groups: Groups = ()  # of the last update
+        # Torch's own take each parameter by itself.
+        self._untried = not type(optimizer).__module__.startswith("torch.optim.") and len(world.here) > 1
+        self._hooks = [
+            optimizer.register_step_pre_hook(_refuse_step),
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+        ]
+
+    def _made(self, check: Check) -> "ThreadSteps | RankSteps":
+        if isinstance(self._world, OneProcess):
+            return ThreadSteps(self._world, check, self._settled)
+        from gapless.run.overlap.rank_steps import make_rank_steps
+
+        return make_rank_steps(self._world, check, self._settled)
+
+    @short_tracebacks
+    def step(
+        self,
+        inputs: Any = None,
+        target: Any = None,
+        *,
+        weight: float | Fraction = 1.0,
+        sync: bool = True,
+        cut: bool = True,
+        outputs: bool = False,
+        **batch: Any,
+    ) -> PendingResult:
+        """Trains on a minibatch: forward, backward, clipping, the optimizer and its scheduler. It returns as soon as
+        the step before this one is settled. Arguments are as in `Pipeline.step`; a step with `sync=False` adds its
+        gradients to those of the next one, and updates nothing.
+        """
+        if "scaler" in batch:
+            raise ConfigError("training has no scaler=: use bfloat16, which needs none, or pipe.step(..., scaler=)")
+        inputs = batch_of(inputs, batch, "step")
+        check_step(None, one_process=self._world.one_process)
+        pipe, steps, number = self._pipe, self._steps, self._pipe.steps
+        try:
+            if steps.is_running and (settings() != self._settings or not pipe._goes_on(inputs, target, cut)):
+                steps.settle()
+            self._settings, known = settings(), self._stages is not None
+            with steps.call():
+                given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, turn=1 + number % 2)
+                self._adopt()
+                ran = steps.run(number, given.program, given.weights, self._take_groups, updates=sync)
+            pending = PendingResult(lambda: given.result(ran()), self.settle)
+            self._under_way[number] = pending, self._groups
+            pipe.steps = number + 1
+            # In the first step layers tell what they draw; what draws from torch's own generators runs while nobody
+            # else does. Casts that autocast keeps are of weights as they were.
+            if (
+                self._untried
+                or not known
+                or casts_are_kept()
+                or any(each.calls.mode.alone for each in self._staged.stages.values())
+            ):
+                steps.settle()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return pending
+
+    def settle(self) -> None:
+        """Waits until all steps are over: the model, its optimizer and the scheduler are as after the last one.
+        Whatever reads the model through the pipeline does this first.
+        """
+        try:
+            self._steps.settle()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def close(self) -> None:
+        """Settles, and leaves the optimizer to its owner."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def _take_groups(self) -> Groups:
+        self._groups = groups_now(self._optimizer)
+        return self._groups
+
+    def _adopt(self) -> None:
+        """Takes stages over that are new."""
+        staged = self._staged
+        if self._stages is staged.stages:
+            return
+        parameters = [*staged.module.parameters(), *own_parameters(self._loss, staged.module)]
+        check_parameters(self._optimizer, parameters, self._world)
+        mine, counted = self._world.share_of(parameters)
+        self._steps.adopt(partial(self._parts, parameters, mine, counted), staged.placement.homes, len(parameters))
+        self._stages = staged.stages
+        for each in self._steps.devices:
+            each.keeps_gradients = self._untried
+
+    def _parts(
+        self, parameters: Sequence[Parameter], mine: set[Parameter], counted: set[Parameter], court: Court
+    ) -> list[PartUpdates]:
+        """Of each device of this process. A parameter is where its first stage is."""
+        staged, made = self._staged, []
+        homes, stages = staged.placement.homes, staged.stages
+        first = {each: min((s for s in staged.uses.get(each, ()) if s in stages), default=min(stages)) for each in mine}
+        for device in self._world.here:
+            own = {each for each in mine if homes[first[each]] == device}
+            numbers = {n: each for n, each in enumerate(parameters) if each in counted and each in own}
+            here = [stages[stage] for stage in stages if homes[stage] == device]
+            for stage in here:
+                stage.draws_among_others()
+            made.append(PartUpdates(court, OptimizerPart(self._optimizer, own, numbers), here))
+        return made
+
+    def _settled(self, number: int, verdict: Verdict | None) -> None:
+        pending, groups = self._under_way[number]
+        pending.judge(verdict)
+        if verdict is not None:
+            parts = [each.part for each in self._steps.devices]
+            merge_groups(self._optimizer, parts, groups)
+            if self._untried and not verdict.skips:
+                check_parts(self._optimizer, parts, groups)
+                for each in self._steps.devices:
+                    each.keeps_gradients = self._untried = False
+        if verdict is not None and not verdict.skips and self._scheduler is not None:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step says to schedulers
+            self._scheduler.step()
+        del self._under_way[number]
+
+    def _give_up(self, error: BaseException) -> None:
+        try:
+            self._steps.give_up(error)
+        finally:
+            self._pipe.steps = min(self._under_way, default=self._pipe.steps)
+            self._under_way.clear()
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ConfigError(
+        "the optimizer is stepped by pipe.training: leave out optimizer.step() and zero_grad(), or close the training"
+    )

@@ -1,0 +1,72 @@
+"""What the devices of one process tell each other about steps that are under way."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gapless.run.channels import StoppedError
+from gapless.run.overlap.verdict import Check, Verdict
+
+
+class NoticeBoard:
+    """What threads wait for, by name; once it is stopped nobody waits any more."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._there: dict[Any, Any] = {}
+        self.stopped = False
+
+    def post(self, key: Any, value: Any = None) -> None:
+        with self._changed:
+            self._there[key] = value
+            self._changed.notify_all()
+
+    def add(self, key: Any, value: Any = None) -> list[Any]:
+        """One more of what several threads say: all so far."""
+        with self._changed:
+            self._there.setdefault(key, []).append(value)
+            return list(self._there[key])
+
+    def wait(self, key: Any) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopped or key in self._there)
+            if key not in self._there:
+                raise StoppedError
+            return self._there[key]
+
+    def has(self, key: Any) -> bool:
+        return key in self._there
+
+    def stop(self) -> None:
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Nobody waits, and others may."""
+        self._there, self.stopped = {}, False
+
+    def forget(self, step: int) -> None:
+        """All that is about one step; keys are pairs with it."""
+        with self._changed:
+            self._there = {key: value for key, value in self._there.items() if key[1] != step}
+
+
+class ThreadCourt:
+    """The devices of one process."""
+
+    def __init__(self, check: Check, devices: int, board: NoticeBoard) -> None:
+        self.check, self._devices, self._board = check, devices, board
+
+    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool) -> None:
+        told = self._board.add(("norms", step), (norms, alone))
+        if len(told) == self._devices:
+            found = {number: norm for each, _ in told for number, norm in each.items()}
+            ordered = [found[number] for number in sorted(found)]
+            self._board.post(("verdict", step), self.check.verdict(ordered, alone=any(each for _, each in told)))
+
+    def verdict(self, step: int) -> Verdict:
+        found: Verdict = self._board.wait(("verdict", step))
+        return found

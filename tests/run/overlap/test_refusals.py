@@ -1,0 +1,128 @@
+"""What an optimizer step that does not wait can't do is refused by name, before a number is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gapless
+from gapless.errors import ConfigError
+from tests.run.overlap.plain_training import WIDTH, Run, Signs
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps where nobody can undo that."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.made = 0
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of all gradients that it has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = nn.utils.get_total_norm([each.grad for each in own if each.grad is not None])
+        for each in own:
+            each.sub_(each.grad / norm, alpha=0.1)  # type: ignore[operator]
+
+
+class Grouped(Normed):
+    """Keeps what it computes from all gradients in a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["largest"] = max(float(each.grad.abs().max()) for each in group["params"] if each.grad is not None)
+
+
+def pipeline(**more: Any) -> gapless.Pipeline:
+    return gapless.Pipeline(Run(1).model(), devices=2, microbatches=2, loss=F.mse_loss, **more)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(parameters, lr=0.1)
+    made.register_step_post_hook(lambda *_: None)
+    return made
+
+
+def replaced(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(parameters, lr=0.1)
+    made.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Counting, "Counting keeps made outside of its state and param_groups, where a step can't be undone"),
+        (torch.optim.LBFGS, "LBFGS steps with a closure, which computes a loss again"),
+        (hooked, "SGD has step hooks, which would see parts of a step: remove them"),
+        (replaced, "the step of this SGD was replaced"),
+        (
+            lambda _: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0),
+            "1 of 1 parameters of the optimizer are not",
+        ),
+        (lambda _: "sgd", "optimizer is a str"),
+        (Normed, "Normed steps a parameter otherwise where it does not have all of them"),
+        (Grouped, "Grouped computes 'largest' of a parameter group from all parameters together"),
+    ],
+)
+def test_an_optimizer_whose_step_can_not_be_made_in_parts_or_undone_is_refused(
+    make: Callable[..., Any], words: str
+) -> None:
+    with pipeline() as pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        with pytest.raises(ConfigError, match=words):
+            pipe.training(make(pipe.parameters())).step(*batch())
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+        pipe.step(*batch())  # the pipeline goes on
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    with pipeline() as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(pipe.parameters(), lr=0.1), 1)
+        for more, words in (
+            ({"max_norm": 0.0}, "max_norm is 0.0, but it must be above 0"),
+            ({"scheduler": plateau}, "ReduceLROnPlateau steps with a metric"),
+            ({"scheduler": other}, "the StepLR is for another optimizer"),
+            ({"max_nrom": 1.0}, "training has no option max_nrom=: did you mean max_norm="),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                pipe.training(optimizer, **more)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="training has no scaler="):
+            pipe.training(optimizer).step(*batch(), scaler=object())
+
+
+def test_streams_have_no_steps_to_overlap() -> None:
+    with (
+        gapless.Pipeline(Run(1).model(), devices=2, schedule="pipedream", loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match=r"train with pipe.stream\(\)"),
+    ):
+        pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+
+def test_a_loop_that_steps_the_optimizer_too_is_told_so() -> None:
+    with pipeline() as pipe:
+        optimizer = Signs(pipe.parameters(), lr=0.1)
+        training = pipe.training(optimizer)
+        training.step(*batch())
+        with pytest.raises(ConfigError, match=r"leave out optimizer.step\(\) and zero_grad\(\)"):
+            optimizer.step()
+        training.close()
+        pipe.step(*batch())
+        optimizer.step()

@@ -1,0 +1,47 @@
+"""An optimizer step that does not wait has the bits of one that does, whatever is clipped or left out on the way."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.run.forked import Launch
+from tests.run.overlap.plain_training import OPTIMIZERS, Run, differences, overlapped, plain
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+def test_training_has_the_bits_of_a_loop_that_waits(schedule: str, optimizer: str) -> None:
+    run = Run(1, schedule=schedule, optimizer=optimizer, norms=True, bad=(5, 13), large=(3, 8, 9, 10, 16), read=(7,))
+    assert differences(plain(run, 18), overlapped(run, 18)) == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_runs_have_the_bits_of_a_loop_that_waits(seed: int) -> None:
+    run = Run.random(seed, 20)
+    assert differences(plain(run, 20), overlapped(run, 20)) == [], run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_many_random_runs_have_the_bits_of_a_loop_that_waits(seed: int) -> None:
+    run = Run.random(seed, 200)
+    assert differences(plain(run, 200), overlapped(run, 200)) == [], run
+
+
+def ranks_train(first: str, last: str, steps: str, *names: str) -> None:
+    """Random runs, one after another, on all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    for seed in range(int(first), int(last)):
+        fixed = {"schedule": names[seed % len(names)]} if names else {}
+        run = Run.random(seed, int(steps), devices=dist.get_world_size(), **fixed)
+        assert differences(plain(run, int(steps)), overlapped(run, int(steps), mesh=mesh)) == [], run
+
+
+def test_ranks_have_the_bits_of_a_loop_that_waits(launch: Launch) -> None:
+    launch(ranks_train, 3, "0", "4", "16", "zb-h2", "zb-v", "1f1b", "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 230, 5))
+def test_random_runs_on_ranks_have_the_bits_of_a_loop_that_waits(launch: Launch, first: int) -> None:
+    launch(ranks_train, 4, str(first), str(first + 5), "200", timeout=600)
