@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gapless.run.channels import Transport
 from gapless.run.given_batch import Batch
-from gapless.run.lanes import CpuLane, CudaLane, Lane, Parcel
+from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, COPIES, Action, Kind, Schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 from gapless.schedule.asynchronous.verdicts import messages_ahead
@@ -216,13 +216,12 @@ class Program:
         return route is not None and route.crosses
 
     def _timed(self, device: int, kind: Kind, compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        lane, marks = self.lanes[device], self.marks[device]
-        now = partial(lane.link.now, kind) if kind in COPIES and isinstance(lane, CudaLane) else lane.now
+        link, now, marks = self.lanes[device].link, self.lanes[device].now, self.marks[device]
 
         def timed(argument: Any) -> Any:
             start = now()
             result = compute(argument)
-            marks.append((start, now()))
+            marks.append(link.last if kind in COPIES else (start, now()))
             return result
 
         return timed

@@ -75,3 +75,9 @@ def test_a_page_is_a_file_too_and_what_was_measured_has_units(tmp_path: Path) ->
     assert "peak memory, activations" in drawn
     with pytest.raises(ConfigError, match="a page has no such option"):
         gapless.draw(tmp_path / "a.html", simulated, width=80)
+
+
+def test_the_file_comes_first() -> None:
+    timeline = gapless.simulate(gapless.make_schedule("1f1b", devices=2, microbatches=2))
+    with pytest.raises(ConfigError, match="draw takes the file first"):
+        gapless.draw(timeline, "schedule.svg")  # type: ignore[arg-type]

@@ -8,7 +8,11 @@ in it has come back:
     back                       \\-> L(0)
 """
 
+import contextlib
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +25,20 @@ class CpuLink:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # by size
+        self.last: tuple[Any, Any] = 0.0, 0.0  # when the last copies started and ended, as marks of the device's lane
 
     def out(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of these, each a row of bytes, in the host's memory."""
-        return [self._buffer(tensor.numel()).copy_(tensor) for tensor in tensors]
+        start = time.perf_counter()
+        copies = [self._buffer(tensor.numel()).copy_(tensor) for tensor in tensors]
+        self.last = start, time.perf_counter()
+        return copies
 
     def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """On the device again, and the event after which they are there."""
+        start = time.perf_counter()
         made = [copy.clone() for copy in copies]
+        self.last = start, time.perf_counter()
         self._give_back(copies)
         return made, None
 
@@ -51,31 +61,37 @@ class CudaLink(CpuLink):
         super().__init__()
         self._stream = stream
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._used: dict[int, torch.cuda.Event] = {}  # buffers, by address: the end of the last copy to or from each
 
     def out(self, tensors: list[Tensor]) -> list[Tensor]:
-        self._out.wait_stream(self._stream)
-        self._out.wait_stream(self._back)  # what is in a buffer that is taken again has left it
         copies = [self._buffer(tensor.numel()) for tensor in tensors]
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(self._stream)
+        with self._among(self._out, copies):
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._out)  # its memory is free again when the copy has ended
         return copies
 
     def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        self._back.wait_stream(self._out)
-        with torch.cuda.stream(self._back):
+        with self._among(self._back, copies):
             made = [copy.to(self._back.device, non_blocking=True) for copy in copies]
         for tensor in made:
             tensor.record_stream(self._stream)
         self._give_back(copies)
-        return made, self._back.record_event()
+        return made, self.last[1]
 
-    def now(self, kind: str) -> torch.cuda.Event:
-        """A mark in time among the copies of a kind, O or L."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._out if kind == "O" else self._back)
-        return event
+    @contextlib.contextmanager
+    def _among(self, stream: torch.cuda.Stream, copies: list[Tensor]) -> Iterator[None]:
+        """In this stream, after what these buffers were used for before."""
+        for event in {self._used[copy.data_ptr()] for copy in copies if copy.data_ptr() in self._used}:
+            stream.wait_event(event)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        with torch.cuda.stream(stream):
+            yield
+        end.record(stream)
+        self.last = start, end
+        self._used.update((copy.data_ptr(), end) for copy in copies)
 
     def _made(self, size: int) -> Tensor:
         try:

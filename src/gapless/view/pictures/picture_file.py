@@ -33,6 +33,8 @@ def draw(path: str | Path, *timelines: Timeline, title: str = "", **look: Any) -
     labels     False: no numbers on the actions
     headings   False: no name and figures above each timeline
     """
+    if isinstance(path, Timeline):
+        raise ConfigError("draw takes the file first, and then the timelines: draw('schedule.svg', timeline)")
     if Path(path).suffix.lower() == ".html":
         if look:
             raise ConfigError(f"{', '.join(look)}: a page has no such option; leave it out, or draw an .svg")
