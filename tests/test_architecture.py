@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
     "hf": _FACADE | {"hf"},
-    "cli": _USERS | {"explore", "train", "cli"},
+    "cli": _USERS | {"explore", "hf", "train", "cli"},
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
