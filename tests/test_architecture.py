@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "view": _THEORY | {"view", "_version"},
     "explore": _THEORY | {"view", "explore"},
     "stage": {"errors", "guards", "stage"},
-    "model": {"errors", "guards", "slow_work", "stage", "model"},
+    "model": {"errors", "guards", "slow_work", "stage", "model", "units"},
     "plan": _CORE | {"plan"},
     "run": _CORE | {"run", "_version"},
     "checkpoint": _CORE | {"run", "checkpoint", "_version"},

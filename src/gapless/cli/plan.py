@@ -24,7 +24,7 @@ from gapless.plan.search.search_options import SearchOptions
 from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from gapless.view import text
 
-EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
+EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB, or gapless plan --model gpt2 --memory 80GB"
 _ONLY_WITH_A_FLUSH = (
     *("what_if", "device_profiles", "html", "figure", "perfetto", "write", "speeds"),
     *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack"),

@@ -24,7 +24,9 @@ from torch.utils import swap_tensors
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.guards.whole_model import EMPTY_WEIGHTS
+from gapless.slow_work import slow_work
 from gapless.stage.compiled import is_traced
+from gapless.units import show_bytes
 
 from .shards import Shards
 
@@ -123,17 +125,21 @@ def _load(model: nn.Module, empty: Mapping[int, Tensor], device: torch.device, i
     source, known = _opened(init), _names(model)
     is_fresh = getattr(source, "is_fresh", False)
     missing, wrong = [], []
-    for key, tensor in empty.items():
-        value = next((found for name in known[key] if (found := source.get(name)) is not None), None)
-        if value is None:
-            missing.append(known[key][0])
-        elif value.shape != tensor.shape:
-            wrong.append(f"{known[key][0]} ({tuple(value.shape)} there, {tuple(tensor.shape)} here)")
-        else:
-            keeps = is_fresh
-            if value.stride() != tensor.stride():
-                value, keeps = torch.empty_like(tensor, device=value.device).copy_(value.detach()), True
-            _put(tensor, value.detach().to(device, tensor.dtype, copy=not keeps))
+    done, total = 0, sum(tensor.nbytes for tensor in empty.values())
+    with slow_work("reading weights", show_bytes(total)) as tell:
+        for key, tensor in empty.items():
+            value = next((found for name in known[key] if (found := source.get(name)) is not None), None)
+            if value is None:
+                missing.append(known[key][0])
+            elif value.shape != tensor.shape:
+                wrong.append(f"{known[key][0]} ({tuple(value.shape)} there, {tuple(tensor.shape)} here)")
+            else:
+                keeps = is_fresh
+                if value.stride() != tensor.stride():
+                    value, keeps = torch.empty_like(tensor, device=value.device).copy_(value.detach()), True
+                _put(tensor, value.detach().to(device, tensor.dtype, copy=not keeps))
+            done += tensor.nbytes
+            tell(show_bytes(done))
     if wrong:
         raise CheckpointError(f"the checkpoint has other shapes for {_some(wrong)}")
     if missing:
