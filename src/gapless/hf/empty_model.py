@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from gapless.errors import ConfigError, printable
+from gapless.hf.adapters import adapted
 from gapless.hf.hub_weights import HubWeights
 from gapless.pipeline.pipeline import Pipeline
 
@@ -23,29 +24,40 @@ _FILES = ("*.json", "*.safetensors")
 
 
 def load(
-    source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0, **options: Any
+    source: str | Path,
+    *,
+    dtype: Any = "auto",
+    model_class: Any = None,
+    peft_config: Any = None,
+    seed: int = 0,
+    **options: Any,
 ) -> Pipeline:
     """A pipeline of a Hugging Face model that no process ever has whole. `options` are those of `gapless.Pipeline`;
     all else is as in `empty_model`.
     """
-    return Pipeline(empty_model(source, dtype=dtype, model_class=model_class, seed=seed), seed=seed, **options)
+    model = empty_model(source, dtype=dtype, model_class=model_class, peft_config=peft_config, seed=seed)
+    return Pipeline(model, seed=seed, **options)
 
 
-def empty_model(source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0) -> Any:
+def empty_model(
+    source: str | Path, *, dtype: Any = "auto", model_class: Any = None, peft_config: Any = None, seed: int = 0
+) -> Any:
     """A model without weights, for `gapless.Pipeline` or `PipelineTrainer`, which read those that they need.
 
     source       a folder that `save_pretrained` wrote, or the name of a model on the Hub. Without weights in the folder
                  the model starts anew
     dtype        of the weights; "auto": as the config says
     model_class  such as `AutoModelForSequenceClassification`; by default the one that the config names
-    seed         for weights that are not there, such as a new head: they do not depend on the number of devices
+    peft_config  such as `peft.LoraConfig(...)`: the model is one of PEFT, with adapters as `get_peft_model` makes them
+    seed         for adapters, and weights that are not there, such as a new head: they do not depend on the number of
+                 devices
     """
     folder = folder_of(source, _FILES)
     model = built(config_of(folder), dtype, model_class)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.gapless_weights = HubWeights(model, folder, seed)
-    return model
+    return model if peft_config is None else adapted(model, peft_config, seed)
 
 
 def built(config: Any, dtype: Any, model_class: Any = None) -> Any:
