@@ -50,7 +50,7 @@ def train_adapters(folder: str, steps: str) -> None:
     as_under_torchrun()
     model = gapless.hf.empty_model(f"{folder}/llama", peft_config=lora_config(), seed=5)
     asked = arguments(Path(folder, "ours"), max_steps=int(steps), save_strategy="steps", save_steps=2)
-    more = {"train_dataset": rows(28), "data_collator": padded, "pipeline": {"intra_op_threads": 1}}
+    more: Any = {"train_dataset": rows(28), "data_collator": padded, "pipeline": {"intra_op_threads": 1}}
     trainer = gapless.hf.PipelineTrainer(model, asked, **more)
     trainer.train(resume_from_checkpoint=Path(folder, "ours", "checkpoint-2").exists())
     assert any(each.is_meta for each in trainer.model.parameters())

@@ -27,7 +27,7 @@ def adapted(model: Any, config: Any, seed: int) -> Any:
         each.__dict__["__deepcopy__"] = lambda memo, each=each: nn.Parameter(torch.empty_like(each), each.requires_grad)
     try:
         with hollow(model, torch.device("cpu")), torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             made = peft.get_peft_model(model, copy.deepcopy(config))
             learns = {name: each.requires_grad for name, each in made.named_parameters(remove_duplicate=False)}
     finally:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 
 from gapless.errors import CheckpointError, ConfigError, printable
+from gapless.model.materialise import alone
 from gapless.model.shards import FILE, INDEX, Shards
 from gapless.units import show_count
 
@@ -145,17 +146,9 @@ class HubWeights(Mapping[str, Tensor]):
         """As the model starts it."""
         path, _, own = name.rpartition(".")
         module = self._model.get_submodule(path)
-        known = {id(each): each for held in (module._parameters, module._buffers) for each in held.values()}
-        memo: dict[int, Any] = {
-            key: torch.empty_like(each, device="cpu") for key, each in known.items() if each is not None
-        }
-        memo |= {
-            key: torch.nn.Parameter(memo[key]) for key, each in known.items() if isinstance(each, torch.nn.Parameter)
-        }
-        memo |= {id(part): part for part in module.modules() if part is not module}
-        made = copy.deepcopy(module, memo)
+        made = alone(module)
         with torch.random.fork_rng(devices=()), torch.no_grad():
-            torch.manual_seed(self._seed ^ zlib.crc32(path.encode()))
+            torch.default_generator.manual_seed(self._seed ^ zlib.crc32(path.encode()))
             self._model._init_weights(made)
         found: Tensor = getattr(made, own)
         return found.detach()
