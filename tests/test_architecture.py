@@ -263,7 +263,18 @@ def without_a_noun() -> Iterator[str]:
 # What a function may import, and why not at the top of its file. In `cli` a command loads what it runs.
 IMPORTED_LATE = {
     "an extra that may not be installed": (
-        *("cairosvg", "huggingface_hub", "numpy", "ortools", "pyarrow", "rich", "tokenizers", "transformers", "wandb"),
+        *(
+            "cairosvg",
+            "huggingface_hub",
+            "numpy",
+            "ortools",
+            "peft",
+            "pyarrow",
+            "rich",
+            "tokenizers",
+            "transformers",
+            "wandb",
+        ),
         *("torch.utils.tensorboard", "gapless.schedule.recipes.optimal.optimal"),
     ),
     "only pages need it": ("jinja2", "markupsafe"),
