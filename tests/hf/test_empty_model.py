@@ -110,6 +110,15 @@ def test_adapters_without_values_are_refused(tmp_path: Path) -> None:
         gapless.Pipeline(model, devices=2, microbatches=4, example=batch_of("gpt2"))
 
 
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"init_lora_weights": "olora"}, {"init_lora_weights": "pissa"}])
+def test_adapters_that_start_from_weights_are_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    """They read memory that is not there, and the program was gone."""
+    saved("gpt2", tmp_path)
+    config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["c_attn"], **asked)
+    with pytest.raises(ConfigError, match="without weights only LoRA can start, whose adapters do not need them"):
+        loaded(tmp_path, peft_config=config)
+
+
 @pytest.mark.slow
 def test_a_trainer_on_ranks_saves_and_resumes_adapters_on_parts_of_a_model(tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import train_adapters

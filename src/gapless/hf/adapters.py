@@ -14,6 +14,8 @@ from gapless.errors import ConfigError
 from gapless.model.materialise import homes_in, materialise
 from gapless.model.traced.hollow import hollow
 
+_WITHOUT_WEIGHTS = ("gaussian", "orthogonal")
+
 
 def adapted(model: Any, config: Any, seed: int) -> Any:
     """`peft.get_peft_model(model, config)` after `torch.manual_seed(seed)`."""
@@ -22,6 +24,13 @@ def adapted(model: Any, config: Any, seed: int) -> Any:
     except ImportError:
         raise ConfigError("peft_config= needs peft, which is missing: pip install peft") from None
 
+    init = getattr(config, "init_lora_weights", None)
+    if getattr(config, "use_dora", False) or not (isinstance(init, bool) or init in _WITHOUT_WEIGHTS):
+        raise ConfigError(
+            f"peft_config is a {type(config).__name__} with use_dora={getattr(config, 'use_dora', None)} and "
+            f"init_lora_weights={init!r}, but without weights only LoRA can start, whose adapters do not need them: "
+            "leave both out, or adapt a model from from_pretrained"
+        )
     empty = [each for each in model.parameters() if each.is_meta]
     for each in empty:  # a copy of a head that is to learn has no weights either
         each.__dict__["__deepcopy__"] = lambda memo, each=each: nn.Parameter(torch.empty_like(each), each.requires_grad)
