@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "view": _THEORY | {"view", "_version"},
     "explore": _THEORY | {"view", "explore"},
     "stage": {"errors", "guards", "stage"},
-    "model": {"errors", "guards", "slow_work", "stage", "model"},
+    "model": {"errors", "guards", "slow_work", "stage", "model", "units"},
     "plan": _CORE | {"plan"},
     "run": _CORE | {"run", "_version"},
     "checkpoint": _CORE | {"run", "checkpoint", "_version"},
@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "zoo": {"stage", "zoo"},
     "train": _USERS | {"train"},
     "hf": _FACADE | {"hf"},
-    "cli": _USERS | {"explore", "train", "cli"},
+    "cli": _USERS | {"explore", "hf", "train", "cli"},
     "__main__": {"cli"},
     "__init__": {"_version"},
 }
@@ -263,7 +263,18 @@ def without_a_noun() -> Iterator[str]:
 # What a function may import, and why not at the top of its file. In `cli` a command loads what it runs.
 IMPORTED_LATE = {
     "an extra that may not be installed": (
-        *("cairosvg", "huggingface_hub", "numpy", "ortools", "pyarrow", "rich", "tokenizers", "transformers", "wandb"),
+        *(
+            "cairosvg",
+            "huggingface_hub",
+            "numpy",
+            "ortools",
+            "peft",
+            "pyarrow",
+            "rich",
+            "tokenizers",
+            "transformers",
+            "wandb",
+        ),
         *("torch.utils.tensorboard", "gapless.schedule.recipes.optimal.optimal"),
     ),
     "only pages need it": ("jinja2", "markupsafe"),

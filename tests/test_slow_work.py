@@ -31,3 +31,15 @@ def test_long_work_is_named(monkeypatch: pytest.MonkeyPatch, file: type[io.Strin
         with slow_work.slow_work("tracing", "again"):
             time.sleep(0.2)
         assert re.sub(r"\d+ s", "0 s", written.getvalue()) == wanted
+
+
+def test_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_work, "_LONG", 0.1)
+    monkeypatch.setattr(slow_work, "_OFTEN", 0.0)
+    monkeypatch.setattr(sys, "stderr", written := Terminal())
+    with slow_work.slow_work("reading weights", "4 GiB") as tell:
+        tell("1 GiB")  # too early
+        time.sleep(0.3)
+        tell("3 GiB")
+    shown = written.getvalue().split("\r\x1b[K")[1]
+    assert re.sub(r"\d+ s", "0 s", shown) == "gapless: reading weights (4 GiB): 3 GiB ... 0 s\n"

@@ -39,6 +39,9 @@ BANDWIDTH = Quantity(
     1e15,
     "bytes/s",
 )
+FLOPS = Quantity(
+    "speed", {f"{p}FLOP/s": f for p, f in (*_DECIMAL.items(), ("P", 1e15))}, "400 TFLOP/s", 1e6, 1e18, "FLOP/s"
+)
 
 
 def read(value: Any, quantity: Quantity) -> float:

@@ -43,6 +43,13 @@ def batch_of(kind: str, step: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids[:, 0] % 2 if kind == "bert" else ids.clone()}
 
 
+def lora_config(kind: str = "llama") -> Any:
+    """With a head that learns as a whole, where there is a new one."""
+    peft = pytest.importorskip("peft")
+    task, targets = ("SEQ_CLS", ["query"]) if kind == "bert" else ("CAUSAL_LM", ["c_attn", "q_proj", "v_proj"])
+    return peft.LoraConfig(r=2, target_modules=targets, task_type=task, fan_in_fan_out=kind == "gpt2")
+
+
 def trained_plainly(model: Any, kind: str, steps: int) -> dict[str, Tensor]:
     """The loop that a user would write, over four microbatches."""
     model.train()

@@ -11,7 +11,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # once for all ra
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless.hf
-from tests.hf.models import batch_of, trained_in_stages
+from tests.hf.models import batch_of, lora_config, trained_in_stages
 from tests.hf.on_ranks import as_under_torchrun
 from tests.hf.training import arguments, padded, rows
 
@@ -43,3 +43,15 @@ def train_parts(folder: str, steps: str) -> None:
     trainer.train(resume_from_checkpoint=Path(folder, "ours", "checkpoint-2").exists())
     assert any(each.is_meta for each in trainer.model.parameters())
     trainer.save_model(f"{folder}/trained {steps}")
+
+
+def train_adapters(folder: str, steps: str) -> None:
+    """The same with adapters, which every rank has, on weights that it has its part of."""
+    as_under_torchrun()
+    model = gapless.hf.empty_model(f"{folder}/llama", peft_config=lora_config(), seed=5)
+    asked = arguments(Path(folder, "ours"), max_steps=int(steps), save_strategy="steps", save_steps=2)
+    more: Any = {"train_dataset": rows(28), "data_collator": padded, "pipeline": {"intra_op_threads": 1}}
+    trainer = gapless.hf.PipelineTrainer(model, asked, **more)
+    trainer.train(resume_from_checkpoint=Path(folder, "ours", "checkpoint-2").exists())
+    assert any(each.is_meta for each in trainer.model.parameters())
+    trainer.save_model(f"{folder}/adapter {steps}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import gapless
 from gapless.errors import CheckpointError, ConfigError
-from tests.hf.models import KINDS, batch_of, model_of, trained_in_stages, trained_plainly
+from tests.hf.models import KINDS, batch_of, lora_config, model_of, trained_in_stages, trained_plainly
 from tests.model.hub import hub
 from tests.run.forked import Launch
 
@@ -79,6 +79,64 @@ def test_a_trainer_on_ranks_has_parts_and_resumes_with_another_number(tmp_path: 
         for folder in (f"trained {steps}", f"ours/checkpoint-{steps}"):
             again = type(model).from_pretrained(tmp_path / folder)  # type: ignore[attr-defined]
             assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bert", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "llama"))])
+def test_adapters_start_and_learn_as_those_of_a_whole_model(kind: str, tmp_path: Path) -> None:
+    """PEFT brought them to the meta device, where they lost their values. A classifier learns as a whole."""
+    config, base = lora_config(kind), type(saved(kind, tmp_path)).from_pretrained(tmp_path)
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(7)
+    plain = peft.get_peft_model(base, config)
+    with loaded(tmp_path, peft_config=config, seed=7, schedule="zb-h1") as pipe:
+        model = pipe.module()
+        known = dict(plain.named_parameters())
+        for name, each in model.named_parameters():
+            assert each.requires_grad is known[name].requires_grad
+            assert each.is_meta is not each.requires_grad
+            assert each.is_meta or torch.equal(each, known[name])
+        left = trained_plainly(plain, kind, steps=2)
+        trained_in_stages(pipe, kind, steps=2)
+        assert [name for name, each in pipe.state_dict().items() if not torch.equal(each, left[name])] == []
+        assert any("lora_B" in name and each.any() for name, each in left.items())
+
+
+def test_adapters_without_values_are_refused(tmp_path: Path) -> None:
+    import gapless.hf
+
+    saved("gpt2", tmp_path)
+    model = pytest.importorskip("peft").get_peft_model(gapless.hf.empty_model(tmp_path), lora_config("gpt2"))
+    with pytest.raises(ConfigError, match=r"lora_A\.default\.weight is an adapter that PEFT has left without values"):
+        gapless.Pipeline(model, devices=2, microbatches=4, example=batch_of("gpt2"))
+
+
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"init_lora_weights": "olora"}, {"init_lora_weights": "pissa"}])
+def test_adapters_that_start_from_weights_are_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    """They read memory that is not there, and the program was gone."""
+    saved("gpt2", tmp_path)
+    config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["c_attn"], **asked)
+    with pytest.raises(ConfigError, match="without weights only LoRA can start, whose adapters do not need them"):
+        loaded(tmp_path, peft_config=config)
+
+
+@pytest.mark.slow
+def test_a_trainer_on_ranks_saves_and_resumes_adapters_on_parts_of_a_model(tmp_path: Path, launch: Launch) -> None:
+    from tests.hf.parts_on_ranks import train_adapters
+    from tests.hf.training import arguments, llama, trained
+
+    llama().save_pretrained(tmp_path / "llama")  # type: ignore[operator]
+    plain, asked = tmp_path / "plain", {"save_strategy": "steps", "save_steps": 2}
+    for steps, ranks, resume in ((2, 2, None), (4, 3, str(plain / "checkpoint-2"))):
+        base = hub().LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+        torch.manual_seed(5)
+        model = pytest.importorskip("peft").get_peft_model(base, lora_config())
+        trained(hub().Trainer, model, arguments(plain, max_steps=steps, **asked), resume=resume)
+        launch(train_adapters, ranks, str(tmp_path), str(steps), timeout=200)
+        wanted = load_file(plain / f"checkpoint-{steps}" / "adapter_model.safetensors")
+        for folder in (f"adapter {steps}", f"ours/checkpoint-{steps}"):
+            again = load_file(tmp_path / folder / "adapter_model.safetensors")
+            assert again.keys() == wanted.keys()
+            assert all(torch.equal(each, wanted[name]) for name, each in again.items())
 
 
 def test_types_and_buffers_are_those_of_from_pretrained(tmp_path: Path) -> None:

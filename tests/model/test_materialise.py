@@ -93,6 +93,47 @@ def test_only_the_tensors_of_the_stage_are_read() -> None:
     assert all(parameter.is_meta != (name.startswith("1.")) for name, parameter in model.named_parameters())
 
 
+class Parts(nn.Module):
+    """What torch has that draws: a layer whose parts draw before itself, and a head that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.rows, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(5)
+        self.mix = nn.Conv1d(5, 5, 1)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mix(self.norm(self.rows(self.encoder(self.tokens(ids))))))
+        return out.mean()
+
+
+def test_modules_draw_the_numbers_of_a_model_that_is_built_whole() -> None:
+    """Each process drew from the start: stages began with the same numbers, which depended on how many there were."""
+    torch.manual_seed(11)
+    whole = Parts()
+    torch.manual_seed(11)
+    with torch.device("meta"):
+        model, part = Parts(), Parts()
+    for each in (model, part):
+        each.head.weight = each.tokens.weight
+    torch.randn(3)  # batches are drawn in the meantime
+    ids = torch.randint(9, (4, 5))
+    before = torch.get_rng_state()
+    with gapless.Pipeline(
+        model, devices=3, microbatches=2, loss=lambda y, _: y, init="reset_parameters", example=ids
+    ) as pipe:
+        assert len(pipe.partition or ()) == 3
+    assert torch.equal(before, torch.get_rng_state())
+    materialise(part, homes_in([part.mix]), CPU, "reset_parameters")  # as a rank that has nothing else
+    for name, each in whole.state_dict().items():
+        assert torch.equal(each, model.state_dict()[name]), name
+    assert torch.equal(part.mix.weight, whole.mix.weight)
+    assert part.rows.weight.is_meta
+
+
 def test_modules_can_initialise_themselves() -> None:
     with torch.device("meta"):
         model = resnet(18, classes=4, width=2)

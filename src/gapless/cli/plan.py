@@ -10,7 +10,7 @@ from typing import Any
 from gapless import units
 from gapless.cli import options, terminal
 from gapless.cli.output import asked
-from gapless.cli.planning import plan_page
+from gapless.cli.planning import model_options, plan_page
 from gapless.cli.planning.device_options import kinds_of, machine_of, memories, speeds_of
 from gapless.cli.planning.pipedream_plan import planned
 from gapless.cli.planning.plan_report import as_json, best_of_each_kind, report, what_if_json, what_if_report
@@ -24,7 +24,7 @@ from gapless.plan.search.search_options import SearchOptions
 from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from gapless.view import text
 
-EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB"
+EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB, or gapless plan --model gpt2 --memory 80GB"
 _ONLY_WITH_A_FLUSH = (
     *("what_if", "device_profiles", "html", "figure", "perfetto", "write", "speeds"),
     *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack"),
@@ -36,6 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="PROFILE",
+        nargs="?",
         help="a JSON file with the costs of the layers, or a graph.txt of PipeDream's profiler (docs/profiles.md); or "
         "a .toml config with a model and data, which is then measured (docs/training.md)",
     )
@@ -56,6 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
         ("--latency", str, None, "T", "of that link, as 20us (default 0)"),
     )
+    model_options.add(parser)
     asked.add_values(
         parser.add_argument_group("measuring a config"),
         ("--seconds", float, None, "S", "about how many seconds to measure (default 10)"),
@@ -85,7 +87,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     asked.add_values(
         searched,
         ("--slack", float, None, "X", slack),
-        ("--time-limit", float, 60, "S", "seconds to search"),
+        ("--time-limit", float, None, "S", "seconds to search (default 60; 20 with --model)"),
         ("--top", int, 10, "N", "number of plans to list"),
     )
     asked.add_outputs(parser)
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_flush:
         return _without_flush(arguments)
     try:
-        profile, found = _of_config(arguments) if arguments.source.endswith(".toml") else _of_profile(arguments)
+        profile, found = _of_config(arguments) if _is_config(arguments) else _of_profile(arguments)
     finally:
         terminal.show_progress("")
     beside = _others(arguments, profile, found)
@@ -110,11 +112,15 @@ def run(arguments: argparse.Namespace) -> int:
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_json, answers))}
+        if arguments.model is not None:
+            told["stages"] = model_options.stages_of(profile, found.best)
         if kinds is not None:
             told["own_step_seconds"] = kinds.step_seconds(found.best)
         terminal.print_json(as_json(profile, found, beside) | told)
     else:
         terminal.say(report(profile, found, arguments.top, beside))
+        if arguments.model is not None:
+            terminal.say(f"\n{model_options.stage_table(profile, found.best)}")
         if kinds is not None:
             terminal.say(f"\n{kinds.report(found.best)}")
         if answers is not None:
@@ -125,14 +131,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_profile(arguments: argparse.Namespace) -> tuple[Profile, Found]:
-    for name in ("seconds", "profile"):
+    for name in ("seconds",) if arguments.model else ("seconds", "profile"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} is for a config, a .toml file: a profile has been measured already")
     profile = _profile(arguments)
-    found = search(
-        profile, machine_of(arguments, profile), _wanted(arguments), arguments.minibatch, terminal.show_progress
-    )
-    return profile, found
+    machine, wanted, told = machine_of(arguments, profile), _wanted(arguments), terminal.show_progress
+    if arguments.model is not None:
+        _write_profile(arguments, profile)
+        return profile, model_options.plan_model(arguments, profile, machine, wanted, told)
+    return profile, search(profile, machine, wanted, arguments.minibatch, told)
+
+
+def _is_config(arguments: argparse.Namespace) -> bool:
+    return arguments.model is None and bool(arguments.source.endswith(".toml"))
+
+
+def _write_profile(arguments: argparse.Namespace, profile: Profile) -> None:
+    if arguments.profile:
+        write_profile(profile, arguments.profile)
+        terminal.say(f"wrote {arguments.profile}", sys.stderr)
 
 
 def _wanted(arguments: argparse.Namespace) -> SearchOptions:
@@ -141,7 +158,7 @@ def _wanted(arguments: argparse.Namespace) -> SearchOptions:
 
 def _others(arguments: argparse.Namespace, profile: Profile, found: Found) -> list[Alternative]:
     """What is listed beside plans of a profile, where nothing was asked for that only these have."""
-    if arguments.source.endswith(".toml") or arguments.schedules or arguments.microbatches:
+    if not arguments.source or _is_config(arguments) or arguments.schedules or arguments.microbatches:
         return []
     return alternatives(profile, machine_of(arguments, profile), found.best)
 
@@ -160,7 +177,7 @@ def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> l
 
 def _profile(arguments: argparse.Namespace) -> Profile:
     """The profile of the file, with the link that was asked for."""
-    profile = read_profile(arguments.source)
+    profile = read_profile(arguments.source) if arguments.model is None else model_options.read_model(arguments)
     if arguments.bandwidth is None and arguments.latency is None:
         return profile
     bandwidth = _quantity(arguments, "bandwidth", units.BANDWIDTH)
@@ -179,7 +196,7 @@ def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity
 def _without_flush(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in _ONLY_WITH_A_FLUSH}
     wrong = [name for name, value in given.items() if value is not None and value is not False]
-    if wrong or arguments.source.endswith(".toml"):
+    if wrong or _is_config(arguments):
         what = f"--{wrong[0].replace('_', '-')}" if wrong else "a config"
         raise ConfigError(
             f"--no-flush plans from a profile, for equal devices, and {what} is not for it: leave that out"
@@ -219,16 +236,17 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
     )
-    if arguments.profile:
-        write_profile(made.profile, arguments.profile)
-        terminal.say(f"wrote {arguments.profile}", sys.stderr)
+    _write_profile(arguments, made.profile)
     return made
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    model_options.check(arguments)
+    if arguments.time_limit is None:
+        arguments.time_limit = 60.0 if arguments.model is None else 20.0
     if arguments.what_if:
         read_changes(arguments.what_if)
-    options.refuse_below_one(arguments, "devices", "minibatch", "microbatches", "top")
+    options.refuse_below_one(arguments, "devices", "minibatch", "microbatches", "top", "length")
     if arguments.devices is not None and arguments.devices > 4096:
         raise ConfigError(f"--devices is {arguments.devices}, but a plan is made for at most 4096")
     for name in ("slack", "time_limit", "seconds"):

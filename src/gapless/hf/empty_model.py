@@ -6,7 +6,7 @@ reads those of its own stages and no others.
 What a constructor computes, such as the frequencies of rotary embeddings, is there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from gapless.errors import ConfigError, printable
+from gapless.hf.adapters import adapted
 from gapless.hf.hub_weights import HubWeights
 from gapless.pipeline.pipeline import Pipeline
 
@@ -23,28 +24,50 @@ _FILES = ("*.json", "*.safetensors")
 
 
 def load(
-    source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0, **options: Any
+    source: str | Path,
+    *,
+    dtype: Any = "auto",
+    model_class: Any = None,
+    peft_config: Any = None,
+    seed: int = 0,
+    **options: Any,
 ) -> Pipeline:
     """A pipeline of a Hugging Face model that no process ever has whole. `options` are those of `gapless.Pipeline`;
     all else is as in `empty_model`.
     """
-    return Pipeline(empty_model(source, dtype=dtype, model_class=model_class, seed=seed), seed=seed, **options)
+    model = empty_model(source, dtype=dtype, model_class=model_class, peft_config=peft_config, seed=seed)
+    return Pipeline(model, seed=seed, **options)
 
 
-def empty_model(source: str | Path, *, dtype: Any = "auto", model_class: Any = None, seed: int = 0) -> Any:
+def empty_model(
+    source: str | Path, *, dtype: Any = "auto", model_class: Any = None, peft_config: Any = None, seed: int = 0
+) -> Any:
     """A model without weights, for `gapless.Pipeline` or `PipelineTrainer`, which read those that they need.
 
     source       a folder that `save_pretrained` wrote, or the name of a model on the Hub. Without weights in the folder
                  the model starts anew
     dtype        of the weights; "auto": as the config says
     model_class  such as `AutoModelForSequenceClassification`; by default the one that the config names
-    seed         for weights that are not there, such as a new head: they do not depend on the number of devices
+    peft_config  such as `peft.LoraConfig(...)`: the model is one of PEFT, with adapters as `get_peft_model` makes them
+    seed         for adapters, and weights that are not there, such as a new head: they do not depend on the number of
+                 devices
     """
-    folder = _folder_of(source)
-    config = _config_of(folder)
+    folder = folder_of(source, _FILES)
+    model = built(config_of(folder), dtype, model_class)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.gapless_weights = HubWeights(model, folder, seed)
+    return model if peft_config is None else adapted(model, peft_config, seed)
+
+
+def built(config: Any, dtype: Any, model_class: Any = None) -> Any:
+    """The model of a config with its parameters on the meta device; nobody knows their values."""
     kind = _class_of(config, model_class)
     wanted = getattr(config, "dtype", None) if dtype == "auto" else dtype
-    wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    if isinstance(wanted, str):
+        wanted = getattr(torch, (name := wanted), None)
+        if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+            raise ConfigError(f"dtype is {printable(name)!r}, but weights have a type such as bfloat16 or float32")
     with accelerate.init_empty_weights(include_buffers=False):
         options = {} if wanted is None else {"dtype": wanted}
         model: Any = (
@@ -56,9 +79,6 @@ def empty_model(source: str | Path, *, dtype: Any = "auto", model_class: Any = N
     for name, kept in _kept_in(model, wanted):
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(kept)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    model.gapless_weights = HubWeights(model, folder, seed)
     return model
 
 
@@ -71,14 +91,15 @@ def _kept_in(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, torch
                 yield name, kept
 
 
-def _folder_of(source: str | Path) -> Path:
+def folder_of(source: str | Path, files: Iterable[str]) -> Path:
+    """The folder with these files, from the Hub if it is none here."""
     folder = Path(source)
     if folder.is_dir():
         return folder
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=list(_FILES)))
+        return Path(snapshot_download(str(source), allow_patterns=list(files)))
     except (errors.HFValidationError, errors.RepositoryNotFoundError):
         raise ConfigError(f"{printable(str(source))} is neither a folder here nor a model on the Hub") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError):
@@ -88,13 +109,19 @@ def _folder_of(source: str | Path) -> Path:
         ) from None
 
 
-def _config_of(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """What the folder's config.json says, if a model of it can be trained."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{printable(str(folder))} has no config.json: give a folder that save_pretrained wrote")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except ValueError as error:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
         first = next(iter(str(error).splitlines()), "")
+        if "custom code" in first:
+            raise ConfigError(
+                f"{printable(str(folder))} has a model of its own code, which is not run: build the model on the meta "
+                "device, and give it to gapless.Pipeline with init="
+            ) from None
         raise ConfigError(f"{printable(str(folder / 'config.json'))}: {printable(first)[:200]}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{printable(str(folder))} has quantised weights, which can't be trained: take others")

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers import conversion_mapping, core_model_loading
 
-from gapless.errors import CheckpointError, printable
+from gapless.errors import CheckpointError, ConfigError, printable
+from gapless.model.materialise import alone
 from gapless.model.shards import FILE, INDEX, Shards
 from gapless.units import show_count
 
-_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what PEFT puts into the names of a model
+# What PEFT puts into the names of a model.
+_ADAPTED = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 _SHOWN = 4
 
 
@@ -63,14 +65,19 @@ class HubWeights(Mapping[str, Tensor]):
                     tensor.copy_(self[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        name = self._stored_as(_ADAPTED.sub("", name))
+        asked, name = name, self._stored_as(_ADAPTED.sub("", name))
         if name in self._made:
             return self._made.pop(name)
         if (first := self._first.get(name)) is not None:
             return self._read(name, first)
-        if name not in self._names:
-            raise KeyError(name)
-        return self._initialised(name)
+        if name in self._names:
+            return self._initialised(name)
+        if _ADAPTED.match(asked):
+            raise ConfigError(
+                f"{asked} is an adapter that PEFT has left without values: pass peft_config= to gapless.hf.empty_model "
+                "in place of calling get_peft_model, and an initialisation that does not need the weights"
+            )
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -139,17 +146,9 @@ class HubWeights(Mapping[str, Tensor]):
         """As the model starts it."""
         path, _, own = name.rpartition(".")
         module = self._model.get_submodule(path)
-        known = {id(each): each for held in (module._parameters, module._buffers) for each in held.values()}
-        memo: dict[int, Any] = {
-            key: torch.empty_like(each, device="cpu") for key, each in known.items() if each is not None
-        }
-        memo |= {
-            key: torch.nn.Parameter(memo[key]) for key, each in known.items() if isinstance(each, torch.nn.Parameter)
-        }
-        memo |= {id(part): part for part in module.modules() if part is not module}
-        made = copy.deepcopy(module, memo)
+        made = alone(module)
         with torch.random.fork_rng(devices=()), torch.no_grad():
-            torch.manual_seed(self._seed ^ zlib.crc32(path.encode()))
+            torch.default_generator.manual_seed(self._seed ^ zlib.crc32(path.encode()))
             self._model._init_weights(made)
         found: Tensor = getattr(made, own)
         return found.detach()

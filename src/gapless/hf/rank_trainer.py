@@ -66,8 +66,10 @@ class RankTrainer(Trainer):  # type: ignore[misc]
         self.model.load_state_dict(others, strict=False)
 
     def _is_empty(self) -> bool:
-        """Whether weights of the model are not here: they are other ranks', or its first batch has not come."""
-        return any(each.is_meta for each in self.model.parameters())
+        """Whether weights to save are not here: they are other ranks', or its first batch has not come. Adapters are
+        everywhere.
+        """
+        return not hasattr(self.model, "peft_config") and any(each.is_meta for each in self.model.parameters())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._is_empty():

@@ -4,7 +4,8 @@ A model built under `torch.device("meta")` has shapes and no data. Each stage's 
 stage's device, and then their values, from one of
 
     a function        init(module, name), called for each module that has parameters or buffers of its own
-    "reset_parameters"   each such module's own method, which is what its constructor calls
+    "reset_parameters"   each such module's own method, which is what its constructor calls, with the numbers that
+                      follow `torch.manual_seed`, however many devices there are
     a checkpoint      a mapping from names to tensors, a .safetensors file, the .index.json of several, or a folder
                       with either; only what the stage needs is read
 
@@ -13,6 +14,7 @@ with a mark first: what still has it afterwards was forgotten, and that is an er
 """
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,9 @@ from torch.utils import swap_tensors
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.guards.whole_model import EMPTY_WEIGHTS
+from gapless.slow_work import slow_work
 from gapless.stage.compiled import is_traced
+from gapless.units import show_bytes
 
 from .shards import Shards
 
@@ -56,13 +60,13 @@ def materialise(model: nn.Module, homes: Iterable[Home], device: torch.device, i
     if not callable(init) and init != "reset_parameters":
         _load(model, empty, device, init)
         return
-    for tensor in empty.values():
-        _move(tensor, device)
     if callable(init):
+        for tensor in empty.values():
+            _move(tensor, device)
         for module, name in owners.items():
             init(module, name)
     else:
-        _reset(owners)
+        _reset(model, owners, empty, device)
     known = _names(model)
     if forgotten := [known[key][0] for key, tensor in empty.items() if _is_marked(tensor)]:
         raise EMPTY_WEIGHTS.refusal(f"init= left {_some(forgotten)} without values")
@@ -106,16 +110,47 @@ def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:
                     _move(tensor, torch.device("meta"))
 
 
-def _reset(owners: Mapping[nn.Module, str]) -> None:
-    without = []
-    for module, name in owners.items():
-        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if reset is None:
-            without.append(f"{name} ({type(module).__name__})")
-        else:
-            reset()
-    if without:
+def _reset(
+    model: nn.Module, owners: Mapping[nn.Module, str], empty: Mapping[int, Tensor], device: torch.device
+) -> None:
+    """With the numbers that constructors draw after `torch.manual_seed`, where they draw in `reset_parameters` alone,
+    parts before wholes. What belongs to others is drawn, too, and let go of.
+    """
+    if without := [f"{name} ({type(module).__name__})" for module, name in owners.items() if not _resets(module)]:
         raise EMPTY_WEIGHTS.refusal(f"no reset_parameters in {', '.join(without)}")
+    left, waiting = set(owners), dict(empty)
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(torch.initial_seed())  # and no GPU's
+        for module in _parts_first(model):
+            if left and _resets(module):
+                getattr(made := alone(module), _resets(module))()
+                left.discard(module)
+                for held, values in ((module._parameters, made._parameters), (module._buffers, made._buffers)):
+                    for name, tensor in held.items() if module in owners else ():
+                        if tensor is not None and waiting.pop(id(tensor), None) is not None:
+                            _put(tensor, values[name].detach().to(device))  # type: ignore[union-attr]
+
+
+def _resets(module: nn.Module) -> str:
+    """The name of its method, if it has anything to reset."""
+    names = (name for name in ("reset_parameters", "_reset_parameters") if hasattr(module, name))
+    return next(names, "") if module._parameters or module._buffers else ""
+
+
+def _parts_first(module: nn.Module) -> Iterator[nn.Module]:
+    for part in module.children():
+        yield from _parts_first(part)
+    yield module
+
+
+def alone(module: nn.Module) -> nn.Module:
+    """A copy that shares its parts, with marked memory on the CPU for what it has itself and is on the meta device."""
+    memo: dict[int, Any] = {id(part): part for part in module.modules() if part is not module}
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_meta:
+            made = torch.empty_like(tensor, device="cpu", requires_grad=False).fill_(_mark(tensor.dtype))
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(module, memo)
 
 
 def _load(model: nn.Module, empty: Mapping[int, Tensor], device: torch.device, init: Any) -> None:
@@ -123,17 +158,21 @@ def _load(model: nn.Module, empty: Mapping[int, Tensor], device: torch.device, i
     source, known = _opened(init), _names(model)
     is_fresh = getattr(source, "is_fresh", False)
     missing, wrong = [], []
-    for key, tensor in empty.items():
-        value = next((found for name in known[key] if (found := source.get(name)) is not None), None)
-        if value is None:
-            missing.append(known[key][0])
-        elif value.shape != tensor.shape:
-            wrong.append(f"{known[key][0]} ({tuple(value.shape)} there, {tuple(tensor.shape)} here)")
-        else:
-            keeps = is_fresh
-            if value.stride() != tensor.stride():
-                value, keeps = torch.empty_like(tensor, device=value.device).copy_(value.detach()), True
-            _put(tensor, value.detach().to(device, tensor.dtype, copy=not keeps))
+    done, total = 0, sum(tensor.nbytes for tensor in empty.values())
+    with slow_work("reading weights", show_bytes(total)) as tell:
+        for key, tensor in empty.items():
+            value = next((found for name in known[key] if (found := source.get(name)) is not None), None)
+            if value is None:
+                missing.append(known[key][0])
+            elif value.shape != tensor.shape:
+                wrong.append(f"{known[key][0]} ({tuple(value.shape)} there, {tuple(tensor.shape)} here)")
+            else:
+                keeps = is_fresh
+                if value.stride() != tensor.stride():
+                    value, keeps = torch.empty_like(tensor, device=value.device).copy_(value.detach()), True
+                _put(tensor, value.detach().to(device, tensor.dtype, copy=not keeps))
+            done += tensor.nbytes
+            tell(show_bytes(done))
     if wrong:
         raise CheckpointError(f"the checkpoint has other shapes for {_some(wrong)}")
     if missing:

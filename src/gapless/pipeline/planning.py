@@ -51,6 +51,7 @@ def make_plan(
     batch_dims: Any = None,
     slack: float | None = None,
     seconds: float = 10.0,
+    flops: float | None = None,
     time_limit: float = 60.0,
     timeout: float = 600.0,
     progress: Progress | None = None,
@@ -76,6 +77,8 @@ def make_plan(
     batch_dims    as `Pipeline` takes it
     slack         memory that the allocator loses, as a share of what comes and goes; has a sensible default
     seconds       about how long to measure, up to three times
+    flops         what a device computes in a second, such as 4e14: nothing is run, times are FLOPs at this speed, and
+                  sizes are those of tensors without data. The model may be on the meta device
     time_limit    seconds to search, each time
     timeout       under a mesh: seconds without a sign of life or progress from some rank before all give up
     progress      called with a line of text now and then
@@ -94,6 +97,7 @@ def make_plan(
         batchnorm=batchnorm,
         batch_dims=batch_dims,
         seconds=seconds,
+        flops=flops,
         progress=progress,
     )
     with nullcontext() if progress else slow_work("measuring layers and searching for a plan"):

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from gapless.plan.plan import Plan
 from gapless.plan.predict.breakdown import Breakdown
+from gapless.plan.profile.profile import Link
 from gapless.units import show_bytes, show_seconds
 
 PARTS = {part.name: part.name for part in fields(Breakdown)}
@@ -47,4 +48,13 @@ def _memory(plan: Plan, num_rejected: int) -> str:
     return (
         f"Its fullest device, {device}, holds {show_bytes(totals[device])} of {show_bytes(limit)} "
         f"({100 * totals[device] / limit:.0f}%), and {others}."
+    )
+
+
+def assumed(flops: float, links: Sequence[Link]) -> str:
+    """The caution of a plan for which nothing was run."""
+    told = "links as given" if links else "links that cost nothing"
+    return (
+        f"nothing was run: times are FLOPs at {flops / 1e12:g} TFLOP/s with {told}, so steps are for comparing plans; "
+        "sizes are those of tensors without data"
     )

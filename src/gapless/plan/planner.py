@@ -12,7 +12,7 @@ from gapless import units
 from gapless.errors import ConfigError, PlanError
 from gapless.model.layers import Layer, Layers, is_sequence
 from gapless.model.traced.capture import own_loss
-from gapless.plan.explain import explained
+from gapless.plan.explain import assumed, explained
 from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile import profile as profiled
 from gapless.plan.profile.machine import Device
@@ -55,6 +55,7 @@ def planned(
     side_by_side: int | None = None,
     slots: Callable[[int], int] | None = None,
     seconds: float = 10.0,
+    flops: float | None = None,
     name: str | None = None,
     progress: Progress | None = None,
     **measured: Any,
@@ -82,7 +83,7 @@ def planned(
         return mb.split(example, count, batch_dims)[0], own, mb.sizes(size, min(count, size))[0]
 
     if links is None:
-        links = (hop(),) if len(there) > 1 and there[0].type == "cpu" else ()
+        links = (hop(),) if len(there) > 1 and there[0].type == "cpu" and flops is None else ()
     if layers is not None or is_sequence(model):
         source: Sequence[Layer] | Tracer = Layers(model, layers).layers
     else:
@@ -95,11 +96,16 @@ def planned(
         "threads": threads or max(1, torch.get_num_threads() // len(there)),
         "side_by_side": side_by_side or len(there),
         "seconds": seconds / 2,
+        "flops": flops,
         "name": name or type(model).__name__,
     }
     known = {"links": tuple(links), "minibatch": pipelines * size}
     profiles = _Profiles(source, part, told, measured, known, slots or (lambda largest: 0))
-    return _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
+    made = _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
+    if flops is None:
+        return made
+    best = replace(made.found.best, caution=assumed(flops, links))
+    return made._replace(found=replace(made.found, plans=(best, *made.found.plans[1:])))
 
 
 def _best_of_all_sizes(

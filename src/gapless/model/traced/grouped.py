@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def run_grouped_mm(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     """What a piece runs: torch's own, which has a backward. `offs` are the ends of the groups."""
+    if isinstance(rows, FakeTensor) and rows.dtype != torch.bfloat16:
+        return rows @ matrices[0]  # takes as much, and nobody asks for numbers
     return torch._grouped_mm(rows, matrices, offs=offs)
 
 

@@ -1,6 +1,7 @@
 """A traced model between two edits: its traces, the pieces they were cut into, and what they have fixed."""
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,7 +80,8 @@ class Edition:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a trace: notes the attributes that the forward reads in this thread.
+        """Around a trace: notes the attributes that the forward reads in this thread. Python's collector rests, since
+        it would look again and again at all that a trace makes.
 
         Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
         settings that a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its
@@ -93,10 +95,14 @@ class Edition:
                 reads.setdefault(module, {})[name] = None
             return value
 
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with instead(nn.Module, "__getattribute__", read):
                 yield
         finally:
+            if collects:
+                gc.enable()
             own = set(self._model.modules())
             for module, names in reads.items():
                 if module in own:

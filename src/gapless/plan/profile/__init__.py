@@ -11,4 +11,5 @@ meter       counts bytes on the CPU or on a GPU
 sizes       what the layers hold, measured or found without running anything
 measure     all of it together: a profile from a model
 traced      a module that is no sequence, as layers to measure
+blocks      a model of many equal blocks, of which a few stand for all
 """

@@ -6,6 +6,7 @@ is told by the difference between layers one by one and the same layers as one s
 measured: the model stays as it is.
 """
 
+import math
 import os
 import random
 import statistics
@@ -59,16 +60,13 @@ def measure(
     optimizer     makes the optimizer whose state and step are measured (default AdamW); None for one without either
     batchnorm     as in a Pipeline
     name, names   of the profile, and of the layers; by default their classes
-    sizes_alone   of layers in sequence alone, nothing is run: bytes come from tensors without data, and every time is 0
+    sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
+    flops         nothing is run, and times are FLOPs at this speed, in FLOP/s: for devices that one does not have
     """
     layers: Any = model
     taken, options = inputs, {"loss": loss, "device": device, "side_by_side": side_by_side, **options}
     if not is_sequence(model):
         assert isinstance(model, nn.Module)
-        if options.get("sizes_alone"):
-            raise ConfigError(
-                "sizes_alone works on a sequence of layers, but this model is traced: leave sizes_alone out"
-            )
         with slow_work("tracing the model"):
             graph, taken = Tracer(model, torch.device(device), side_by_side).graph(inputs)
         layers, options = graph.layers, {"names": graph.names, **options, "loss": loss or own_loss}
@@ -90,32 +88,36 @@ def measure_layers(
     side_by_side: int = 1,
     seconds: float = 10.0,
     sizes_alone: bool = False,
+    flops: float | None = None,
     name: str = "",
     names: Sequence[str] | None = None,
 ) -> Profile:
     """As `measure`, of layers one after another, and without a word."""
     if not len(model):
         raise ConfigError("there are no layers to measure: give at least 1")
+    if flops is not None and not 0 < flops < math.inf:
+        raise ConfigError(f"flops is {flops!r}, but it must be a number above 0, in FLOP/s")
     device = torch.device(device)
     task = Task(list(model), moved(inputs, device), moved(target, device), loss, batchnorm, device, optimizer)
     threads = threads or torch.get_num_threads()
-    if sizes_alone:
-        (sizes, input_), times, entry, contention = fake_sizes(task), Times(), EntryTime(), ALONE
+    if sizes_alone or flops:
+        sized = fake_sizes(task)
+        times, entry, contention = sized.times(flops) if flops else Times(), EntryTime(), ALONE
     else:
         with intra_op_threads(threads):
-            sizes, input_ = measured_sizes(task)
+            sized = measured_sizes(task)
         times, entry, contention = _timed(task, threads, side_by_side, seconds)
     names = [type(layer).__name__ for layer in model] if names is None else names
     return Profile(
         name=name,
         layers=tuple(
             _layer(f"{number}.{each}", number, size, times, entry)
-            for number, (each, size) in enumerate(zip(names, sizes, strict=True))
+            for number, (each, size) in enumerate(zip(names, sized.sizes, strict=True))
         ),
         samples=mb.batch_size(inputs),
-        input=input_,
+        input=sized.input,
         reserved=PAGE if device.type == "cuda" else 0,
-        slack=allocator_slack(device) if not sizes_alone else SLACK,
+        slack=allocator_slack(device) if not (sizes_alone or flops) else SLACK,
         device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
         entry=entry,
         contention=contention,

@@ -1,7 +1,7 @@
 """Bytes that are held, and the most that were: of the storages themselves, so that views and shared tensors count once.
 
 A dispatch mode sees every tensor that is made and notes when its storage dies. That works on the CPU and for tensors
-without data; a GPU's own allocator also knows what kernels take for themselves.
+without data, whose FLOPs it counts, too; a GPU's own allocator also knows what kernels take for themselves.
 """
 
 import gc
@@ -9,14 +9,30 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from gapless.plan.profile.profile import SLACK
+
+aten = torch.ops.aten
+# Attention on the CPU, which torch does not count: FLOPs for each number of the queries and each key.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 10,
+}
+_WITHOUT_WEIGHTS = {aten.bmm, aten.baddbmm, *_ATTENTION}
+
+
+class FlopCount(NamedTuple):
+    """FLOPs of everything, and of products with weights alone."""
+
+    flops: int
+    weight_flops: int
 
 
 class StorageMeter(TorchDispatchMode):
@@ -25,6 +41,7 @@ class StorageMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = self._most = 0
+        self._work = FlopCount(0, 0)
         self._known: set[int] = set()
         self._lock = threading.RLock()  # what dies, dies in any thread, also while this one is here
 
@@ -41,6 +58,11 @@ class StorageMeter(TorchDispatchMode):
         most, self._most = self._most, self._live
         return most
 
+    def counted(self) -> FlopCount:
+        """FLOPs since the last call of this."""
+        work, self._work = self._work, FlopCount(0, 0)
+        return work
+
     def clear_libraries(self) -> int:
         """Has the device's libraries give back what they keep from call to call; how much that was."""
         return 0
@@ -51,7 +73,20 @@ class StorageMeter(TorchDispatchMode):
         for storage in _storages(pytree.tree_leaves(result)):
             if id(storage) not in given:
                 self._note(storage)
+        self._count(func._overloadpacket, args, kwargs or {}, result)
         return result
+
+    def _count(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if operator in _ATTENTION:
+            flops = _ATTENTION[operator] * args[0].numel() * args[2].shape[-2]  # a gradient is as large as a query
+        elif operator is aten._grouped_mm:
+            flops = 2 * args[0].numel() * args[1].shape[-1]
+        elif operator in flop_registry:
+            flops = flop_registry[operator](*args, **kwargs, out_val=result)
+        else:
+            return
+        weights = 0 if operator in _WITHOUT_WEIGHTS else flops
+        self._work = FlopCount(self._work.flops + flops, self._work.weight_flops + weights)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         number, size = id(storage), storage.nbytes()
@@ -95,6 +130,9 @@ class GpuMeter:
         most = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return most
+
+    def counted(self) -> FlopCount:
+        return FlopCount(0, 0)
 
     def clear_libraries(self) -> int:
         before = self.live()

@@ -14,26 +14,46 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gapless.plan.profile.meter import GpuMeter, Meter, bytes_of, meter_for
+from gapless.plan.profile.meter import FlopCount, GpuMeter, Meter, bytes_of, meter_for
 from gapless.plan.profile.profile import Sizes
+from gapless.plan.profile.runner import Times
 from gapless.plan.profile.task import Task, copied, ones_like_outputs, remade
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.stage import Stage
 
 
-def measured_sizes(task: Task) -> tuple[list[Sizes], int]:
-    """Of each layer, run on copies of the layers, and the bytes of what the first one takes."""
+class Sized(NamedTuple):
+    """Of each layer its sizes, and the FLOPs of its F and of its B; `input`: bytes of what the first one takes."""
+
+    sizes: list[Sizes]
+    work: list[tuple[FlopCount, FlopCount]]
+    input: int
+
+    def times(self, speed: float) -> Times:
+        """FLOPs at this speed. A product with a weight that learns has one for its gradient, one for the input's."""
+        times = Times()
+        for number, (size, (forward, backward)) in enumerate(zip(self.sizes, self.work, strict=True)):
+            more = backward.flops - forward.flops if backward.flops > forward.flops else backward.flops
+            weights = min(forward.weight_flops, more) if size.gradients else 0
+            taken = {"B": backward.flops, "I": backward.flops - weights, "W": weights}
+            for letter, flops in (taken | dict.fromkeys("FfR", forward.flops)).items():
+                times.add(number, letter, flops / speed)
+        return times
+
+
+def measured_sizes(task: Task) -> Sized:
+    """Run on copies of the layers. On a GPU nobody counts FLOPs."""
     return _sizes(task, lambda layer: copied(layer, task.device), fake=False)
 
 
-def fake_sizes(task: Task) -> tuple[list[Sizes], int]:
+def fake_sizes(task: Task) -> Sized:
     """The same by tensors that have a shape, a type and a device but no data: for models that do not fit."""
     mode, device = FakeTensorMode(allow_non_fake_inputs=True), task.device
 
@@ -47,17 +67,20 @@ def fake_sizes(task: Task) -> tuple[list[Sizes], int]:
         return _sizes(replace(task, inputs=inputs, target=target), fake, fake=True)
 
 
-def _sizes(task: Task, make: Callable[[Any], Any], *, fake: bool) -> tuple[list[Sizes], int]:
+def _sizes(task: Task, make: Callable[[Any], Any], *, fake: bool) -> Sized:
     inputs, target, optimizer = task.inputs, task.target, task.optimizer
     found: list[dict[str, int]] = []
+    works: list[tuple[FlopCount, FlopCount]] = []
     before: tuple[Any, Any] | None = None  # the layer before, and its inputs
     for number, layer in enumerate(task.layers):
         here = make(layer)
         meter = meter_for(task.device, fake=fake)
         stage = task.stage([here], number, split=True)
-        size, outputs = _of_stage(stage, meter, inputs, target)
-        if fake:  # such tensors are not deferred, so what W needs was not seen
+        size, work, outputs = _of_stage(stage, meter, inputs, target, fake=fake)
+        works.append(work)
+        if fake:
             size["kept_for_weight_grad"], size["kept_input"] = size["activation"], size["input"]
+            size["halves_workspace"] = size["weight_workspace"] = size["workspace"]
         parameters = list(here.parameters()) if isinstance(here, nn.Module) else []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         size["parameters"] = bytes_of(parameters) + (bytes_of(here.buffers()) if isinstance(here, nn.Module) else 0)
@@ -65,21 +88,25 @@ def _sizes(task: Task, make: Callable[[Any], Any], *, fake: bool) -> tuple[list[
         if optimizer is not None and trained:
             size["optimizer_state"], size["update_workspace"] = _of_optimizer(optimizer(trained), trained, meter)
         if before is not None:
-            pair, _ = _of_stage(task.stage([before[0], here], number - 1, split=True), meter, before[1], target)
+            pair, *_ = _of_stage(
+                task.stage([before[0], here], number - 1, split=True), meter, before[1], target, fake=fake
+            )
             size["overlap"] = max(0, found[-1]["activation"] + size["activation"] - pair["activation"])
         found.append(size)
         before, inputs = (here, inputs), outputs
     taken = [size.pop("input") for size in found]
-    return [Sizes(**size) for size in found], taken[0]
+    return Sized([Sizes(**size) for size in found], works, taken[0])
 
 
-def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dict[str, int], Any]:
-    """Its `Sizes`, the bytes of its `input`, and what it returns for these inputs. The first runs only tell the stage
-    what it has to know.
+def _of_stage(
+    stage: Stage, meter: Meter, inputs: Any, target: Any, *, fake: bool
+) -> tuple[dict[str, int], tuple[FlopCount, FlopCount], Any]:
+    """Its `Sizes` with the bytes of its `input`, its FLOPs, and what it returns for these inputs. The first runs only
+    tell the stage what it has to know. Fake tensors are not deferred, so that halves would show nothing more.
     """
     more = {} if stage.loss is None else {"target": target}
     meter.clear_libraries()
-    for halves in (True, False, True):
+    for halves in (False,) if fake else (True, False, True):
         given = _renewed(inputs)
         outputs = stage.forward(0, given, step=0, defer=halves, **more)
         grads = ones_like_outputs(outputs) if stage.loss is None else None
@@ -95,15 +122,16 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
     size |= {"boundary": sum(each.nbytes for each in mb.flatten(outputs)[0]), "passed": _passed(given, outputs)}
     del given
     with meter.on():
-        for halves in (False, True):
+        for halves in (False,) if fake else (False, True):
             start = meter.live()
             given = _renewed(inputs)
             size["input"] = meter.live() - start
             meter.peak()
+            meter.counted()
             made = stage.forward(0, given, step=0, defer=halves, want_outputs=stage.loss is None, **more)
             came_in = {StorageWeakRef(each.untyped_storage()): each.nbytes for each in mb.flatten(given)[0]}
             del given
-            forward, with_output = meter.peak(), meter.live()
+            forward, with_output, ahead = meter.peak(), meter.live(), meter.counted()
             del made
             held = meter.live()
             size["held_output"] = max(0, size["boundary"] - (with_output - held)) if stage.loss is None else 0
@@ -122,10 +150,10 @@ def _of_stage(stage: Stage, meter: Meter, inputs: Any, target: Any) -> tuple[dic
                 stage.backward_weight(0)
                 size["halves_workspace"], size["weight_workspace"] = taken, meter.peak() - held
             else:
-                size["workspace"] = taken
+                size["workspace"], work = taken, (ahead, meter.counted())
     stage.finish()
     size["libraries"] = meter.clear_libraries()
-    return size, outputs
+    return size, work, outputs
 
 
 def _passed(given: Any, outputs: Any) -> int:

@@ -1,7 +1,7 @@
 """A module that is no sequence, as layers to measure: its graph, cut where little crosses into pieces of about the same
 cost.
 
-The layers hold the tensors of the caller's model, and copies of them are measured. What is traced is a copy, too.
+The layers hold the tensors of the caller's model, and copies of them are measured. The model is traced without memory.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from gapless.model.materialise import named_tensors
 from gapless.model.traced.capture import flat_of, pieces_of
 from gapless.model.traced.crossing import Crossing, even_cuts, homes_of
 from gapless.model.traced.graph_cuts import GraphCuts
+from gapless.model.traced.hollow import hollow
 from gapless.model.traced.piece import GraphLayer, Piece
 from gapless.model.traced.trace import Trace
-from gapless.plan.profile.task import copied, moved
+from gapless.plan.profile.task import moved
 
 _MOST = 48  # layers, or
 _PER_DEVICE = 4
@@ -49,11 +50,10 @@ def _weak(function: Any) -> Any:
 class Graph:
     """The layers of a model for one kind of microbatch, with their names."""
 
-    def __init__(self, model: nn.Module, trace: Trace, most: int) -> None:
-        self.trace = trace
-        self._model = model
-        self._crossing = Crossing(trace)
-        self._places = even_cuts(self._crossing, most)
+    def __init__(self, model: nn.Module, crossing: Crossing, places: Sequence[int]) -> None:
+        """`places`: the positions after which it is cut."""
+        self.trace = trace = crossing.trace
+        self._model, self._crossing, self._places = model, crossing, places
         pieces = pieces_of(self._crossing, self._places, model, [None] * (len(self._places) + 1))
         self.layers = [TracedLayer(piece) for piece in pieces]
         bounds = [0, *(place + 1 for place in self._places), len(trace.nodes)]
@@ -76,10 +76,15 @@ class Graph:
         return ".".join(path) or type(self._model).__name__
 
 
+def modules_of(node: Node) -> list[str]:
+    """The paths of the modules in whose forward a node is, from the outermost."""
+    return [str(path).partition("@")[0] for path, _ in node.meta.get("nn_module_stack", {}).values()]
+
+
 def _path(node: Node) -> list[str]:
     """The names that lead to the module that a node is of."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return [name for name in stack[-1][0].split(".") if name] if stack else []
+    paths = modules_of(node)
+    return [name for name in paths[-1].split(".") if name] if paths else []
 
 
 class Tracer:
@@ -88,7 +93,6 @@ class Tracer:
     def __init__(self, model: nn.Module, device: torch.device, num_devices: int) -> None:
         self._model, self._device = model, device
         self._most = max(_MOST, _PER_DEVICE * num_devices)
-        self._whole: nn.Module = copied(model, torch.device("cpu"))
         self._graphs: list[Graph] = []
 
     def graph(self, part: Any) -> tuple[Graph, Any]:
@@ -98,7 +102,9 @@ class Tracer:
         for known in self._graphs:
             if known.trace.fits(flat, spec):
                 return known, inputs
-        made = Graph(self._model, Trace(self._whole.to(self._device), flat, spec), self._most)
-        self._whole.to("cpu")  # the memory of a GPU is for what is measured
+        with hollow(self._model, self._device):  # the memory of a GPU is for what is measured
+            trace = Trace(self._model, flat, spec)
+        crossing = Crossing(trace)
+        made = Graph(self._model, crossing, even_cuts(crossing, self._most))
         self._graphs.append(made)
         return made, inputs
