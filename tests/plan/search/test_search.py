@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def searched(
     )
 
 
+@cache
 def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UNEVEN, **more: Any) -> Found:
     options = {"minibatch": 16, "schedules": FEW, **more}
     return searched(profile, devices, memory=None if memory is None else int(memory * MIB), **options)
@@ -88,7 +90,7 @@ def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> N
 
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_chance() -> None:
-    one, two = (plan_of(100, devices=2) for _ in range(2))
+    one, two = (plan_of.__wrapped__(100, devices=2) for _ in range(2))
     assert one == two
 
 
@@ -142,11 +144,11 @@ def test_a_large_model_uses_replicas_only_where_it_fits() -> None:
 
 
 def test_the_explanation_is_two_sentences() -> None:
-    found = plan_of(100)
+    found = plan_of(75)
     first, second = found.explanation.split(". Its fullest device")
     assert first.startswith(found.best.title)
     assert "the next kind, " in first
-    assert f"holds {found.best.memory[0].total / MIB:.4g} MiB" in second or "of 100 MiB" in second
+    assert f"holds {found.best.memory[0].total / MIB:.4g} MiB" in second or "of 75 MiB" in second
     assert second.endswith("rejected.")
 
 
@@ -191,8 +193,8 @@ def test_more_devices_than_layers_leave_some_idle() -> None:
         ({"devices": 0}, "devices is 0, but a plan needs at least 1"),
         ({"minibatch": 0}, "minibatch is 0, but a plan needs at least 1"),
         ({"microbatches": 99}, "a minibatch of 16 samples can't be cut into 99 microbatches: use fewer"),
-        ({"schedules": ["zbv"]}, "there is no schedule named 'zbv'; did you mean zb-v?"),
-        ({"schedules": ["pipedream"]}, "the planner can't use pipedream, since it has no flush; use 1f1b, "),
+        ({"schedules": ("zbv",)}, "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ({"schedules": ("pipedream",)}, "the planner can't use pipedream, since it has no flush; use 1f1b, "),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, Any], message: str) -> None:
@@ -285,7 +287,7 @@ def test_progress_is_told() -> None:
 
 
 def test_a_plan_is_written_and_read_back_as_it_was(tmp_path: Path) -> None:
-    for plan in plan_of(90, schedules=["1f1b", "zb-v"]).plans[:4]:
+    for plan in plan_of(75).plans[:4]:
         plan.write(tmp_path / "plan.json")
         again = Plan.read(tmp_path / "plan.json")
         assert again == plan
@@ -318,13 +320,13 @@ def test_a_file_that_is_no_plan_is_said(tmp_path: Path, text: str, message: str)
 def test_a_plan_with_another_account_of_its_search_is_refused(
     searched: dict[str, Any], order: list[int], message: str
 ) -> None:
-    data = plan_of(devices=2, schedules=["1f1b"], microbatches=2, mesh=Mesh(1, 2)).best.to_json()
+    data = plan_of(devices=2, schedules=("1f1b",), microbatches=2, mesh=Mesh(1, 2)).best.to_json()
     with pytest.raises(ConfigError, match=message):
         Plan.from_json(data | {"order": order, "searched": data["searched"] | searched})
 
 
 def test_a_plan_whose_parts_do_not_belong_together_is_refused() -> None:
-    plan = plan_of(replicas=False).best
+    plan = next(plan for plan in plan_of(75).plans if len(plan.partition) > 1)
     with pytest.raises(ConfigError, match="but the plan has a partition of 1, "):
         replace(plan, partition=(12,))
 
