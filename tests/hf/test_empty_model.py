@@ -55,11 +55,11 @@ def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_
     assert set(there) == set(load_file(tmp_path / "c" / "model.safetensors"))  # each once, under transformers' names
 
 
-def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
+def test_three_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import read_train_and_save
 
     plain = trained_plainly(type(saved("gpt2", tmp_path / "gpt2")).from_pretrained(tmp_path / "gpt2"), "gpt2", steps=2)
-    launch(read_train_and_save, 4, str(tmp_path), "gpt2", timeout=200)
+    launch(read_train_and_save, 3, str(tmp_path), "gpt2", timeout=200)
     again = type(model_of("gpt2")).from_pretrained(tmp_path / "gpt2-trained").state_dict()
     assert [name for name, each in plain.items() if not torch.equal(each, again[name])] == []
 
@@ -158,7 +158,7 @@ def test_other_files_are_refused_before_anything_trains(tmp_path: Path) -> None:
         loaded(cut)
     config = json.loads(((wide := changed("wide")) / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    with pytest.raises(CheckpointError, match=r"is of another model: 9 tensors of another shape, .* and 5 more"):
+    with pytest.raises(CheckpointError, match=r"is of another model: 6 tensors of another shape, .* and 2 more"):
         loaded(wide)
     (other := tmp_path / "other").mkdir()
     shutil.copy(good / "config.json", other)

@@ -86,8 +86,19 @@ def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
-@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "zb-v", "none"), (4, "1f1b", "stage")])
+WAYS = ((2, "zb-v", "none"), (4, "1f1b", "stage"))
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "schedule", "remat"),
+    [
+        *((make, *way) for make, way in zip((gpt2, llama, bert, t5), WAYS * 2, strict=True)),
+        *(
+            pytest.param(make, *way, marks=pytest.mark.slow)
+            for make, way in zip((llama, gpt2, t5, bert), WAYS * 2, strict=True)
+        ),
+    ],
+)
 def test_a_model_with_labels_has_the_bits_of_its_own_loop(
     make: Callable[[], nn.Module], devices: int, schedule: str, remat: str
 ) -> None:
