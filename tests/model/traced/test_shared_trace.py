@@ -131,7 +131,7 @@ MODES = ((True, True), (False, False), (False, True))
     [
         pytest.param(llama, 1, id="llama"),
         pytest.param(gpt2, 1, id="gpt2", marks=pytest.mark.slow),
-        pytest.param(lambda: gpt2(0.2), 2, id="gpt2 with dropout"),
+        pytest.param(lambda: gpt2(0.2), 2, id="gpt2 with dropout", marks=pytest.mark.slow),
         pytest.param(bert, 1, id="bert", marks=pytest.mark.slow),
         pytest.param(lambda: dropping(bert()), 2, id="bert with dropout", marks=pytest.mark.slow),
         pytest.param(t5, 1, id="t5", marks=pytest.mark.slow),
