@@ -22,6 +22,7 @@ def pipeline(kind: str, devices: int = 4) -> gapless.Pipeline:
     )
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 @pytest.mark.parametrize("correction", [None, "spectrain"])
 @pytest.mark.parametrize("frozen", [False, True])

@@ -105,6 +105,7 @@ class Sequential:
                         state[name] = value.clone()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("average_state", [False, True])
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("model", [plain, normed])
