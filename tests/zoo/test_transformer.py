@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gapless.zoo.transformer import gpipe_transformer, transformer, translation_loss
-from tests.zoo.training import TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import CASES, Step, Subject, assert_same_steps, in_stages, plainly
 
 
 def sentences(samples: int = 8) -> tuple[Any, Tensor]:
@@ -20,7 +20,7 @@ def sentences(samples: int = 8) -> tuple[Any, Tensor]:
 
 
 SUBJECT = Subject(
-    make=lambda: transformer(vocab=13, width=8, depth=2, heads=2, context=8, dropout=0.1),
+    make=lambda: transformer(vocab=13, width=8, depth=1, heads=2, context=8, dropout=0.1),
     batch=sentences,
     loss=translation_loss,
 )
@@ -32,7 +32,7 @@ def plain() -> list[Step]:
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
+@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gapless.zoo.unet import unet
-from tests.zoo.training import STEPS, TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import CASES, STEPS, Step, Subject, assert_same_steps, in_stages, plainly
 
 SUBJECT = Subject(
     make=lambda: unet(depth=2, width=4, channels=1, classes=3),
@@ -31,7 +31,7 @@ def test_a_minibatch_counts_once_for_every_batch_norm(plain: list[Step]) -> None
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
+@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
 ) -> None:
