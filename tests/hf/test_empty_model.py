@@ -119,6 +119,7 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     assert [name for name, each in model.state_dict().items() if not torch.equal(each, state[name])] == []
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> None:
     model_of("bert").bert.save_pretrained(tmp_path / "base")
     states = []
