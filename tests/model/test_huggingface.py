@@ -119,20 +119,6 @@ def test_a_loss_of_ones_own_takes_the_logits() -> None:
     assert_exact(llama(), [(both, labels)], loss=loss, devices=2)
 
 
-def test_dropout_is_seeded_call_by_call() -> None:
-    torch.manual_seed(4)
-    model = gpt2(0.2)
-    plain = copy.deepcopy(model)
-    reference = Reference(plain)
-    with gapless.Pipeline(model, devices=2, microbatches=3, seed=9) as pipe:
-        for step in range(2):
-            inputs = batch()
-            result = pipe.step(inputs)
-            wanted = reference.step(inputs, microbatches=3, seed=9, step=step)
-            assert_same(result.losses, wanted.losses, "losses")
-            assert_same_state(model, plain, f"step {step}")
-
-
 def test_microbatches_weigh_as_many_as_their_labels_count() -> None:
     torch.manual_seed(4)
     model = llama()

@@ -23,9 +23,7 @@ from tests.run.forked import Launch
 
 MICROBATCHES = 3
 PATIENT = [pytest.mark.slow, pytest.mark.timeout(400)]
-QUICK = "mixtral"  # in one process; others are quick in test_huggingface.py
-BETWEEN_RANKS = "llama"
-REST = tuple(name for name in STRANGERS if name != BETWEEN_RANKS)
+QUICK = "mixtral"  # others are quick in test_huggingface.py, and between ranks in tests/hf
 NAMES = [QUICK, *(pytest.param(name, marks=PATIENT) for name in STRANGERS if name != QUICK)]
 
 
@@ -111,15 +109,13 @@ def assert_same_evaluation(name: str, pipe: gapless.Pipeline, reference: nn.Modu
     assert_same(outputs[key], wanted, f"{name}, {key} of evaluate")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [(BETWEEN_RANKS,), *(pytest.param(REST[start::8], marks=PATIENT) for start in range(8))],
-    ids=lambda names: "-".join(names),
-)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [(*STRANGERS,)[start::8] for start in range(8)], ids="-".join)
 def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...], launch: Launch) -> None:
     from tests.model.on_ranks import strangers_between_ranks
 
-    launch(strangers_between_ranks, 2, *names, timeout=110 if names == (BETWEEN_RANKS,) else 380)
+    launch(strangers_between_ranks, 2, *names, timeout=380)
 
 
 @pytest.mark.parametrize(
