@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import gapless
 from gapless.errors import CheckpointError, ConfigError
 from tests.hf.models import KINDS, batch_of, model_of, trained_in_stages, trained_plainly
-from tests.model.hub import hub
+from tests.model.hub import gpt2, hub
 from tests.run.forked import Launch
 
 
@@ -68,7 +68,7 @@ def test_three_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launc
 def test_a_trainer_on_ranks_has_parts_and_resumes_with_another_number(tmp_path: Path, launch: Launch) -> None:
     """The optimizer's state went to parameters that were not there yet, and was lost."""
     from tests.hf.parts_on_ranks import train_parts
-    from tests.hf.training import arguments, gpt2, trained
+    from tests.hf.training import arguments, trained
 
     (model := gpt2()).save_pretrained(tmp_path / "gpt2")  # type: ignore[operator]
     plain = tmp_path / "plain"

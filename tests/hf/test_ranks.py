@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.hf.training import arguments, gpt2, trained
-from tests.model.hub import hub
+from tests.hf.training import arguments, trained
+from tests.model.hub import gpt2, hub
 from tests.run.forked import Launch
 
 

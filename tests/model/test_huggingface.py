@@ -14,69 +14,10 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.model.reference import Reference
-from tests.model.hub import hub
+from tests.model.hub import VOCAB, bert, gpt2, hub, llama, t5
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
-VOCAB = 24
-SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-
-
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    config = hub().GPT2Config(
-        **SMALL,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        loss_type="ForCausalLM",
-    )
-    return hub().GPT2LMHeadModel(config)  # type: ignore[no-any-return]
-
-
-def llama() -> nn.Module:
-    config = hub().LlamaConfig(
-        **SMALL,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    return hub().LlamaForCausalLM(config)  # type: ignore[no-any-return]
-
-
-def bert() -> nn.Module:
-    config = hub().BertConfig(
-        **{**SMALL, "use_cache": True},
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return hub().BertForMaskedLM(config)  # type: ignore[no-any-return]
-
-
-def t5() -> nn.Module:
-    config = hub().T5Config(
-        **SMALL,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hub().T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:

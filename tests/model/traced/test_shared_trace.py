@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from gapless.model.traced.capture import Captured
-from tests.model.test_huggingface import VOCAB, bert, gpt2, llama, t5
+from tests.model.hub import VOCAB, bert, gpt2, llama, t5
 from tests.model.training import called
 
 WIDTH = 6
