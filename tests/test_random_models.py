@@ -89,10 +89,8 @@ def loop(case: Trial) -> list[Any]:
     return [*seen, left(case, None, [])]
 
 
-def piped(case: Trial) -> list[Any]:
-    parameters, seen = case.parameters, []
-    optimizer = case.optimizer(parameters)
-    with gapless.Pipeline(
+def pipeline(case: Trial) -> gapless.Pipeline:
+    return gapless.Pipeline(
         case.model,
         devices=case.devices,
         schedule=case.schedule,
@@ -100,7 +98,13 @@ def piped(case: Trial) -> list[Any]:
         loss=case.loss,
         intra_op_threads=1,
         **case.options,
-    ) as pipe:
+    )
+
+
+def piped(case: Trial) -> list[Any]:
+    parameters, seen = case.parameters, []
+    optimizer = case.optimizer(parameters)
+    with pipeline(case) as pipe:
         for step, (inputs, target) in enumerate(case.batches):
             case.clock.step = step
             with case.context():
@@ -158,15 +162,7 @@ def streamed_loop(case: Trial) -> list[Any]:
 
 
 def streamed(case: Trial) -> list[Any]:
-    with gapless.Pipeline(
-        case.model,
-        devices=case.devices,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        loss=case.loss,
-        intra_op_threads=1,
-        **case.options,
-    ) as pipe:
+    with pipeline(case) as pipe:
         with pipe.stream(optimizer=case.optimizer) as stream:
             losses = [result.loss for result in stream.run(case.batches)]
         return [left(case, None, losses)]
