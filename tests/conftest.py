@@ -13,6 +13,7 @@ from gapless import slow_work
 from gapless.model.traced import settled
 from tests.launcher import Launcher
 from tests.open_pages import browser, show, tabs  # noqa: F401
+from tests.pairs import leave_pairs
 from tests.programs import Programs
 from tests.run.crew import Server
 from tests.run.forked import SELDOM, Launch
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    leave_pairs(items)
     yield
     if asked := config.getoption("--part"):  # of those that are left
         number, count = (int(word) for word in asked.split("/"))

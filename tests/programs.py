@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -98,6 +99,8 @@ def _program(_rank: int, _ranks: int, err: str, folder: str, count: str, *rest: 
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(folder)
     os.environ.update(setting.partition("=")[::2] for setting in settings)
+    if os.environ.get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)

@@ -1,6 +1,7 @@
 """CONTRIBUTING.md says where a change goes: what it names is there."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 from benchmarks import BENCHMARKS, benchmark_file
@@ -13,10 +14,14 @@ HOUSE = TEXT[TEXT.index("## The house") :]
 A_NAME = r"`\w+`(?: \([^)`]*\))?"  # with a remark
 
 
+@cache
+def folders() -> list[Path]:
+    return [folder for top in (PACKAGE, ROOT / "tests") for folder in top.rglob("*/")]
+
+
 def found(word: str) -> list[Path]:
     """Where a file or folder of that name is: paths may begin in any folder."""
-    folders = [folder for top in (PACKAGE, ROOT / "tests") for folder in top.rglob("*") if folder.is_dir()]
-    return [home / word for home in (ROOT, PACKAGE, *folders) if (home / word).exists()]
+    return [home / word for home in (ROOT, PACKAGE, *folders()) if (home / word).exists()]
 
 
 def test_every_file_and_folder_it_names_is_there() -> None:

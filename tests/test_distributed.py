@@ -170,6 +170,7 @@ def test_a_store_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPat
         distributed.init_process_group("gloo", timedelta(seconds=1))
 
 
+@pytest.mark.slow
 def test_the_script_of_the_docs_goes_on_after_a_kill_on_the_other_host(tmp_path: Path) -> None:
     """With the bits of one process that nothing has happened to."""
     (script,) = (each for each in blocks(ROOT / "docs" / "failures.md", "text") if "init_process_group" in each)

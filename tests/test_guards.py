@@ -33,7 +33,8 @@ from gapless.run.ranks.wire.static_shapes import StaticShapes
 from gapless.schedule.action import Schedule
 from gapless.stage.stage import Stage
 from tests.hf.test_pipeline_trainer import Changed
-from tests.hf.training import arguments, gpt2, trained
+from tests.hf.training import arguments, trained
+from tests.model.hub import gpt2
 from tests.pipelines import Do
 from tests.run.forked import Launch
 from tests.run.ranks.watch.test_watch import pipeline as on_ranks

@@ -93,6 +93,7 @@ def used_twice(kind: str) -> list[Any]:
     return [direct, shared, nn.Tanh(), norm] if kind == "cast late" else [shared, nn.Tanh(), norm, direct]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", ["cast", "cast late", "cast early"])

@@ -355,6 +355,7 @@ def test_a_change_in_place_of_what_the_stage_before_has_saved_does_not_spoil_its
         assert_same_gradients(model, reference)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "apart"])
 @pytest.mark.parametrize(

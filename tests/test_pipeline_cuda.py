@@ -104,6 +104,7 @@ class Slow(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("devices", [["cuda:0", "cpu"], ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0", "cpu"]])
 @pytest.mark.parametrize("where", ["cpu", "cuda:0"])

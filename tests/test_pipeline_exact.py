@@ -46,14 +46,13 @@ def check(
 
 
 def sample() -> list[tuple[str, int, int, str, Case]]:
-    """Latin squares: each schedule meets each K twice, with different M, remat and model."""
+    """Latin squares: each schedule meets each K and each M once, with different remats and models."""
     chosen = []
     for number, name in enumerate(SCHEDULES):
-        for turn in range(10):
-            devices = DEVICES[turn % 5]
-            microbatches = MICROBATCHES[(turn + number + 2 * (turn // 5)) % 5]
+        for turn, devices in enumerate(DEVICES):
+            microbatches = MICROBATCHES[(turn + number) % 5]
             remat = REMATS[(turn + number // 4) % 4]
-            case = CASES[(turn // 2 + number) % 4]
+            case = CASES[(turn + number) % 4]
             chosen.append((name, devices, microbatches, remat, case))
     return chosen
 

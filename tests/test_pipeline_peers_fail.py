@@ -359,6 +359,7 @@ class TwiceUsed(nn.Module):
         return torch.tanh(self.linear(x)) * self.linear.weight.sum() + self.linear.weight.diagonal()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("way", ["two calls", "call and transpose", "call and something else"])
 @pytest.mark.parametrize("schedule", SPLIT)
@@ -399,6 +400,7 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", [SelfAttention, Recurrent])

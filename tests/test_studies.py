@@ -28,7 +28,14 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", ["same_curve", "few_labels", "large_batch", "deep", "multilingual"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "same_curve",
+        "few_labels",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("large_batch", "deep", "multilingual")),
+    ],
+)
 def test_a_study_gives_figures_and_a_page_and_a_second_call_computes_nothing(name: str, tmp_path: Path) -> None:
     study, words = example(name).STUDY, ["--quick", "--folder", str(tmp_path)]
     main = example("study").main

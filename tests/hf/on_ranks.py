@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
-from tests.hf.training import Left, arguments, gpt2, llama, logged, padded, rows, trained
-from tests.model.hub import hub
+from tests.hf.training import Left, arguments, logged, padded, rows, trained
+from tests.model.hub import gpt2, hub, llama
 from tests.traced_once import Traces
 
 hub().Trainer  # noqa: B018  # imported here, once for all ranks

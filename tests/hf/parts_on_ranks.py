@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers.models.llama.modeling_llama  # noqa: F401  # once for all ranks
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401  # once for all ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless.hf

@@ -12,8 +12,8 @@ import torch
 
 from gapless.distributed import init_process_group
 from tests.hf.on_ranks import OWN, SAVED
-from tests.hf.training import arguments, gpt2, padded, rows
-from tests.model.hub import hub
+from tests.hf.training import arguments, padded, rows
+from tests.model.hub import gpt2, hub
 
 
 def main() -> None:

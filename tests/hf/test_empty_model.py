@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import gapless
 from gapless.errors import CheckpointError, ConfigError
 from tests.hf.models import KINDS, batch_of, lora_config, model_of, trained_in_stages, trained_plainly
-from tests.model.hub import hub
+from tests.model.hub import gpt2, hub
 from tests.run.forked import Launch
 
 
@@ -55,11 +55,11 @@ def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_
     assert set(there) == set(load_file(tmp_path / "c" / "model.safetensors"))  # each once, under transformers' names
 
 
-def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
+def test_three_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import read_train_and_save
 
     plain = trained_plainly(type(saved("gpt2", tmp_path / "gpt2")).from_pretrained(tmp_path / "gpt2"), "gpt2", steps=2)
-    launch(read_train_and_save, 4, str(tmp_path), "gpt2", timeout=200)
+    launch(read_train_and_save, 3, str(tmp_path), "gpt2", timeout=200)
     again = type(model_of("gpt2")).from_pretrained(tmp_path / "gpt2-trained").state_dict()
     assert [name for name, each in plain.items() if not torch.equal(each, again[name])] == []
 
@@ -68,7 +68,7 @@ def test_four_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch
 def test_a_trainer_on_ranks_has_parts_and_resumes_with_another_number(tmp_path: Path, launch: Launch) -> None:
     """The optimizer's state went to parameters that were not there yet, and was lost."""
     from tests.hf.parts_on_ranks import train_parts
-    from tests.hf.training import arguments, gpt2, trained
+    from tests.hf.training import arguments, trained
 
     (model := gpt2()).save_pretrained(tmp_path / "gpt2")  # type: ignore[operator]
     plain = tmp_path / "plain"
@@ -177,6 +177,7 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     assert [name for name, each in model.state_dict().items() if not torch.equal(each, state[name])] == []
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_new_head_does_not_depend_on_the_number_of_devices(tmp_path: Path) -> None:
     model_of("bert").bert.save_pretrained(tmp_path / "base")
     states = []
@@ -216,7 +217,7 @@ def test_other_files_are_refused_before_anything_trains(tmp_path: Path) -> None:
         loaded(cut)
     config = json.loads(((wide := changed("wide")) / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    with pytest.raises(CheckpointError, match=r"is of another model: 9 tensors of another shape, .* and 5 more"):
+    with pytest.raises(CheckpointError, match=r"is of another model: 6 tensors of another shape, .* and 2 more"):
         loaded(wide)
     (other := tmp_path / "other").mkdir()
     shutil.copy(good / "config.json", other)

@@ -16,8 +16,8 @@ import gapless
 from gapless.errors import ConfigError
 from gapless.model.traced import settled
 from gapless.model.traced.trace import Trace
-from tests.hf.training import SMALL, arguments, both, gpt2, llama, padded, rows, trained
-from tests.model.hub import hub
+from tests.hf.training import arguments, both, padded, rows, trained
+from tests.model.hub import bert, gpt2, hub, llama, made, t5
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -167,27 +167,20 @@ def test_mixed_precision_is_trainer_s(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classes", "encoder and decoder", "images"])
 def test_other_models_are_trained_as_by_trainer(kind: str, tmp_path: Path) -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    small |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     more: dict[str, Any] = {}
     if kind == "classes":
-        model = hub().BertForSequenceClassification(hub().BertConfig(**SMALL, **small, num_labels=3))
+        model = bert("SequenceClassification", num_labels=3)
         more["data_collator"] = lambda samples: {
             **padded(samples),
             "labels": torch.stack([sample["input_ids"][0] % 3 for sample in samples]),
         }
     elif kind == "images":
-        model = hub().ViTForImageClassification(hub().ViTConfig(**small, image_size=8, patch_size=4))
+        small = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = made("ViTForImageClassification", "ViTConfig", **small, image_size=8, patch_size=4)
         images = [{"pixel_values": torch.randn(3, 8, 8), "labels": number % 2} for number in range(28)]
         more |= {"train_dataset": images, "data_collator": hub().default_data_collator}
     else:
-        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-        model = hub().T5ForConditionalGeneration(hub().T5Config(**SMALL, **sizes, decoder_start_token_id=0))
+        model = t5()
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
     both(model, args, eval_dataset=more.get("train_dataset", rows(28))[:6], devices=3, schedule="zb-h1", **more)
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gapless.errors import ConfigError
-from tests.hf.training import arguments, gpt2, trained
+from tests.hf.training import arguments, trained
+from tests.model.hub import gpt2
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 FILES = ("config.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "trainer_state.json")

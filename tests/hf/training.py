@@ -10,32 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.model.hub import hub
+from tests.model.hub import VOCAB, hub
 
-VOCAB = 24
-SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 Left = dict[str, Tensor]
-
-
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = hub().GPT2Config(**SMALL, n_positions=16, n_embd=8, n_layer=1, n_head=2, loss_type="ForCausalLM", **rates)
-    torch.manual_seed(3)
-    return hub().GPT2LMHeadModel(config)  # type: ignore[no-any-return]
-
-
-def llama() -> nn.Module:
-    config = hub().LlamaConfig(
-        **SMALL,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    torch.manual_seed(3)
-    return hub().LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.model.hub import hub
+from tests.model.hub import made
 
 VOCAB = 32
 LENGTH = 7
@@ -49,12 +49,6 @@ def spoken(samples: int) -> Batch:
     return {"input_features": torch.randn(samples, 8, 12), "labels": text(samples)["labels"]}
 
 
-def _made(name: str, config: str, **options: Any) -> nn.Module:
-    model = getattr(hub(), name)(getattr(hub(), config)(**options))
-    assert isinstance(model, nn.Module)
-    return model.train()
-
-
 DECODER = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -72,7 +66,7 @@ del SIGHT["vocab_size"], SIGHT["max_position_embeddings"]
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    return _made(
+    return made(
         "GPT2LMHeadModel",
         "GPT2Config",
         vocab_size=VOCAB,
@@ -87,35 +81,35 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return _made("LlamaForCausalLM", "LlamaConfig", **DECODER)
+    return made("LlamaForCausalLM", "LlamaConfig", **DECODER)
 
 
 def qwen2() -> nn.Module:
-    return _made("Qwen2ForCausalLM", "Qwen2Config", **DECODER)
+    return made("Qwen2ForCausalLM", "Qwen2Config", **DECODER)
 
 
 def qwen3() -> nn.Module:
-    return _made("Qwen3ForCausalLM", "Qwen3Config", **DECODER, **HEAD)
+    return made("Qwen3ForCausalLM", "Qwen3Config", **DECODER, **HEAD)
 
 
 def mistral() -> nn.Module:
-    return _made("MistralForCausalLM", "MistralConfig", **DECODER, **HEAD)
+    return made("MistralForCausalLM", "MistralConfig", **DECODER, **HEAD)
 
 
 def gemma2() -> nn.Module:
-    return _made("Gemma2ForCausalLM", "Gemma2Config", **DECODER, **HEAD, sliding_window=4)
+    return made("Gemma2ForCausalLM", "Gemma2Config", **DECODER, **HEAD, sliding_window=4)
 
 
 def gemma3() -> nn.Module:
-    return _made("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER, **HEAD, sliding_window=4)
+    return made("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER, **HEAD, sliding_window=4)
 
 
 def gpt_neox() -> nn.Module:
-    return _made("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER)
+    return made("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER)
 
 
 def opt(**switches: Any) -> nn.Module:
-    return _made(
+    return made(
         "OPTForCausalLM",
         "OPTConfig",
         vocab_size=VOCAB,
@@ -132,24 +126,24 @@ def opt(**switches: Any) -> nn.Module:
 
 def bert() -> nn.Module:
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return _made("BertForMaskedLM", "BertConfig", **ENCODER, **dropout)
+    return made("BertForMaskedLM", "BertConfig", **ENCODER, **dropout)
 
 
 def t5() -> nn.Module:
     sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    return _made("T5ForConditionalGeneration", "T5Config", **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return made("T5ForConditionalGeneration", "T5Config", **sizes, dropout_rate=0.0, decoder_start_token_id=0)
 
 
 def vit() -> nn.Module:
-    return _made("ViTForImageClassification", "ViTConfig", **SIGHT)
+    return made("ViTForImageClassification", "ViTConfig", **SIGHT)
 
 
 def clip() -> nn.Module:
-    return _made("CLIPModel", "CLIPConfig", text_config={**ENCODER, **TOKENS}, vision_config=SIGHT, projection_dim=8)
+    return made("CLIPModel", "CLIPConfig", text_config={**ENCODER, **TOKENS}, vision_config=SIGHT, projection_dim=8)
 
 
 def whisper() -> nn.Module:
-    return _made(
+    return made(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         vocab_size=VOCAB,
@@ -169,17 +163,17 @@ def whisper() -> nn.Module:
 
 
 def mixtral(**switches: Any) -> nn.Module:
-    return _made("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, **switches)
+    return made("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, **switches)
 
 
 def qwen3_moe() -> nn.Module:
     experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    return _made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **HEAD, **experts)
+    return made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **HEAD, **experts)
 
 
 def mamba() -> nn.Module:
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
-    return _made("MambaForCausalLM", "MambaConfig", **sizes)
+    return made("MambaForCausalLM", "MambaConfig", **sizes)
 
 
 STRANGERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {

@@ -14,69 +14,10 @@ from torch import Tensor, nn
 
 import gapless
 from gapless.model.reference import Reference
-from tests.model.hub import hub
+from tests.model.hub import VOCAB, bert, gpt2, hub, llama, t5
 from tests.model.training import assert_exact, assert_same, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
-VOCAB = 24
-SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-
-
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    config = hub().GPT2Config(
-        **SMALL,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        loss_type="ForCausalLM",
-    )
-    return hub().GPT2LMHeadModel(config)  # type: ignore[no-any-return]
-
-
-def llama() -> nn.Module:
-    config = hub().LlamaConfig(
-        **SMALL,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    return hub().LlamaForCausalLM(config)  # type: ignore[no-any-return]
-
-
-def bert() -> nn.Module:
-    config = hub().BertConfig(
-        **{**SMALL, "use_cache": True},
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return hub().BertForMaskedLM(config)  # type: ignore[no-any-return]
-
-
-def t5() -> nn.Module:
-    config = hub().T5Config(
-        **SMALL,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hub().T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
 
 
 def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:
@@ -86,8 +27,19 @@ def batch(samples: int = 6, length: int = 7) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
-@pytest.mark.parametrize(("devices", "schedule", "remat"), [(2, "zb-v", "none"), (4, "1f1b", "stage")])
+WAYS = ((2, "zb-v", "none"), (4, "1f1b", "stage"))
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "schedule", "remat"),
+    [
+        *((make, *way) for make, way in zip((gpt2, llama, bert, t5), WAYS * 2, strict=True)),
+        *(
+            pytest.param(make, *way, marks=pytest.mark.slow)
+            for make, way in zip((llama, gpt2, t5, bert), WAYS * 2, strict=True)
+        ),
+    ],
+)
 def test_a_model_with_labels_has_the_bits_of_its_own_loop(
     make: Callable[[], nn.Module], devices: int, schedule: str, remat: str
 ) -> None:
@@ -106,20 +58,6 @@ def test_a_loss_of_ones_own_takes_the_logits() -> None:
     both = batch()
     labels = both.pop("labels")
     assert_exact(llama(), [(both, labels)], loss=loss, devices=2)
-
-
-def test_dropout_is_seeded_call_by_call() -> None:
-    torch.manual_seed(4)
-    model = gpt2(0.2)
-    plain = copy.deepcopy(model)
-    reference = Reference(plain)
-    with gapless.Pipeline(model, devices=2, microbatches=3, seed=9) as pipe:
-        for step in range(2):
-            inputs = batch()
-            result = pipe.step(inputs)
-            wanted = reference.step(inputs, microbatches=3, seed=9, step=step)
-            assert_same(result.losses, wanted.losses, "losses")
-            assert_same_state(model, plain, f"step {step}")
 
 
 def test_microbatches_weigh_as_many_as_their_labels_count() -> None:

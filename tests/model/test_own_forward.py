@@ -191,6 +191,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("remat", ["none", "stage"])
 @pytest.mark.parametrize("layer", LAYERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,41 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
-from tests.model.hub import hub
+from tests.model.hub import bert, gpt2, llama, t5
 from tests.run.forked import Launch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
-SIZES = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
-SMALL = {"vocab_size": 24, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {**SIZES, "vocab_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 Count = Callable[[dict[str, Tensor]], int]
-
-
-def gpt2() -> nn.Module:
-    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return hub().GPT2LMHeadModel(hub().GPT2Config(**SMALL, **sizes, **rates))  # type: ignore[no-any-return]
-
-
-def llama() -> nn.Module:
-    return hub().LlamaForCausalLM(hub().LlamaConfig(**SMALL, **SIZES))  # type: ignore[no-any-return]
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    config = hub().T5Config(**SMALL, **sizes, decoder_start_token_id=0)
-    return hub().T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
-
-
-def bert(head: str) -> Callable[[], nn.Module]:
-    return lambda: getattr(hub(), f"BertFor{head}")(hub().BertConfig(**BERT))
 
 
 def batch(classes: int = 24) -> dict[str, Tensor]:
@@ -94,14 +66,16 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 MODELS: list[tuple[Callable[[], nn.Module], Count, int]] = [
     (llama, shifted, 24),
-    (bert("TokenClassification"), not_shifted, 2),
-    (gpt2, shifted, 24),
+    (partial(bert, "TokenClassification"), not_shifted, 2),
     (t5, not_shifted, 24),
-    (bert("MaskedLM"), not_shifted, 24),
+    (gpt2, shifted, 24),
+    (partial(bert, "MaskedLM"), not_shifted, 24),
 ]
 
 
-@pytest.mark.parametrize(("make", "count", "classes"), MODELS)
+@pytest.mark.parametrize(
+    ("make", "count", "classes"), [*MODELS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[3:])]
+)
 def test_a_models_own_loss_weighs_the_labels_it_counts(
     make: Callable[[], nn.Module], count: Count, classes: int
 ) -> None:
@@ -110,9 +84,10 @@ def test_a_models_own_loss_weighs_the_labels_it_counts(
     model, inputs = make(), batch(classes)
     reference, plain, whole = (copy.deepcopy(model) for _ in range(3))
     with gapless.Pipeline(model, devices=2, schedule="zb-h1", microbatches=4, intra_op_threads=1) as pipe:
-        result = pipe.step(inputs)
-    assert result.loss is not None
-    torch.testing.assert_close(result.loss, whole(**inputs).loss.detach())
+        result, evaluated = pipe.step(inputs), pipe.evaluate(inputs)
+    for found in (result, evaluated):
+        assert found.loss is not None
+        torch.testing.assert_close(found.loss, whole(**inputs).loss.detach())
     assert result.losses[2].isnan()
     own_loop(reference, inputs, count)
     assert_same_gradients(model, reference)
@@ -120,26 +95,13 @@ def test_a_models_own_loss_weighs_the_labels_it_counts(
     assert_same_gradients(plain, reference)
 
 
-@pytest.mark.parametrize(
-    ("make", "count", "classes"), [*MODELS[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[2:])]
-)
-def test_so_does_its_evaluation(make: Callable[[], nn.Module], count: Count, classes: int) -> None:
-    torch.manual_seed(4)
-    model, inputs = make(), batch(classes)
-    assert count(inputs) < inputs["labels"].numel()
-    with gapless.Pipeline(model, devices=2, schedule="zb-h1", microbatches=4, intra_op_threads=1) as pipe:
-        evaluated = pipe.evaluate(inputs).loss
-    assert evaluated is not None
-    torch.testing.assert_close(evaluated, model(**inputs).loss.detach())
-
-
 def test_sentences_and_positions_weigh_as_samples_do() -> None:
     torch.manual_seed(4)
     ids = torch.randint(3, 24, (7, 5))
     for make, inputs in (
-        (bert("SequenceClassification"), {"input_ids": ids, "labels": torch.randint(2, (7,))}),
+        (partial(bert, "SequenceClassification"), {"input_ids": ids, "labels": torch.randint(2, (7,))}),
         (
-            bert("QuestionAnswering"),
+            partial(bert, "QuestionAnswering"),
             {"input_ids": ids, "start_positions": torch.randint(5, (7,)), "end_positions": torch.randint(5, (7,))},
         ),
     ):
@@ -155,7 +117,7 @@ def test_two_losses_that_count_differently_are_refused() -> None:
     """A mean over tokens and one over sentences: no weight of a microbatch is right for both."""
     torch.manual_seed(4)
     inputs = {**batch(), "next_sentence_label": torch.randint(2, (8,))}
-    model = bert("PreTraining")()
+    model = bert("PreTraining")
     with gapless.Pipeline(model, devices=2, microbatches=4) as pipe:
         with pytest.raises(gapless.GaplessError, match=r"own loss has 2 parts, .* \(12, 5, 0, 10 and 2, 2, 2, 2 of"):
             pipe.step(inputs)

@@ -23,10 +23,8 @@ from tests.run.forked import Launch
 
 MICROBATCHES = 3
 PATIENT = [pytest.mark.slow, pytest.mark.timeout(400)]
-QUICK = ("llama", "opt", "gpt2", "mixtral")
-SLOW = tuple(name for name in STRANGERS if name not in QUICK)
-REST = (*QUICK[1:], *SLOW)
-NAMES = [*QUICK, *(pytest.param(name, marks=PATIENT) for name in SLOW)]
+QUICK = "mixtral"  # others are quick in test_huggingface.py, and between ranks in tests/hf
+NAMES = [QUICK, *(pytest.param(name, marks=PATIENT) for name in STRANGERS if name != QUICK)]
 
 
 def parts_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -87,7 +85,7 @@ def test_a_stranger_has_the_bits_of_its_own_loop(name: str) -> None:
     torch.manual_seed(5)
     model = STRANGERS[name][0]()
     reference = copy.deepcopy(model)
-    slow = name in SLOW
+    slow = name != QUICK
     with gapless.Pipeline(
         model,
         devices=2,
@@ -111,15 +109,13 @@ def assert_same_evaluation(name: str, pipe: gapless.Pipeline, reference: nn.Modu
     assert_same(outputs[key], wanted, f"{name}, {key} of evaluate")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [QUICK[:1], *(pytest.param(REST[start::8], marks=PATIENT) for start in range(8))],
-    ids=lambda names: "-".join(names),
-)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [(*STRANGERS,)[start::8] for start in range(8)], ids="-".join)
 def test_strangers_between_ranks_have_the_bits_of_their_own_loops(names: tuple[str, ...], launch: Launch) -> None:
     from tests.model.on_ranks import strangers_between_ranks
 
-    launch(strangers_between_ranks, 2, *names, timeout=110 if names == QUICK[:1] else 380)
+    launch(strangers_between_ranks, 2, *names, timeout=380)
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ def alive() -> list[str]:
 KINDS = {"F": ("1f1b", "none"), "B": ("1f1b", "none"), "I": ("apart", "none"), "W": ("apart", "none")}
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("device", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["F", "B", "I", "W", "R"])

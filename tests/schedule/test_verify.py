@@ -274,6 +274,7 @@ def unsent_in_any_run(schedule: Schedule, pools: dict[Channel, int]) -> dict[Cha
     return most
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("inference", [False, True], ids=["training", "forward only"])
 @pytest.mark.parametrize(("K", "M"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("name", NAMED)

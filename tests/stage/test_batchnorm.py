@@ -75,6 +75,7 @@ def assert_exact(
             assert_same(buffers_of(model), before, "evaluate counts")
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("batchnorm", ["deferred", "microbatch"])
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize(("schedule", "devices"), [("gpipe", 3), ("1f1b", 2), ("interleaved", 2), ("zb-v", 2)])
@@ -85,6 +86,7 @@ def test_buffers_and_gradients_are_those_of_the_plain_loop(
     assert_exact(normed(), schedule=schedule, devices=devices, remat=remat, batchnorm=batchnorm)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("remat", ["none", "layer"])
@@ -252,6 +254,7 @@ def plain_loop(model: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> Non
         (F.mse_loss(model(part), target) * (len(part) / len(x))).backward()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(

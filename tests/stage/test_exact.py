@@ -92,6 +92,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)

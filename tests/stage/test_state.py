@@ -79,6 +79,7 @@ def around(make: Callable[[], nn.Module]) -> Made:
     return [linear(), make(), linear(), make(), linear()], F.mse_loss
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("begins", "by_data"), [(0, False), (0, True), (3, False), (3, True)])
 @pytest.mark.parametrize("kind", ["counter", "list", "dict"])
@@ -120,6 +121,7 @@ def test_a_checkpoint_that_changes_state_after_later_forwards_have_is_refused() 
     assert_same_as_loop(make, microbatches=1, state=state_of)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("remat", ["stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("begins", "by_data"), [(0, False), (0, True), (3, False), (3, True)])

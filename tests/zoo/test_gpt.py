@@ -11,6 +11,7 @@ import torch
 
 from gapless.zoo.gpt import gpt, next_token_loss
 from tests.stage.exactness import assert_same_as_plain
+from tests.zoo.training import assert_learns_by_heart
 
 
 @pytest.mark.parametrize(
@@ -36,14 +37,7 @@ def test_it_learns_a_sequence_by_heart() -> None:
     torch.manual_seed(0)
     model = gpt(vocab=19, width=32, depth=1, heads=2, context=8)
     ids = torch.randint(19, (4, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first = last = next_token_loss(model(ids), ids.roll(-1, 1))
-    for _ in range(30):
-        optimizer.zero_grad()
-        last = next_token_loss(model(ids), ids.roll(-1, 1))
-        torch.autograd.backward(last)
-        optimizer.step()
-    assert last < first / 3
+    assert_learns_by_heart(model, (ids,), ids.roll(-1, 1), next_token_loss)
 
 
 def test_a_width_that_its_heads_can_t_share_is_refused() -> None:

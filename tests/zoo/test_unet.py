@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from gapless.zoo.unet import unet
-from tests.zoo.training import STEPS, TRACED_CASES, Step, Subject, assert_same_steps, in_stages, plainly
+from tests.zoo.training import (
+    CASES,
+    STEPS,
+    Step,
+    Subject,
+    assert_learns_by_heart,
+    assert_same_steps,
+    in_stages,
+    plainly,
+)
 
 SUBJECT = Subject(
     make=lambda: unet(depth=2, width=4, channels=1, classes=3),
@@ -31,7 +40,7 @@ def test_a_minibatch_counts_once_for_every_batch_norm(plain: list[Step]) -> None
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(("schedule", "devices", "remat"), TRACED_CASES)
+@pytest.mark.parametrize(("schedule", "devices", "remat"), CASES)
 def test_in_stages_it_gives_the_bits_of_the_plain_loop(
     schedule: str, devices: int, remat: Any, plain: list[Step]
 ) -> None:
@@ -49,11 +58,4 @@ def test_it_learns_a_batch_by_heart() -> None:
     model = unet(depth=2, width=8, channels=1)
     x = torch.randn(4, 1, 8, 8)
     y = (x[:, 0] > 0).long()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first = last = F.cross_entropy(model(x), y)
-    for _ in range(25):
-        optimizer.zero_grad()
-        last = F.cross_entropy(model(x), y)
-        torch.autograd.backward(last)
-        optimizer.step()
-    assert last < first / 3
+    assert_learns_by_heart(model, (x,), y, F.cross_entropy)

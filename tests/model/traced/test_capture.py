@@ -142,7 +142,12 @@ def test_an_encoder_and_decoder_has_the_bits_of_its_own_loop(devices: int, sched
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("model", "devices", "schedule", "remat"),
-    [(Gpt, 2, "1f1b", "none"), (Gpt, 3, "gpipe", "stage"), (Gpt, 2, "zb-v", "none"), (Translator, 2, "zb-v", "stage")],
+    [
+        (Gpt, 2, "1f1b", "none"),
+        (Gpt, 3, "gpipe", "stage"),
+        (Gpt, 2, "zb-v", "none"),
+        pytest.param(Translator, 2, "zb-v", "stage", marks=pytest.mark.slow),
+    ],
 )
 def test_dropout_draws_the_numbers_of_the_uncut_graph(
     model: type[nn.Module], devices: int, schedule: str, remat: Any

@@ -64,7 +64,9 @@ def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:compiled layers can")
-@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-v", "stage")])
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("zb-v", "stage"), pytest.param("1f1b", "none", marks=pytest.mark.slow)]
+)
 def test_pieces_of_a_traced_model_are_compiled_and_have_the_bits_of_its_own_loop(schedule: str, remat: str) -> None:
     assert_exact(made(), batches(), loss=F.mse_loss, microbatches=2, schedule=schedule, remat=remat, compile=EAGER)
 
@@ -81,7 +83,7 @@ def test_a_stage_keeps_and_replays_the_buffers_of_its_own_piece_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:compiled layers can")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_draws_between_compiled_parts_keep_their_seeds(schedule: str) -> None:
     ours = made(0.4)
     plain = copy.deepcopy(ours)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from gapless.model.traced.capture import Captured
-from tests.model.test_huggingface import VOCAB, bert, gpt2, llama, t5
+from tests.model.hub import VOCAB, bert, gpt2, llama, t5
 from tests.model.training import called
 
 WIDTH = 6
@@ -131,7 +131,7 @@ MODES = ((True, True), (False, False), (False, True))
     [
         pytest.param(llama, 1, id="llama"),
         pytest.param(gpt2, 1, id="gpt2", marks=pytest.mark.slow),
-        pytest.param(lambda: gpt2(0.2), 2, id="gpt2 with dropout"),
+        pytest.param(lambda: gpt2(0.2), 2, id="gpt2 with dropout", marks=pytest.mark.slow),
         pytest.param(bert, 1, id="bert", marks=pytest.mark.slow),
         pytest.param(lambda: dropping(bert()), 2, id="bert with dropout", marks=pytest.mark.slow),
         pytest.param(t5, 1, id="t5", marks=pytest.mark.slow),
@@ -200,7 +200,21 @@ def test_many_sizes_of_a_kind_get_a_trace_of_their_own() -> None:
     assert traces_of(Own(lambda model, x: x.relu()), parts, ((True, True), (False, False))) == 2
 
 
+class Asking(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if (x != 0).all() else super().forward(x.relu())
+
+
 def test_a_batch_that_is_asked_for_its_padding_gets_the_trace_of_its_answer() -> None:
+    torch.manual_seed(0)
+    whole, padded = numbers(2, 5), numbers(2, 5)
+    padded[0, 3:] = 0
+    parts, modes = [whole, padded, whole], ((True, True), (False, False))
+    assert traces_of(Asking(lambda model, x: x.tanh()), parts, modes) == 2
+
+
+@pytest.mark.slow
+def test_so_does_one_of_a_llama() -> None:
     torch.manual_seed(0)
     whole, padded = tokens(2, 5), tokens(2, 5)
     padded["attention_mask"][0, 3:] = 0

@@ -78,6 +78,7 @@ class Case:
 PLACEMENTS = (line(1), line(2), line(3), line(4), loop(2, 2), loop(3, 2), loop(2, 3), vee(2), vee(3))
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("limited", [False, True], ids=["", "limited"])
 @pytest.mark.parametrize("hops", [False, True], ids=["", "hops"])
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ UNEVEN = replace(
     profiles.profile(
         [
             profiles.layer(0.5e-3, 8 * MIB, MIB, MIB, "embedding"),
-            *(profiles.layer(3e-3, 2 * MIB, 4 * MIB, MIB, f"block {number}") for number in range(10)),
+            *(profiles.layer(3e-3, 2 * MIB, 4 * MIB, MIB, f"block {number}") for number in range(6)),
             profiles.layer(7e-3, 8 * MIB, 12 * MIB, 4, "head"),
         ],
         [Link("link", None, 2e-5, 1e10)],
@@ -59,6 +60,7 @@ def searched(
     )
 
 
+@cache
 def plan_of(memory: float | None = None, devices: int = 4, profile: Profile = UNEVEN, **more: Any) -> Found:
     options = {"minibatch": 16, "schedules": FEW, **more}
     return searched(profile, devices, memory=None if memory is None else int(memory * MIB), **options)
@@ -71,11 +73,12 @@ def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> N
     assert steps == sorted(steps)
     for plan in found.plans:
         verify(plan.schedule, plan.microbatches, len(plan.partition)).raise_if_wrong()
-        assert sum(plan.partition) == 12
+        assert sum(plan.partition) == 8
         assert plan.minibatch == 16
         assert plan.breakdown.total == pytest.approx(plan.step_seconds)
         scaled = UNEVEN.scaled(plan.samples)
-        stages = make_stages(scaled, plan.partition, plan.schedule.placement, plan.mesh, [1.0] * plan.num_devices)
+        speeds = [1.0] * plan.num_devices
+        stages = make_stages(scaled, plan.partition, plan.schedule.placement, plan.mesh, speeds, plan.remat)
         assert plan.memory == footprints(scaled, stages, simulate(plan.schedule, stages.costs))
         assert {stage for stage, _ in plan.schedule.recomputed} == {
             stage for stage, kind in enumerate(plan.remat) if kind == "stage"
@@ -88,7 +91,7 @@ def test_every_plan_fits_can_run_and_says_what_it_holds(memory: int | None) -> N
 
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_chance() -> None:
-    one, two = (plan_of(100, devices=2) for _ in range(2))
+    one, two = (plan_of.__wrapped__(100, devices=2) for _ in range(2))
     assert one == two
 
 
@@ -142,11 +145,11 @@ def test_a_large_model_uses_replicas_only_where_it_fits() -> None:
 
 
 def test_the_explanation_is_two_sentences() -> None:
-    found = plan_of(100)
+    found = plan_of(140)
     first, second = found.explanation.split(". Its fullest device")
     assert first.startswith(found.best.title)
     assert "the next kind, " in first
-    assert f"holds {found.best.memory[0].total / MIB:.4g} MiB" in second or "of 100 MiB" in second
+    assert f"holds {found.best.memory[0].total / MIB:.4g} MiB" in second or "of 140 MiB" in second
     assert second.endswith("rejected.")
 
 
@@ -191,8 +194,8 @@ def test_more_devices_than_layers_leave_some_idle() -> None:
         ({"devices": 0}, "devices is 0, but a plan needs at least 1"),
         ({"minibatch": 0}, "minibatch is 0, but a plan needs at least 1"),
         ({"microbatches": 99}, "a minibatch of 16 samples can't be cut into 99 microbatches: use fewer"),
-        ({"schedules": ["zbv"]}, "there is no schedule named 'zbv'; did you mean zb-v?"),
-        ({"schedules": ["pipedream"]}, "the planner can't use pipedream, since it has no flush; use 1f1b, "),
+        ({"schedules": ("zbv",)}, "there is no schedule named 'zbv'; did you mean zb-v?"),
+        ({"schedules": ("pipedream",)}, "the planner can't use pipedream, since it has no flush; use 1f1b, "),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, Any], message: str) -> None:
@@ -285,7 +288,7 @@ def test_progress_is_told() -> None:
 
 
 def test_a_plan_is_written_and_read_back_as_it_was(tmp_path: Path) -> None:
-    for plan in plan_of(90, schedules=["1f1b", "zb-v"]).plans[:4]:
+    for plan in plan_of(75).plans[:4]:
         plan.write(tmp_path / "plan.json")
         again = Plan.read(tmp_path / "plan.json")
         assert again == plan
@@ -318,15 +321,15 @@ def test_a_file_that_is_no_plan_is_said(tmp_path: Path, text: str, message: str)
 def test_a_plan_with_another_account_of_its_search_is_refused(
     searched: dict[str, Any], order: list[int], message: str
 ) -> None:
-    data = plan_of(devices=2, schedules=["1f1b"], microbatches=2, mesh=Mesh(1, 2)).best.to_json()
+    data = plan_of(devices=2, schedules=("1f1b",), microbatches=2, mesh=Mesh(1, 2)).best.to_json()
     with pytest.raises(ConfigError, match=message):
         Plan.from_json(data | {"order": order, "searched": data["searched"] | searched})
 
 
 def test_a_plan_whose_parts_do_not_belong_together_is_refused() -> None:
-    plan = plan_of(replicas=False).best
+    plan = next(plan for plan in plan_of(75).plans if len(plan.partition) > 1)
     with pytest.raises(ConfigError, match="but the plan has a partition of 1, "):
-        replace(plan, partition=(12,))
+        replace(plan, partition=(8,))
 
 
 def test_meshes_and_microbatches() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,10 +30,9 @@ class Block(nn.Module):
         return y
 
 
-def composed() -> None:
-    for schedule in ("1f1b", "zb-h1", "zb-v"):
-        _tensor_parallel(schedule)
-        _fully_sharded(schedule)
+def composed(*schedules: str) -> None:
+    for number, schedule in enumerate(schedules):
+        (_tensor_parallel, _fully_sharded)[number % 2](schedule)
 
 
 def _blocks() -> nn.Sequential:
@@ -89,5 +89,12 @@ def _close_to(mesh: DeviceMesh, model: Any, plain: Any, schedule: str, share: Ca
         torch.testing.assert_close(pipe.state_dict(), state, atol=0, rtol=0)
 
 
-def test_tensor_parallel_and_sharded_stages_train_as_the_plain_model(launch: Launch) -> None:
-    launch(composed, 4)
+@pytest.mark.parametrize(
+    "schedules",
+    [("zb-h1", "zb-v"), pytest.param(("1f1b", "1f1b", "zb-v", "zb-h1"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
+def test_tensor_parallel_and_sharded_stages_train_as_the_plain_model(
+    schedules: tuple[str, ...], launch: Launch
+) -> None:
+    launch(composed, 4, *schedules)

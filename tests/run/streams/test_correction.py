@@ -58,6 +58,7 @@ def test_sgd_is_predicted_along_its_momentum_buffer(options: dict[str, Any], upd
     assert predicted(parameter, optimizer, updates).tolist() == [expected]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}])
 @pytest.mark.parametrize("kind", [Adam, AdamW])

@@ -146,13 +146,11 @@ def semantics() -> None:
         check("stashing", "dropout", momentum, drains=(1, 4))
         check("2bw", "blocks", adam)
         return
-    for kind in RULES:
-        check(kind, "dropout", momentum, drains=(1, 4))
-        check(kind, "blocks", adam, scheduler=slower, clip=0.1, count=3)
-    check("stashing", "dropout", momentum, remat="stage", drains=(0, 1, 2))
+    check("vertical", "dropout", momentum, drains=(1, 4))
+    check("2bw", "blocks", adam, scheduler=slower, clip=0.1, drains=(1, 4))
+    check("stashing", "dropout", momentum, scheduler=slower, clip=0.1, remat="stage", drains=(0, 1, 2))
     check("2bw", "dropout", momentum, remat="layer", split=True)
-    check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,))
-    check("stashing", "linear", momentum, transport="gloo")
+    check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,), transport="gloo")
     check("stashing", "linear", momentum, count=1)
     traced()
     saved()

@@ -145,6 +145,7 @@ def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 @pytest.mark.parametrize("how", ["left out", "ignored"])
 @pytest.mark.parametrize("ahead", [False, True])

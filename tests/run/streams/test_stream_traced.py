@@ -77,11 +77,13 @@ def traced(kind: str, dropout: float, *, split: bool, evaluations: set[int] = fr
         assert all(map(torch.equal, named(pipe, stages), expected))
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("kind", "split"), [("stashing", True), ("vertical", False), ("2bw", True)])
 def test_a_traced_model_has_the_weights_of_the_formula(kind: str, split: bool) -> None:
     traced(kind, 0.2, split=split)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_an_evaluation_that_traces_once_more_changes_nothing() -> None:
     traced("stashing", 0.2, split=True, evaluations={1, 4}, remat="stage")
 
@@ -186,6 +188,7 @@ def test_with_split_the_input_gradient_comes_before_that_of_the_weights(split: b
     assert model[1].said == ["start", *order * 3]
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_batch_of_a_new_kind_is_traced_when_the_stream_is_drained() -> None:
     data = [
         (x.view(2, 4, 6), y.view(2, 4, 6)) if number in (3, 4, 7) else (x, y)
@@ -202,6 +205,7 @@ def test_a_batch_of_a_new_kind_is_traced_when_the_stream_is_drained() -> None:
         assert all(map(torch.equal, named(pipe, stages), expected))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_stream_of_a_traced_model_is_saved_and_restored() -> None:
     with pipeline("stashing", net(0.2)) as pipe:
         stream = pipe.stream(optimizer=adam)

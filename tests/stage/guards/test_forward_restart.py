@@ -279,6 +279,7 @@ def test_all_that_a_layer_can_reach_is_put_back() -> None:
     assert own.getstate() == once.getstate()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("which", [0, 2, 3])
 @pytest.mark.parametrize("only", [True, False])
 @pytest.mark.parametrize("first", [True, False])

@@ -101,6 +101,7 @@ def test_with_one_microbatch_all_of_it_is_exact(schedule: str, habit: Habit) -> 
     assert_same_as_loop(lambda clock: habit(clock, WHEN["by the data"]), microbatches=1, schedule=schedule)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -321,6 +321,7 @@ def runs_again(linear: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(linear, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("other", [casts, casts_again, runs_again])
 @pytest.mark.parametrize("when", ["now and then", "from a step on"])

@@ -106,6 +106,7 @@ def test_every_random_function_of_torch_is_in_the_table() -> None:
     assert missing <= {"miopen_rnn", "random"}  # AMD's own; and torch.random is a module
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])

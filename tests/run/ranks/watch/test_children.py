@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -32,8 +33,10 @@ _FORK = multiprocessing.get_context("fork")
 def forks_and_goes_on() -> None:
     """Its children leave as programs do, with everything that Python and torch take down at the end."""
     pipe = pipeline()
-    for way in ("returns", "collects", "closes", "exits"):
+    for number, way in enumerate(("returns", "collects", "closes", "exits")):
         pipe.step(X, Y)
+        if number % 2 != dist.get_rank():
+            continue
         child = os.fork()
         if child == 0:
             if way == "collects":

@@ -118,7 +118,7 @@ def kill_one(server: Server, folder: Path, chance: random.Random) -> float:
     return took
 
 
-@pytest.mark.parametrize("seed", [2, 7, 9])
+@pytest.mark.parametrize("seed", [2, 9])
 def test_a_rank_that_is_killed_is_named_by_all_others_which_end(server: Server, tmp_path: Path, seed: int) -> None:
     assert kill_one(server, tmp_path, random.Random(seed)) < 30
 
@@ -138,7 +138,7 @@ def test_a_rank_killed_at_any_of_fifty_moments_is_named_by_all_others(
 # -- a rank sleeps -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_is_named_within_the_timeout(server: Server, tmp_path: Path, victim: int) -> None:
     with server.crew(trains, 3, 1.5, folder=tmp_path) as crew:
         crew.wait_for("ready")
@@ -485,7 +485,9 @@ def is_terminated(kind: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is (mine if kind == "own" else signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("kind", "to"), [("", [0, 1, 2]), ("", [2]), ("asks", [0])])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("", [2]), ("asks", [0]), pytest.param("", [0, 1, 2], marks=pytest.mark.slow)]
+)
 def test_sigterm_ends_all_ranks_after_the_same_step(server: Server, tmp_path: Path, kind: str, to: list[int]) -> None:
     with server.crew(is_terminated, 3, kind, folder=tmp_path) as crew:
         crew.wait_for("ready")
@@ -605,6 +607,7 @@ for step in range(100000):
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_survivors_name_the_one_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(_SCRIPT))

@@ -12,26 +12,11 @@ from torch import Tensor, nn
 
 import gapless
 from tests.pipelines import mlp
-
-SEED = 7
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
+from tests.run.streams.replicas.test_asp import SEED, Make, adam, batches, sgd
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(5)
-    return [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(count)]
 
 
 def plain() -> nn.Sequential:
@@ -105,6 +90,7 @@ class Sequential:
                         state[name] = value.clone()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("average_state", [False, True])
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("model", [plain, normed])

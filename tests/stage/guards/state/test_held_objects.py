@@ -160,6 +160,7 @@ CASES = {
 }
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("begins", BEGINS)
 @pytest.mark.parametrize("case", CASES)
@@ -285,6 +286,7 @@ def test_a_loss_that_holds_all_layers_for_their_weights_does_no_harm() -> None:
     assert_same_as_loop(make, state=lambda layers: [layers[0].count, layers[2].count])
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("options", [{"remat": "stage"}, {"remat": "layer"}, {}])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("where", ["object", "table", "history", "closure"])

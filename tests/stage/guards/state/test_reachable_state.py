@@ -311,6 +311,7 @@ def test_a_loss_around_a_module_with_a_buffer(where: str, remat: str) -> None:
     assert_same_as_loop(make, remat=remat)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("where", ["list", "closure", "object", "method", "hook"])
