@@ -22,6 +22,8 @@ _SECTIONS = {
     "Training": (
         "gapless.Pipeline",
         "gapless.Result",
+        "gapless.pipeline.overlapped_training.OverlappedTraining",
+        "gapless.pipeline.overlapped_training.PendingResult",
         "gapless.plain_step",
         "gapless.aux_loss",
         "gapless.seed_of",

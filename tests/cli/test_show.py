@@ -122,3 +122,23 @@ def test_several_are_drawn_together(gapless: Command, tmp_path: Path) -> None:
     drawn = (tmp_path / "all.svg").read_text()
     assert all(f">{name}" in drawn for name in ("gpipe", "1f1b", "zb-v"))
     assert gapless("show gpipe 1f1b --format csv").err == "gapless: --format csv prints one schedule: name one\n"
+
+
+def test_steps_follow_each_other_where_the_optimizer_does_not_wait(gapless: Command) -> None:
+    code, out, err = gapless("show 1f1b -K 2 -M 2 --steps 2 --format text")
+    assert (code, err) == (0, "")
+    assert out == ("0: 0F0 0F1 0B0 0B1 0U0 0F2 0F3 0V1 0B2 0B3 0U1\n1: 1F0 1B0 1F1 1B1 1U0 1F2 1V1 1B2 1F3 1B3 1U1\n")
+    assert "18 per minibatch in steady state" in gapless("show zb-h2 -K 3 -M 6 --steps 2").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("1f1b --steps 0", "--steps is 0, but it must be at least 1"),
+        ("pipedream --steps 2", "--steps is for schedules with backwards, and without updates or transfers"),
+    ],
+)
+def test_steps_that_make_no_sense_are_refused(gapless: Command, words: str, said: str) -> None:
+    code, _, err = gapless(f"show {words}")
+    assert code != 0
+    assert said in err

@@ -11,9 +11,9 @@ from gapless.cli.output.asked import add_look, add_outputs, add_values, given, n
 from gapless.cli.terminal import say, show_progress
 from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule import recipes
-from gapless.schedule.action import Schedule
+from gapless.schedule.action import PER_MINIBATCH, Kind, Schedule
 from gapless.schedule.costs import Costs, Number, PerStage
-from gapless.schedule.lower import Passes, lowered
+from gapless.schedule.lower import Passes, consecutive, lowered
 from gapless.schedule.recipes.request import Request
 from gapless.schedule.timeline import Timeline
 from gapless.schedule.verify import verify
@@ -144,7 +144,25 @@ def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Cos
         verify(schedule).raise_if_wrong()
     else:
         schedule = _solved(arguments, costs) if name == "optimal" else build(name, arguments, costs)
-    return *passed(schedule, costs, arguments, limit), limit
+    schedule, costs = passed(schedule, costs, arguments, limit)
+    return _followed(schedule, arguments.steps), costs, limit
+
+
+def _followed(schedule: Schedule, steps: int) -> Schedule:
+    """So many steps, each of which begins before the one before was checked."""
+    if steps < 1:
+        raise ConfigError(f"--steps is {steps}, but it must be at least 1")
+    if steps > 1 and (schedule.has_transfers or schedule.kinds & PER_MINIBATCH or schedule.kinds == {Kind.FORWARD}):
+        raise ConfigError(
+            "--steps is for schedules with backwards, and without updates or transfers written out: leave those out"
+        )
+    return consecutive(schedule, steps)
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """How many of them."""
+    words = "so many steps in a row, where the optimizer does not wait (default 1)"
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help=words)
 
 
 def _solved(arguments: argparse.Namespace, costs: Costs) -> Schedule:

@@ -18,6 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Which schedules, and how to print them."""
     options.add_name(parser, several=True)
     parser.add_argument("--format", choices=("grid", "text", "csv", "json"), help="how to print it (default grid)")
+    options.add_steps(parser)
     options.add_all(parser)
 
 

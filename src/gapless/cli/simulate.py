@@ -17,6 +17,7 @@ EXAMPLE = "gapless simulate zb-h1 --devices 8 --microbatches 32 --weight-grad 0.
 def add(parser: argparse.ArgumentParser) -> None:
     """Which schedule, and for what costs."""
     options.add_name(parser)
+    options.add_steps(parser)
     options.add_all(parser)
 
 

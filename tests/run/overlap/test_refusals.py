@@ -32,7 +32,7 @@ class Normed(torch.optim.Optimizer):
         own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
         norm = nn.utils.get_total_norm([each.grad for each in own if each.grad is not None])
         for each in own:
-            each.sub_(each.grad / norm, alpha=0.1)  # type: ignore[operator]
+            each.sub_(each.grad / norm, alpha=0.1)
 
 
 class Grouped(Normed):
@@ -60,7 +60,7 @@ def hooked(parameters: Any) -> torch.optim.Optimizer:
 
 def replaced(parameters: Any) -> torch.optim.Optimizer:
     made = torch.optim.SGD(parameters, lr=0.1)
-    made.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
+    made.step = lambda closure=None: None  # type: ignore[method-assign]
     return made
 
 
@@ -103,7 +103,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             ({"max_nrom": 1.0}, "training has no option max_nrom=: did you mean max_norm="),
         ):
             with pytest.raises(ConfigError, match=words):
-                pipe.training(optimizer, **more)  # type: ignore[arg-type]
+                pipe.training(optimizer, **more)
         with pytest.raises(ConfigError, match="training has no scaler="):
             pipe.training(optimizer).step(*batch(), scaler=object())
 
