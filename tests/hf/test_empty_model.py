@@ -122,7 +122,8 @@ def test_adapters_that_start_from_weights_are_refused(asked: dict[str, Any], tmp
 @pytest.mark.slow
 def test_a_trainer_on_ranks_saves_and_resumes_adapters_on_parts_of_a_model(tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import train_adapters
-    from tests.hf.training import arguments, llama, trained
+    from tests.hf.training import arguments, trained
+    from tests.model.hub import llama
 
     llama().save_pretrained(tmp_path / "llama")  # type: ignore[operator]
     plain, asked = tmp_path / "plain", {"save_strategy": "steps", "save_steps": 2}

@@ -75,9 +75,9 @@ def test_two_pieces_are_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch)
         seen.append(sum(not each.expired() for each in refs))
 
     refs: list[StorageWeakRef] = []
-    watched.__func__ = whole.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(optimizer, "step", watched)
     gapless.offload_optimizer(optimizer, piece=1)  # a parameter at a time
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)  # which looks at the step, and may replace it
     for _ in range(2):
         net(torch.randn(4, 30)).square().mean().backward()
         optimizer.step()
@@ -154,5 +154,12 @@ def test_what_can_not_be_stepped_in_pieces_is_refused() -> None:
         gapless.offload_optimizer(hooked)
     with pytest.raises(ConfigError, match="a closure would run for every piece"):
         gapless.offload_optimizer(torch.optim.SGD(net.parameters())).step(lambda: 0.0)
+    offloaded = gapless.offload_optimizer(torch.optim.SGD(net.parameters()))
+    torch.optim.lr_scheduler.StepLR(offloaded, 2)
+    with (
+        gapless.Pipeline(net, devices=2, microbatches=2, loss=F.mse_loss) as pipe,
+        pytest.raises(ConfigError, match="the state of this SGD is in host memory, where a step can't be undone"),
+    ):
+        pipe.training(offloaded)
     with pytest.raises(ConfigError, match="piece is 0"):
         gapless.offload_optimizer(torch.optim.SGD(net.parameters()), piece=0)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from gapless.errors import ConfigError
 from gapless.run.world import World
+from gapless.stage.offload.optimizer_state import OffloadedStep
 
 _INSTEAD = "use pipe.step and optimizer.step()"
 _OWN = {*vars(Optimizer([Parameter()], {})), "step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
@@ -43,7 +44,10 @@ def check_training(optimizer: Any, asked: Asked) -> None:
             f"{name} keeps {', '.join(extra)} outside of its state and param_groups, where a step can't be undone: "
             f"keep it there, or {_INSTEAD}"
         )
-    if vars(optimizer).get("step") is not None and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    replaced = vars(optimizer).get("step")
+    if isinstance(replaced, OffloadedStep):
+        raise ConfigError(f"the state of this {name} is in host memory, where a step can't be undone: {_INSTEAD}")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise ConfigError(f"the step of this {name} was replaced, and its parts would not call that: {_INSTEAD}")
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):

@@ -55,12 +55,13 @@ def offload_optimizer(optimizer: Optimizer, *, piece: int = _PIECE, independent:
 class OffloadedStep:
     """In the place of an optimizer's `step`."""
 
+    _wrapped_by_lr_sched = True  # torch's schedulers need not put another one around it, which would not call this
+
     def __init__(self, optimizer: Optimizer, piece: int) -> None:
         self._optimizer, self._piece, self._step = optimizer, piece, optimizer.step
         self._hosts: dict[_Key, Tensor] = {}  # what is in the host's memory, and stays reserved
         self._arriving: dict[_Key, Tensor] = {}
         self._ways: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        self.__func__ = getattr(optimizer.step, "__func__", optimizer.step)  # which torch's schedulers look for
         optimizer.register_load_state_dict_post_hook(lambda _: self._leave(self._all()))
         self._leave(self._all())
 
@@ -71,6 +72,7 @@ class OffloadedStep:
                 "without it"
             )
         optimizer, groups = self._optimizer, self._optimizer.param_groups
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to know
         pieces = list(self._pieces())
         if pieces:
             self._fetch(pieces[0])
