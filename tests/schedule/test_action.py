@@ -140,3 +140,8 @@ def test_only_stage_letter_microbatch_is_an_action(token: str) -> None:
 
 def test_a_long_wrong_token_is_cut_in_the_message() -> None:
     assert "'" + "9" * 37 + "...'" in message_of("0: " + "9" * 10_000)
+
+
+def test_lines_that_begin_with_a_hash_are_comments() -> None:
+    text = "# my schedule\n0: 0F0 0B0\n  # the last stage\n1: 1F0 1B0\n"
+    assert Schedule.parse(text) == Schedule.parse("0: 0F0 0B0\n1: 1F0 1B0")

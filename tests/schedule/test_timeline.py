@@ -8,7 +8,7 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Timeline, plain
+from gapless.schedule.timeline import Timeline, costs_of, plain
 
 TWO = Schedule.parse("0: 0F0 0B0\n1: 1F0 1B0")
 
@@ -100,3 +100,8 @@ def test_plain_numbers_lose_noise_and_nothing_else(number: float, shown: float) 
     # Rounding to 12 places once turned costs in picoseconds into 0.
     assert plain(number) == shown
     assert type(plain(number)) is type(shown)
+
+
+def test_costs_of_one_timeline_are_those_of_a_list_of_it() -> None:
+    timeline = simulate(make_schedule("1f1b", devices=2, microbatches=2))
+    assert costs_of(timeline) == costs_of([timeline])

@@ -38,7 +38,10 @@ def test_a_correct_schedule_has_no_violations() -> None:
         ("0: 0F0 0I0 0F1 0B1", ["0.4 complete: 0W0 is missing"]),
         ("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1", ["0.1 dependency: 0B0 waits for 1I0, which is missing"]),
         ("0: 0F0 0F0 0B0", ["0.1 complete: 0F0 occurs twice on device 0"]),
-        ("0: 0F0 0B0 0I0 0W0", ["0.4 complete: 0B0 is there beside its own I or W, which it stands for"]),
+        (
+            "0: 0F0 0B0 0I0 0W0",
+            ["0.4 complete: 0B0 is the whole backward, without I or W beside it (zero bubble's B is I here)"],
+        ),
         ("0: 0B0 0F0", ["0.0 dependency: 0B0 waits for 0F0, which comes later on the same device"]),
         ("0: 0F0 0W0 0I0", ["0.1 dependency: 0W0 waits for 0I0, which comes later on the same device"]),
         ("0: 0F0 0U0 0B0", ["0.1 dependency: 0U0 waits for 0W0, which comes later on the same device"]),

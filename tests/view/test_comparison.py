@@ -45,3 +45,11 @@ def test_what_auto_costs_in_memory_is_told_against_1f1b() -> None:
         "keeps it to 1f1b's"
     ) in str(found).splitlines()
     assert "auto needs" not in str(gapless.compare(["auto"], devices=4, microbatches=8, memory_limit="1x"))
+
+
+def test_what_is_no_name_of_a_schedule_is_told_where_it_goes() -> None:
+    schedule = gapless.make_schedule("1f1b", devices=2, microbatches=2)
+    with pytest.raises(ScheduleError, match=r"given by its name, as '1f1b'; gapless\.simulate takes one of your own"):
+        gapless.compare([schedule], devices=2, microbatches=2)  # type: ignore[list-item]
+    with pytest.raises(ScheduleError, match=r"'mine\.txt' is a file, and here a schedule is given by its name"):
+        gapless.compare(["mine.txt"], devices=2, microbatches=2)

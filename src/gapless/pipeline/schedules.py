@@ -39,6 +39,8 @@ class Schedules:
     def __post_init__(self) -> None:
         if self.offload == "none":
             return
+        if not isinstance(self.offload, Sequence):
+            raise ConfigError(f"offload is {self.offload!r}, but it must be one of {', '.join(_OFFLOAD)}, or a list")
         if self.streams:
             raise ConfigError(f"{self.streams} runs in streams, which keep their activations: leave out offload=")
         if self.offload == "auto" and self.memory_limit is None:

@@ -172,8 +172,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "") -> "Schedule":
-        """Read any of the three forms; the error names the line and the token."""
+        """Read any of the three forms, without lines that begin with #; the error names the line and the token."""
         name = printable(name)
+        text = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
         stripped = text.lstrip()
         if not stripped:
             raise ScheduleError("the schedule is empty: it needs one line per device, as in `0: 0F0 0B0`")

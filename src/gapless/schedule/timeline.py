@@ -178,12 +178,13 @@ def _share(part: Number, whole: Number) -> Number:
     return part / whole if whole else 0
 
 
-def costs_of(timelines: Sequence[Timeline]) -> Costs:
-    """Per stage the median time of each kind of action.
+def costs_of(timelines: Timeline | Sequence[Timeline]) -> Costs:
+    """Per stage the median time of each kind of action, in one timeline or several.
 
     Where a stage ran only whole backwards, half of one is taken for an I and half for a W; where it ran only halves, a
     whole one is taken for both together.
     """
+    timelines = (timelines,) if isinstance(timelines, Timeline) else timelines
     taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for action, start, end in timeline.all_spans:

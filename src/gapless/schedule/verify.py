@@ -134,7 +134,9 @@ def _incomplete(
         device = schedule.placement.device(stage, microbatch) if stage < schedule.num_stages else 0
         wrong = [f"{stage}{kind}{microbatch} is missing" for kind, bit in _BITS.items() if wanted & bit & ~bits]
         if bits & ~wanted:
-            wrong = [f"{stage}B{microbatch} is there beside its own I or W, which it stands for"]
+            wrong = [
+                f"{stage}B{microbatch} is the whole backward, without I or W beside it (zero bubble's B is I here)"
+            ]
         yield from (Violation("complete", device, len(schedule.rows[device]), message) for message in wrong)
 
 

@@ -220,6 +220,7 @@ def test_what_was_changed_since_it_was_saved_is_told_of_as_ever() -> None:
     ("options", "words"),
     [
         ({"offload": "auto"}, r"offload='auto' offloads what memory_limit= asks for: give one, or"),
+        ({"offload": True}, r"offload is True, but it must be one of none, activations, auto, or a list"),
         ({"offload": "weights"}, r"offload is 'weights', but it must be 'none' or 'activations' or 'auto'"),
         ({"offload": ["none", "auto"]}, r"offload is 'auto', but it must be 'none' or 'activations'"),
         ({"offload": ["none"]}, r"offload lists 1 stages, but the schedule has 2"),

@@ -143,8 +143,10 @@ def test_what_can_not_be_stepped_in_pieces_is_refused() -> None:
     net = model()
     with pytest.raises(ConfigError, match=r"Own would be stepped in pieces.*independent=True"):
         gapless.offload_optimizer(Own(net.parameters()))
-    with pytest.raises(ConfigError, match="LBFGS would be stepped in pieces"):
+    with pytest.raises(ConfigError, match="LBFGS steps all parameters together"):
         gapless.offload_optimizer(torch.optim.LBFGS(net.parameters()))
+    with pytest.raises(ConfigError, match="Optimizer, and this is a Sequential"):
+        gapless.offload_optimizer(net)  # type: ignore[arg-type]
     net(torch.randn(2, 30)).sum().backward()
     with pytest.raises(ConfigError, match="Own keeps state in its parameter groups"):
         gapless.offload_optimizer(Own(net.parameters()), independent=True).step()

@@ -77,7 +77,15 @@ def test_a_page_is_a_file_too_and_what_was_measured_has_units(tmp_path: Path) ->
         gapless.draw(tmp_path / "a.html", simulated, width=80)
 
 
-def test_the_file_comes_first() -> None:
-    timeline = gapless.simulate(gapless.make_schedule("1f1b", devices=2, microbatches=2))
+def test_what_is_no_timeline_is_told_how_to_make_one(tmp_path: Path) -> None:
+    timeline, file = timeline_of("1f1b"), tmp_path / "a.svg"
     with pytest.raises(ConfigError, match="draw takes the file first"):
         gapless.draw(timeline, "schedule.svg")  # type: ignore[arg-type]
+    for other in (timeline.schedule, None):
+        with pytest.raises(ConfigError, match=rf"this is a {type(other).__name__}: simulate\(schedule\) makes one"):
+            gapless.draw(file, other)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="a picture has no option 'grayscale': it takes title, width, font, theme, gr"
+    ):
+        gapless.draw(file, timeline, grayscale=True)
+    assert not list(tmp_path.iterdir())

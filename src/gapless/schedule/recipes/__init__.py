@@ -141,8 +141,15 @@ RECIPES = {recipe.name: recipe for recipe in _TABLE}
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name; a name that is nearly one is told which."""
+    if isinstance(name, Schedule):
+        raise ScheduleError("here a schedule is given by its name, as '1f1b'; gapless.simulate takes one of your own")
     if name in RECIPES:
         return RECIPES[name]
+    if name.endswith((".txt", ".csv", ".json")):
+        raise ScheduleError(
+            f"{name[:60]!r} is a file, and here a schedule is given by its name: `gapless show` and `simulate` read "
+            "files, and Schedule.parse(text) makes a schedule for Pipeline"
+        )
     near = get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "`gapless schedules` lists them."
     raise ScheduleError(f"there is no schedule named {name[:60]!r}; {hint}")

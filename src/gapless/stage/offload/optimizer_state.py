@@ -34,6 +34,10 @@ def offload_optimizer(optimizer: Optimizer, *, piece: int = _PIECE, independent:
     independent  an optimizer of your own steps each parameter by itself, as those of torch.optim do
     """
     kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"offload_optimizer takes a torch.optim.Optimizer, and this is a {kind.__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("LBFGS steps all parameters together, so its state stays on the device")
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in _INDEPENDENT
     if not known and not independent:
         raise ConfigError(

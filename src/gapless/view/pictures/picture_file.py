@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import tempfile
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,21 @@ def draw(path: str | Path, *timelines: Timeline, title: str = "", **look: Any) -
     """
     if isinstance(path, Timeline):
         raise ConfigError("draw takes the file first, and then the timelines: draw('schedule.svg', timeline)")
+    for each in timelines:
+        if not isinstance(each, Timeline):
+            raise ConfigError(
+                f"draw takes timelines, and this is a {type(each).__name__}: simulate(schedule) makes one, and "
+                "pipe.step(...).timeline is one with Pipeline(..., timeline=True)"
+            )
     if Path(path).suffix.lower() == ".html":
         if look:
             raise ConfigError(f"{', '.join(look)}: a page has no such option; leave it out, or draw an .svg")
         page.write(path, timelines, title or None, ranked=not any(timeline.unit for timeline in timelines))
         return
     kind = suffix_of(path)
+    if strange := sorted(look.keys() - {each.name for each in fields(Look)}):
+        known = ", ".join(each.name for each in fields(Look))
+        raise ConfigError(f"a picture has no option {strange[0]!r}: it takes title, {known}")
     picture = render(timelines, title=title, hover=kind == ".svg", look=Look(**look))
     if kind == ".svg":
         Path(path).write_text(picture, encoding="utf-8", newline="\n")
@@ -97,7 +107,8 @@ def _with_browser(picture: str, path: Path, kind: str) -> None:
             ran = subprocess.run([*words, *wanted, page.as_uri()], capture_output=True, timeout=_LONG, check=False)
         except subprocess.TimeoutExpired:
             raise GaplessError(
-                f"{Path(browser).name} took over {_LONG:g} s to draw {path.name}: write an .svg"
+                f"{Path(browser).name} took over {_LONG:g} s to draw {path.name}: pip install cairosvg, or write "
+                "a .png or an .svg"
             ) from None
         if not made.exists():
             said = ran.stderr.decode(errors="replace").strip().splitlines()
