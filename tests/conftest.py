@@ -3,6 +3,7 @@ a shell switches off for what it starts in the background; one launcher for all 
 """
 
 import gc
+import math
 import signal
 from collections.abc import Iterator
 
@@ -73,6 +74,12 @@ def _no_seeds_for_later() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_intra_op_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_word_of_slow_work() -> None:
+    """A busy machine would add it to what tests compare; test_slow_work.py has its own limit."""
+    vars(slow_work)["_LONG"] = math.inf
 
 
 @pytest.fixture(scope="session", autouse=True)

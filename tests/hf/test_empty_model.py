@@ -55,11 +55,12 @@ def test_files_to_stages_to_files_has_the_bits_of_plain_training(kind: str, tmp_
     assert set(there) == set(load_file(tmp_path / "c" / "model.safetensors"))  # each once, under transformers' names
 
 
-def test_three_ranks_have_a_part_each_and_write_it(tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_have_a_part_each_and_write_it(ranks: int, tmp_path: Path, launch: Launch) -> None:
     from tests.hf.parts_on_ranks import read_train_and_save
 
     plain = trained_plainly(type(saved("gpt2", tmp_path / "gpt2")).from_pretrained(tmp_path / "gpt2"), "gpt2", steps=2)
-    launch(read_train_and_save, 3, str(tmp_path), "gpt2", timeout=200)
+    launch(read_train_and_save, ranks, str(tmp_path), "gpt2", timeout=200)
     again = type(model_of("gpt2")).from_pretrained(tmp_path / "gpt2-trained").state_dict()
     assert [name for name, each in plain.items() if not torch.equal(each, again[name])] == []
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 
 import torch
 import torch.distributed.fsdp
@@ -11,11 +12,13 @@ from torch import nn
 
 import gapless.pipeline.pipeline
 import gapless.run.ranks.many_processes  # noqa: F401
+from gapless import slow_work
 from gapless.errors import ConfigError
 from gapless.schedule.recipes.optimal.cp_sat import solver_module
 from tests.run.forked import SELDOM
 
 gc.set_threshold(*SELDOM)
+vars(slow_work)["_LONG"] = math.inf  # as in tests/conftest.py
 
 # What torch imports at the first use of an optimizer, and of a trace.
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
