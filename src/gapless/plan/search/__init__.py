@@ -11,7 +11,6 @@ finish      from a draft to a plan, lowered and simulated
 judge       from a choice to the quickest plan that fits
 refine      the last per cent: cuts moved layer by layer
 search      all choices, ranked
-first_fit   the least number of devices on which a model fits
 what_if     what a change of the machine would bring
 heterogeneous  devices of several kinds, each with a profile of its own
 """
