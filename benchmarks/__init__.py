@@ -15,7 +15,8 @@ timeline     what recording costs, and whether a simulation agrees with the reco
 saving       what a save in the background costs
 staleness    what delayed gradients cost, on real text
 compile      compiled layers against eager ones
-gpipe/       the tables of GPipe and of zero bubble: largest, throughput, breakdown, bubbles
+gpipe/       the tables of GPipe and of zero bubble: largest, throughput, breakdown, bubbles,
+             overlap
 planner/     is the planner right? plan and replicas
 
 A benchmark has a file with `run`, which measures and returns JSON values, and `told`, which makes figures and tables of
@@ -35,6 +36,7 @@ from typing import Any
 
 BENCHMARKS = {
     "emulated": "schedules on emulated devices, against their bound and torch.distributed.pipelining",
+    "overlap": "an optimizer step that does not wait, on emulated devices, against the span and one that waits",
     "peers": "every way to train one model on ranks: pipelines, FSDP2, plain, and independent copies as the limit",
     "matrix": "our best schedule against every peer's best, on emulated devices of many sizes",
     "overhead": "a pipeline of one device against the plain loop",

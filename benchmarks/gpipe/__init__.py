@@ -1,4 +1,4 @@
-"""The tables of GPipe and of zero bubble: largest, throughput, breakdown and bubbles are benchmarks. In reading order:
+"""The tables of GPipe and of zero bubble: largest, throughput, breakdown, bubbles and overlap are benchmarks. In order:
 
 published   the numbers of both papers, which stand beside ours
 giants      the models of GPipe's tables, of any size and without data: what they hold and how many operations they take
@@ -6,4 +6,5 @@ largest     GPipe's table of the largest model per device
 throughput  GPipe's tables of normalised throughput
 breakdown   where the time of a step goes, as measured
 bubbles     zero bubble's bubble rates for published times
+overlap     an optimizer step that does not wait, against the span of its schedule
 """

@@ -34,6 +34,7 @@ ENTRIES: Mapping[str, Entry] = {
     "emulated-20ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 20"),
     "emulated-1ms": Entry("emulated", f"{_SMALL} --no-peer", "--milliseconds 1"),
     "emulated-ranks": Entry("emulated", f"{_SMALL} --torchrun", "--torchrun"),
+    "overlap": Entry("overlap", "--devices 2 --microbatches 4 --milliseconds 1 --steps 2 --rounds 2 --schedules zb-h2"),
     "peers": Entry("peers", "--microbatches 4 --layers 2 --schedules 1f1b --sizes light --rounds 2"),
     "matrix": Entry("matrix", "--devices 2 --microbatches 8 --times 1 --rounds 2"),
     "largest": Entry("largest", "--models Transformer --no-predicted --width 16 --layers 3 --devices 2"),

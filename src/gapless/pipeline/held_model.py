@@ -39,6 +39,7 @@ class HeldModel:
     _options: Options
     _close: Callable[[], object]
     steps: int
+    timeline: bool
     _training: OverlappedTraining | None = None
 
     @property

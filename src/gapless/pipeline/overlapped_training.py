@@ -104,6 +104,7 @@ class StepMaker(Protocol):
     """The pipeline."""
 
     steps: int
+    timeline: bool
 
     def _goes_on(self, inputs: Any, target: Any, cut: bool) -> bool:
         """Nothing of the model is new, and no batch of a new kind comes."""
@@ -161,6 +162,8 @@ class OverlappedTraining:
         """
         if "scaler" in batch:
             raise ConfigError("training has no scaler=: use bfloat16, which needs none, or pipe.step(..., scaler=)")
+        if self._pipe.timeline:
+            raise ConfigError("training measures no timeline: set pipe.timeline = False, or measure a pipe.step")
         inputs = batch_of(inputs, batch, "step")
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps

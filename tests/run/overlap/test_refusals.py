@@ -1,15 +1,20 @@
 """What an optimizer step that does not wait can't do is refused by name, before a number is wrong."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gapless
 from gapless.errors import ConfigError
+from tests.run.forked import Launch
 from tests.run.overlap.plain_training import WIDTH, Run, Signs
 
 
@@ -106,6 +111,39 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
                 pipe.training(optimizer, **more)
         with pytest.raises(ConfigError, match="training has no scaler="):
             pipe.training(optimizer).step(*batch(), scaler=object())
+
+
+def test_a_timeline_is_not_left_out_without_a_word() -> None:
+    with pipeline(timeline=True) as pipe:
+        training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=r"training measures no timeline: set pipe\.timeline = False"):
+            training.step(*batch())
+
+
+def sharded_and_static() -> None:
+    """What ranks can't take: DTensors, and messages without a word."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "pp"))
+    model = Run(1).model()
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh["dp"])
+    with gapless.Pipeline(model, mesh=mesh, microbatches=2, loss=F.mse_loss) as pipe:
+        training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=r"parameters are sharded \(FSDP or tp\)"):
+            training.step(*batch())
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    with (
+        gapless.Pipeline(Run(1).model(), mesh=line, microbatches=2, loss=F.mse_loss, static_shapes=True) as pipe,
+        pytest.raises(ConfigError, match="static_shapes leaves no word for forwards that run again"),
+    ):
+        pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    print("refused", flush=True)
+    os._exit(0)
+
+
+def test_sharded_parameters_and_static_shapes_are_refused(launch: Launch) -> None:
+    assert launch(sharded_and_static, 2).count("refused") == 2
 
 
 def test_streams_have_no_steps_to_overlap() -> None:

@@ -1,0 +1,114 @@
+"""The optimizer step that does not wait, against the span of its schedule and against one that waits.
+
+    span         of the schedule as it is run, simulated: what a step takes where nobody waits
+    waits        pipe.step, clip_grad_norm_ and optimizer.step()
+    overlapped   pipe.training, where nothing is clipped
+    clipped      pipe.training, where every step is: it waits too
+
+Devices are emulated: threads whose F, I and W take a given time and no processor.
+
+example: python -m benchmarks overlap --devices 8 --microbatches 16
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.peer.contest import Contest
+from benchmarks.peer.gapless_sides import batch, on_one_core, pipeline
+from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules, Steps
+from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns
+from benchmarks.runner.told import Found, Told, of_rounds, tabulated
+from gapless.pipeline.pipeline import Pipeline
+from gapless.schedule.simulate import simulate
+
+_NEVER, _ALWAYS = 1e9, 1e-9  # norms to clip to
+
+
+def run(
+    *,
+    schedules: Schedules = ("zb-h2", "auto"),
+    devices: Devices = 8,
+    microbatches: Microbatches = 16,
+    milliseconds: Milliseconds = 5,
+    steps: Steps = 8,
+    rounds: Rounds = 5,
+    progress: Progress = silent,
+) -> Found:
+    """All take turns, each with a pipeline of its own; `auto` may hold twice what 1f1b does."""
+    contest = Contest(devices, microbatches, "emulated", seconds=milliseconds / 1000)
+    spans, contestants = {}, {}
+    with ExitStack() as stack:
+        for name in schedules:
+            more: Any = {"objective": "span", "memory_limit": 2 * devices} if name == "auto" else {}
+            for way, start in (("waits", _waiting), ("overlapped", _overlapped), ("clipped", _clipped)):
+                pipe = stack.enter_context(pipeline(contest, name, **more))
+                spans[name] = float(simulate(pipe.schedule, contest.costs).span)
+                with on_one_core():  # the threads start with the first step
+                    call = start(pipe, contest)
+                contestants[f"{name} {way}"] = partial(_steadily, call, steps)
+        seconds = take_turns(contestants, rounds, progress)
+    return {"spans": spans, "rounds": seconds}
+
+
+def _steadily(step: Callable[[], object], steps: int) -> float:
+    """Seconds per step. A step returns when the one before is settled, so the first ones only fill the pipeline."""
+    for _ in range(2):
+        step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
+
+
+def _waiting(pipe: Pipeline, contest: Contest) -> Callable[[], object]:
+    optimizer, (inputs, target) = _optimizer(pipe), batch(contest)
+
+    def step() -> None:
+        pipe.step(inputs, target)
+        pipe.clip_grad_norm_(_NEVER)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
+
+
+def _overlapped(pipe: Pipeline, contest: Contest, max_norm: float = _NEVER) -> Callable[[], object]:
+    training, (inputs, target) = pipe.training(_optimizer(pipe), max_norm=max_norm), batch(contest)
+    for _ in range(3):
+        training.step(inputs, target)
+    return lambda: training.step(inputs, target)
+
+
+def _clipped(pipe: Pipeline, contest: Contest) -> Callable[[], object]:
+    return _overlapped(pipe, contest, _ALWAYS)
+
+
+def _optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pipe.parameters(), lr=0.0, momentum=0.9)
+
+
+def told(found: Found) -> Told:
+    """A row for each schedule and way. What counts is how far a step is above the span, and what clipping costs."""
+    rows, figures = [], []
+    for name, seconds in found["rounds"].items():
+        schedule, _, way = name.partition(" ")
+        span = found["spans"][schedule]
+        rows.append({"schedule": schedule, "way": way, "seconds": median(seconds), "span": span, "above": 0.0})
+        rows[-1]["above"] = rows[-1]["seconds"] / span - 1
+        if way == "overlapped":
+            shares = [each / span for each in seconds]
+            figures.append(of_rounds(f"step over span, {schedule}", shares, "x", "less", "at most 1.04"))
+        if way == "clipped":
+            shares = quotients(seconds, found["rounds"][f"{schedule} waits"])
+            figures.append(of_rounds(f"clipped over waiting, {schedule}", shares, "x", "less", "at most 1.03"))
+    title = (
+        f"{found['devices']} emulated devices, {found['microbatches']} microbatches, {found['milliseconds']:g} ms for "
+        f"each F, I and W of a device; medians of {len(seconds)}"
+    )
+    return Told(figures, [tabulated(title, rows, "schedule | way | step=seconds:ms | span:ms | above:%", left=2)])
