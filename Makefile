@@ -47,7 +47,7 @@ demo: $(RUNS)
 	$(BIN)/python -m gapless show gpipe --devices 4 --microbatches 4
 	$(BIN)/python -m gapless show zb-h1 --devices 4 --microbatches 4
 	$(BIN)/python -m gapless compare --devices 8 --microbatches 32 --html demo/compare.html
-	@rm -rf demo/run
+	@rm -rf demo/run demo/weights.safetensors
 	@echo "A small GPT, 30 steps on 4 devices, then 20 more on 2. Without GPUs devices are threads, so this shows what"
 	@echo "happens and not how fast it would be; the measured bubble means something on a machine that is otherwise idle."
 	$(BIN)/python -m gapless train examples/demo.toml --steps 30 --folder demo/run
