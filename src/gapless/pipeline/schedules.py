@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from gapless.errors import ConfigError, ScheduleError
 from gapless.pipeline.arguments.checks import fitting_schedule, one_of
@@ -19,6 +19,7 @@ from gapless.stage.stage import Remat
 
 Offload = Literal["none", "activations", "auto"]
 _OFFLOAD = get_args(Offload)
+Word = TypeVar("Word", bound=str)
 _LARGE = 0.1  # a bubble
 
 
@@ -114,23 +115,23 @@ class Schedules:
 
     def offloaded_of(self, num_stages: int) -> list[int]:
         """The stages whose activations may leave."""
-        words = [self.offload] * num_stages if isinstance(self.offload, str) else list(self.offload)
-        if len(words) != num_stages:
-            raise ConfigError(
-                f"offload lists {len(words)} stages, but the schedule has {num_stages}: list one word for each stage, "
-                "or give one word for all"
-            )
-        return [stage for stage, word in enumerate(words) if word != "none"]
+        return [stage for stage, word in enumerate(_of_each("offload", self.offload, num_stages)) if word != "none"]
 
     def remat_of(self, num_stages: int) -> list[Remat]:
         """Of each stage."""
-        remat = [self.remat] * num_stages if isinstance(self.remat, str) else list(self.remat)
-        if len(remat) != num_stages:
-            raise ConfigError(
-                f"remat lists {len(remat)} stages, but the schedule has {num_stages}: list one word for each stage, or "
-                "give one word for all"
-            )
+        remat = _of_each("remat", self.remat, num_stages)
         if isinstance(self.asked, Schedule):  # one with R in it recomputes, whatever else was asked for
             for stage in {stage for stage, _ in self.asked.recomputed}:
                 remat[stage] = "stage"
         return remat
+
+
+def _of_each(name: str, words: Word | Sequence[Word], num_stages: int) -> list[Word]:
+    """One word for each stage, as they are listed, or one for all."""
+    found: list[Word] = [words] * num_stages if isinstance(words, str) else list(words)
+    if len(found) != num_stages:
+        raise ConfigError(
+            f"{name} lists {len(found)} stages, but the schedule has {num_stages}: list one word for each stage, or "
+            "give one word for all"
+        )
+    return found
