@@ -33,6 +33,7 @@ def flops_of(profile: Profile, *names: str) -> int:
     return round(1e12 * float(sum(getattr(layer, name).median for layer in profile.layers for name in names)))
 
 
+@pytest.mark.slow  # tests/plan/profile/test_blocks.py has small ones
 def test_few_blocks_stand_for_all_to_the_byte_and_to_the_flop(tmp_path: Path) -> None:
     model, profile = profile_of(tmp_path, SMALL | {"attn_implementation": "eager"}, length=16)
     assert [layer.name for layer in profile.layers[1:10]] == [f"{n + 1}.model.layers.{n}" for n in range(9)]
