@@ -1,6 +1,7 @@
 """How close ranks on a GPU come to what it can do, against torch.distributed.pipelining.
 
-One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is trained
+One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is trained, or with --model llama a Llama
+as people train one (Hugging Face's if transformers is installed, with AdamW; whole for gapless, cut by hand for torch)
 
     whole       on one part of the GPU, by a plain loop
     parts       a part of the model on each part of the GPU, at once, with nobody to wait for: the limit
@@ -8,6 +9,7 @@ One GPU is cut into equal parts, one for each rank (CUDA MPS). The same GPT is t
     static      the same with static_shapes=True, as torch takes it for granted: hosts do not wait for messages
     graphed     parts and pipeline once more, with CUDA graphs
     torch       as a pipeline of torch.distributed.pipelining, over NCCL
+    default     of a Llama: gapless without any option
 
     bound        limit / (1 - bubble), the bubble simulated with the times that the actions took
     efficiency   bound / time
@@ -35,18 +37,25 @@ import torch
 
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.peer import Lineup, Peer
-from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width
+from benchmarks.runner.parameters import Between, Rounds, Schedules, check_width, one_of
 from benchmarks.runner.rounds import KeptRounds, Progress, best, median, silent
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.errors import ConfigError
+from gapless.schedule.recipes import make_schedule
+from gapless.schedule.simulate import simulate
 from gapless.units import show_count
 
 _PEERS = ("1f1b", "interleaved", "zb-v")
+_PRECISIONS = one_of("bf16", "autocast", "fp16")
 _FIRST_NCCL = 23100  # that lets ranks share a GPU
 
 
 def run(
     *,
+    model: Annotated[str, "gpt (of gapless, in bfloat16) or llama", one_of("gpt", "llama")] = "gpt",
+    precision: Annotated[str, "of a llama: bf16, or autocast to bfloat16, or to fp16", _PRECISIONS] = "bf16",
+    compile: Annotated[bool, "compile the layers of a llama"] = False,
+    peers: Annotated[tuple[str, ...], "schedules of torch"] = _PEERS,
     ranks: Annotated[int, "parts of the GPU"] = 4,
     layers: Annotated[int, "blocks of the GPT, a multiple of the ranks"] = 16,
     width: Annotated[int, "its width, a multiple of 64"] = 2048,
@@ -70,7 +79,9 @@ def run(
             f"{2 * ranks}"
         )
     check_width(width, heads=width // 64 or 64)
-    contest = Contest(ranks, microbatches, "gpt", size=width, layers=layers // ranks, tokens=tokens)
+    sizes: Any = {"size": width, "layers": layers // ranks, "tokens": tokens}
+    kind: Any = model
+    contest = Contest(ranks, microbatches, kind, **sizes, precision=precision, compiled=compile)
     skipped: dict[str, str] = {}
     if reason := _without_nccl(ranks):
         transports = tuple(each for each in transports if each != "nccl")
@@ -79,26 +90,33 @@ def run(
     ways = [*transports, *(f"{each} static" for each in transports if each != "gloo")]
     names = [f"{schedule} over {way}" for way in ways for schedule in schedules]
     names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
+    names += ["default"] if model == "llama" else []
     timed = {(each, mode): f"{each} over {transports[0]}{mode} timed" for mode in modes for each in schedules}
     gpu = torch.cuda.get_device_properties(0).name
     kept = KeptRounds(keep, {**dataclasses.asdict(contest), "names": names, "peer": peer, "gpu": gpu}, minutes)
     with _cut_into(ranks, skipped) as environment, Lineup(contest, progress, environment=environment) as lineup:
-        if "bubbles" not in kept.facts:
+        if model == "llama":  # its parts are alike, so the bubbles are those of the schedules
+            sizes = {"devices": ranks, "microbatches": microbatches}
+            bubbles = {each: simulate(make_schedule(each, **sizes)).bubble for each in schedules}
+            kept.facts["bubbles"] = {name: float(bubbles[each]) for (each, _), name in timed.items()}
+        elif "bubbles" not in kept.facts:
             progress("timing the actions")
             with Peer(contest, list(timed.values()), "gapless", environment) as clocked:
                 for name in clocked.schedules:  # before the others, which need its memory
                     clocked.step(name, 2)
             kept.facts["bubbles"] = clocked.bubbles
-        lineup.add_ranks("parts", ("whole", *(f"parts{mode}" for mode in modes)), "")
+        alone = ("whole",) if model == "gpt" else ()
+        lineup.add_ranks("parts", (*alone, *(f"parts{mode}" for mode in modes)), "")
         lineup.add_ranks("gapless", names)
         if peer:
-            lineup.add_ranks("torch", _PEERS)
+            lineup.add_ranks("torch", peers)
         seconds = kept.take_turns(lineup.contestants, rounds, progress)
+        peaks = lineup.peaks
     limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
     bubbles = kept.facts["bubbles"]
     bounds = {key: limits[key[1]] / (1 - bubbles[name]) for key, name in timed.items() if name in bubbles}
     return {
-        "rows": [_row(name, values, bounds) for name, values in seconds.items()],
+        "rows": [{**_row(name, values, bounds), "peak": peaks.get(name)} for name, values in seconds.items()],
         "limit": limits[""],
         "skipped": skipped,
         "refused": lineup.refused,
@@ -176,8 +194,8 @@ def told(found: Found) -> Told:
         ours, theirs = found["best"], found["best_of_torch"]
         verdict += [f"{ours} is faster than torch's best ({theirs}) by {found['faster']:.2f}x"]
     title = (
-        f"gpt of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches of "
-        f"{found['tokens']} tokens, bfloat16, {found['ranks']} ranks"
+        f"{found['model']} of {found['layers']} layers, width {found['width']}, {found['microbatches']} microbatches "
+        f"of {found['tokens']} tokens, {found['precision']}{', compiled' * found['compile']}, {found['ranks']} ranks"
     )
     figures, rows = [], []
     for row in found["rows"]:
@@ -186,5 +204,5 @@ def told(found: Found) -> Told:
         name = " ".join(filter(None, (row["by"], row["schedule"], row["transport"])))
         figures.append(of_rounds(name, row["rounds"], by=row["by"].split()[0]))
     note = f"{found['parts_of']}; medians of {found['done']}."
-    columns = "schedule=what | by=who | over=transport | step=seconds:ms | bound:ms | efficiency:%"
+    columns = "schedule=what | by=who | over=transport | step=seconds:ms | bound:ms | efficiency:% | peak:MiB"
     return Told(figures, [tabulated(title, rows, columns, *verdict, note=note, left=3, in_docs=True)])

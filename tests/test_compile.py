@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gapless
 from gapless.errors import ConfigError
 from gapless.stage.compiled import CompiledCalls, is_compiled
+from gapless.stage.random.draws import Draws
 from gapless.zoo.gpt import gpt, next_token_loss
 from tests.pipelines import assert_same, assert_same_gradients, schedule_named
 
@@ -162,7 +163,7 @@ def test_what_torch_compiles_anew_for_is_learnt_anew(p: float) -> None:
     calls, x, device = CompiledCalls(layer), torch.randn(2, 6), torch.device("cpu")
 
     def cold() -> bool:
-        return calls(layer, (x,), SEED, device)[1]
+        return calls(layer, (x,), Draws(SEED), device)[1]
 
     assert [cold(), cold()] == [True, False]
     block.linear.bias.requires_grad_(False)

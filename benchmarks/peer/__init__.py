@@ -1,5 +1,6 @@
 """Contestants in processes of their own, in reading order:
 
+llama           a Llama, whole or in parts
 contest         what both sides run: layers, inputs, loss
 ranks           what a rank does: it prepares, and then runs the steps it is asked for
 torch_side      torch.distributed.pipelining on a rank

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.peer.contest import Contest, loss
+from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import on_one_core
 
 TORCHGPIPE_NOTE = "torchgpipe's backwards run on autograd's threads: one for all CPUs, so they are not parallel here"
@@ -25,36 +25,54 @@ def prepare_parts(contest: Contest, name: str, rank: int) -> Prepared:
     """
     torch.manual_seed(0)
     count = contest.devices if name == "whole" else 1
-    layers = nn.Sequential(*(contest.stage(1) for _ in range(count)))
-    inputs, target = contest.inputs().split(contest.samples), contest.target()
+    layers = nn.Sequential(*(contest.stage(1, number=rank + number) for number in range(count)))
+    inputs, targets = contest.inputs().split(contest.samples), contest.target().split(contest.samples)
     needs_grad = name != "whole" and rank > 0
+    if contest.kind == "llama" and needs_grad:
+        shape, low = (contest.samples, contest.tokens, contest.size), next(layers.parameters()).dtype
+        inputs = tuple(torch.randn(shape, dtype=low, device=contest.device) for _ in inputs)
+    is_last = name == "whole" or rank == contest.devices - 1
+    find = contest.loss if contest.kind != "llama" or is_last else _sum
+
+    def once(part: Tensor, target: Tensor) -> None:
+        with contest.casting():
+            found = find(layers(part), target)
+        found.backward()
+
     if name == "parts graphed":
-        return None, _graphed(layers, inputs, needs_grad, target)
+        run: Callable[[], object] = _graphed(once, inputs, needs_grad, targets)
+    else:
 
-    def step() -> None:
-        if name == "parts" or rank == 0:
-            for part in inputs:
-                loss(layers(part.detach().requires_grad_(needs_grad)), target).backward()
+        def run() -> None:
+            if name == "parts" or rank == 0:
+                for part, target in zip(inputs, targets, strict=True):
+                    once(part.detach().requires_grad_(needs_grad), target)
 
-    return None, step
+    return None, contest.trained(layers.parameters(), run, in_place=name == "parts graphed")
 
 
-def _graphed(layers: nn.Module, inputs: Sequence[Tensor], needs_grad: bool, target: Tensor) -> Callable[[], object]:
+def _sum(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs * 1.0).sum()
+
+
+def _graphed(
+    once: Callable[[Tensor, Tensor], None], inputs: Sequence[Tensor], needs_grad: bool, targets: Sequence[Tensor]
+) -> Callable[[], object]:
     """Gradients stay where they are, so that a graph can add to them."""
-    place = inputs[0].clone().requires_grad_(needs_grad)
+    place, target = inputs[0].clone().requires_grad_(needs_grad), targets[0].clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            loss(layers(place), target).backward()
+            once(place, target)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            loss(layers(place), target).backward()
+            once(place, target)
 
     def step(*_: object) -> None:
         for part in inputs:
             place.data.copy_(part)
             graph.replay()
 
-    return partial(step, layers, target)  # which the graph reads, and does not hold
+    return partial(step, once, target)  # what the graph reads, and does not hold
 
 
 def prepare_fsdp(contest: Contest, name: str, rank: int) -> Prepared:

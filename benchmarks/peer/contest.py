@@ -1,14 +1,17 @@
 """What two contestants have in common: the same layers, the same inputs, the same loss."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peer import llama
 from gapless.schedule.costs import Costs
 from gapless.zoo.emulated import Emulated
 from gapless.zoo.gpt import Block
@@ -23,33 +26,42 @@ class Contest:
     kind      emulated: a stage is one layer; those of a device take `seconds` together for each of F, I and W
               linear: a device has `layers` linear ones
               gpt: a device has `layers` blocks, on a GPU and in bfloat16
+              llama: the same of a Llama, with its embedding, its head and its loss; a step ends with that of AdamW
     size      floats per sample, or per token; for linear layers and blocks their width
     samples   per microbatch
-    tokens    per sample of a gpt
+    tokens    per sample of a gpt or a llama
+    precision of a llama: bf16, its weights; autocast, to bfloat16; fp16: autocast to float16
+    compiled  layers are compiled
     """
 
     devices: int
     microbatches: int
-    kind: Literal["emulated", "linear", "gpt"]
+    kind: Literal["emulated", "linear", "gpt", "llama"]
     seconds: float = 0.0
     size: int = 1
     samples: int = 1
     layers: int = 1
     tokens: int = 1
+    precision: str = "bf16"
+    compiled: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind in ("gpt", "llama")
 
     @property
     def device(self) -> torch.device:
         """Of the process that asks."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.kind == "gpt" else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
 
     def settle(self) -> None:
         """Wait until the device has done what it was asked to."""
-        if self.kind == "gpt":
+        if self.on_gpu:
             torch.cuda.synchronize()
 
     def tidy(self) -> None:
         """Give back what the device has kept, for others on it."""
-        if self.kind == "gpt":
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
     @property
@@ -57,10 +69,16 @@ class Contest:
         """How many steps ours makes before it is measured: CUDA graphs are captured after some, and ranks compare their
         batches in the first eight.
         """
-        return 8 if self.kind == "gpt" or self.seconds < _SHORT else 0
+        return 8 if self.on_gpu or self.seconds < _SHORT else 0
 
-    def stage(self, stages_per_device: int, separate: bool = False) -> nn.Module:
+    def stage(self, stages_per_device: int, separate: bool = False, number: int = 0) -> nn.Module:
         """`separate` is for a contestant that splits a backward by walking its graph: see Emulated."""
+        if self.kind == "llama":
+            last = self.devices * stages_per_device - 1
+            part = llama.LlamaPart(self.llama(self.layers // stages_per_device), first=number == 0, last=number == last)
+            if self.compiled:
+                part.compile_layers()
+            return part
         if self.kind == "linear":
             return nn.Sequential(*(nn.Linear(self.size, self.size) for _ in range(self.layers // stages_per_device)))
         if self.kind == "gpt":
@@ -70,14 +88,47 @@ class Contest:
         share = self.seconds / stages_per_device
         return Emulated(forward=share, input_grad=share, weight_grad=share, size=self.size, separate=separate)
 
+    def llama(self, layers: int) -> nn.Module:
+        """One of so many layers."""
+        with self.device:
+            made = llama.whole(self.size, layers, self.tokens)
+        return made.to(torch.bfloat16) if self.precision == "bf16" else made
+
+    def casting(self) -> AbstractContextManager[Any]:
+        """Around a step."""
+        if self.kind != "llama" or self.precision == "bf16":
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", torch.float16 if self.precision == "fp16" else torch.bfloat16)
+
+    def trained(
+        self, parameters: Iterable[nn.Parameter], run: Callable[[], Any], *, in_place: bool = False
+    ) -> Callable[[], Any]:
+        """A step: `run`, and of a llama that of its optimizer. `in_place`: gradients stay where they are."""
+        if self.kind != "llama":
+            return run
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+        def step() -> Any:
+            with self.casting():
+                result = run()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not in_place)
+            return result
+
+        return step
+
     def inputs(self) -> Tensor:
         """They require a gradient where layers are emulated, so that the I of the first stage takes its time too."""
         shape = self._shape
+        if self.kind == "llama":
+            return torch.arange(math.prod(shape), device=self.device).view(shape) * 7919 % llama.VOCAB
         found = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
         return found.to(self.device, torch.bfloat16) if self.kind == "gpt" else found
 
     @property
     def _shape(self) -> tuple[int, ...]:
+        if self.kind == "llama":
+            return self.microbatches * self.samples, self.tokens
         tokens = (self.tokens,) if self.kind == "gpt" else ()
         return (self.microbatches * self.samples, *tokens, self.size)
 
@@ -86,13 +137,15 @@ class Contest:
         return self.kind == "emulated"
 
     def target(self) -> Tensor:
-        return torch.zeros(self._shape[0], device=self.device)
+        return self.inputs() if self.kind == "llama" else torch.zeros(self._shape[0], device=self.device)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Where layers are emulated it looks at the first number of each sample, as they do, and leaves the rest alone;
         all the same its gradient has every number.
         """
+        if self.kind == "llama":
+            return llama.loss
         return _sum_of_first if self.kind == "emulated" and self.size > 1 else loss
 
     @property

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -118,23 +118,47 @@ def steadily(contest: Contest, pipe: Pipeline, inputs: Tensor, target: Tensor) -
 def prepare_gapless(contest: Contest, name: str, rank: int) -> tuple[str | None, Callable[[], object]]:
     """The order of the actions as they are run, and a call that runs one step on this rank. A name is that of a
     schedule, and may say over which transport, that shapes are "static", that its actions are "graphed" as CUDA graphs,
-    and that the step is "timed": its timeline is recorded.
+    and that the step is "timed": its timeline is recorded. "default" is the pipeline that one gets without any option.
     """
     torch.manual_seed(0)  # every rank makes the same weights
     asked, *words = name.split()
     has = {word: word in words for word in ("static", "timed", "graphed")}
     over = cast(TransportName, words[1] if "over" in words else "auto")
     mesh = init_device_mesh(contest.device.type, (contest.devices,), mesh_dim_names=("pp",))
-    more: Any = {"static_shapes": has["static"], "timeline": has["timed"], "graphs": has["graphed"]}
-    pipe = pipeline(contest, asked, mesh, transport=over, **more)
+    more: Any = {"static_shapes": has["static"], "timeline": has["timed"], "graphs": has["graphed"], "transport": over}
+    more = {} if asked == "default" else {"schedule": asked, **more}
+    if contest.kind == "llama":
+        return _llama(contest, mesh, more)
+    pipe = pipeline(contest, mesh=mesh, **more)
     inputs, target = batch(contest)
     if not has_steps(asked):
         return pipe.schedule.text(), steadily(contest, pipe, inputs, target)
     for _ in range(contest.first_steps if has["graphed"] or not has["timed"] else 0):
         pipe.step(inputs, target)
     if has["graphed"]:
-        found: list[str] = [""] * contest.devices
-        dist.all_gather_object(found, next((line for line in repr(pipe).splitlines() if "no graphs" in line), ""))
-        if any(found):
-            raise ValueError(next(filter(None, found)).strip())
+        _check_graphs(pipe, contest.devices)
     return pipe.schedule.text(), lambda: pipe.step(inputs, target)
+
+
+def _check_graphs(pipe: Pipeline, ranks: int) -> None:
+    found: list[str] = [""] * ranks
+    dist.all_gather_object(found, next((line for line in repr(pipe).splitlines() if "no graphs" in line), ""))
+    if any(found):
+        raise ValueError(next(filter(None, found)).strip())
+
+
+def _llama(contest: Contest, mesh: Any, options: Mapping[str, Any]) -> tuple[str | None, Callable[[], object]]:
+    """As people have it: the whole model is given, and cut by the pipeline."""
+    batch: Any = {"input_ids": contest.inputs(), "labels": contest.target()}
+    made = {"microbatches": contest.microbatches, "compile": contest.compiled, **options}
+    pipe = Pipeline(contest.llama(contest.layers * contest.devices), mesh=mesh, **made)
+    with contest.casting():
+        pipe.step(batch)
+    pipe.zero_grad()
+    step = contest.trained(pipe.parameters(), lambda: pipe.step(batch))
+    for _ in range(contest.first_steps):
+        step()
+    print(pipe, flush=True)
+    if options.get("graphs") is True:
+        _check_graphs(pipe, contest.devices)
+    return pipe.schedule.text(), step

@@ -61,6 +61,7 @@ class Peer:
     refused     why it does not run the others: it does not take the sizes, or failed. After a failure its ranks start
                 again without that schedule. A schedule of ours is never left out: there it is an error
     bubbles     of those whose last step had a timeline, with the times of its actions
+    peaks       on GPUs: the most bytes that a rank had in a step
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Peer:
         self.schedules: dict[str, Schedule] = {}
         self.refused: dict[str, str] = {}
         self.bubbles: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
 
     def __enter__(self) -> "Peer":
         start_server()
@@ -102,6 +104,7 @@ class Peer:
             return self.step(name, times)
         if (bubble := spans[0].bubble) is not None:
             self.bubbles[name] = bubble
+        self.peaks[name] = max(span.peak for span in spans)
         return (max(span.end for span in spans) - min(span.start for span in spans)) / times
 
     def _start(self) -> None:
@@ -198,6 +201,13 @@ class Lineup(contextlib.ExitStack):
         self._peers: dict[str, Peer] = {}
         self.contestants: dict[str, Contestant] = {}
         self.schedules: dict[str, Schedule] = {}
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes on the fullest GPU, by name."""
+        return {
+            f"{name} {what}".strip(): peak for name, peer in self._peers.items() for what, peak in peer.peaks.items()
+        }
 
     @property
     def refused(self) -> dict[str, str]:

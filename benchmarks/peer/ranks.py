@@ -40,11 +40,14 @@ class Prepared(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """From when to when the steps ran; the bubble of a timeline, where there is one."""
+    """From when to when the steps ran; the bubble of a timeline, where there is one; on a GPU the peak of its memory,
+    in bytes, without what other contestants have there.
+    """
 
     start: float
     end: float
     bubble: float | None
+    peak: int
 
 
 class Failed(NamedTuple):
@@ -84,17 +87,20 @@ def compete(
     os.environ.update(more)
     at = ""
     try:
-        if contest.kind == "gpt":
+        if contest.on_gpu:
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.kind == "gpt" else "gloo")
+        join_group(rank, ranks, folder, 120.0, "cpu:gloo,cuda:nccl" if contest.on_gpu else "gloo")
         module, _, function = place.partition(":")
         prepare: Prepare = getattr(import_module(module), function)
         steps: dict[str, Callable[[], object]] = {}
+        held: dict[str, int] = {}  # bytes of the GPU, of each of them between steps
         for at in names:
+            before = _allocated(contest)
             _send(lead, _prepare(rank, prepare, contest, at, steps))
+            held[at] = _allocated(contest) - before
         while (asked := _asked(lead)) is not None:
             at, times = asked
-            _send(lead, _step(contest, steps[at], times))
+            _send(lead, _step(contest, steps[at], times, held[at]))
     except BaseException as error:
         when = time.perf_counter()
         traceback.print_exc()
@@ -131,11 +137,19 @@ def _prepare(
     return Prepared(name, order)
 
 
-def _step(contest: Contest, step: Callable[[], object], times: int) -> Stepped:
+def _allocated(contest: Contest) -> int:
+    return torch.cuda.memory_allocated() if contest.on_gpu else 0
+
+
+def _step(contest: Contest, step: Callable[[], object], times: int, held: int) -> Stepped:
+    others = _allocated(contest) - held
+    if contest.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     for _ in range(times):
         result = step()
         contest.settle()
     span = result if isinstance(result, Span) else Span(start, time.perf_counter())  # only a part of it may count
     timeline = getattr(result, "timeline", None)  # what the schedule would leave idle, with the times it has
-    return Stepped(*span, timeline and float(simulate(timeline.schedule, costs_of([timeline])).bubble))
+    bubble = timeline and float(simulate(timeline.schedule, costs_of([timeline])).bubble)
+    return Stepped(*span, bubble, torch.cuda.max_memory_allocated() - others if contest.on_gpu else 0)

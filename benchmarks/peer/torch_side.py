@@ -60,7 +60,7 @@ def prepare_torch(contest: Contest, name: str, rank: int) -> tuple[str | None, C
     numbers = _stages_of(rank, contest.devices, name)
     stages = []
     for number in numbers:
-        layers = contest.stage(stages_per_device, separate=name in _SPLIT)
+        layers = contest.stage(stages_per_device, separate=name in _SPLIT, number=number)
         if number == 0 and contest.inputs_need_grad:
             layers = _NeedsGrad(layers)
         stages.append(_Stage(layers, number, num_stages, contest.device))
@@ -68,7 +68,9 @@ def prepare_torch(contest: Contest, name: str, rank: int) -> tuple[str | None, C
     schedule: Any = made(stage, contest.microbatches, loss_fn=contest.loss)
     inputs = (contest.inputs(),) if 0 in numbers else ()
     target = contest.target() if num_stages - 1 in numbers else None
-    return _order(schedule), lambda: schedule.step(*inputs, target=target, return_outputs=False)
+    parameters = [each for stage in stages for each in stage.submod.parameters()]
+    run = contest.trained(parameters, lambda: schedule.step(*inputs, target=target, return_outputs=False))
+    return _order(schedule), run
 
 
 def _order(schedule: Any) -> str | None:

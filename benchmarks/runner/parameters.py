@@ -43,6 +43,16 @@ Schedule = Annotated[str, "schedule to measure", find_recipe]
 Schedules = Annotated[tuple[str, ...], "schedules to measure", find_recipe]
 
 
+def one_of(*words: str) -> Callable[[str], None]:
+    """A check that an option is one of these."""
+
+    def check(word: str) -> None:
+        if word not in words:
+            raise ConfigError(f"{word[:40]!r} is none of {', '.join(words)}")
+
+    return check
+
+
 class Parameter(NamedTuple):
     """Of the `run` of a benchmark. `notes` are what stands beside the type: its help, a `Between`, checks."""
 

@@ -195,7 +195,7 @@ class Calls:
         if way is _COMPILED:
             self.ran_unseen = True
             with self._aside:
-                result, cold = self._compiled[index](call, args, self.draws.seed_here(), self._device())
+                result, cold = self._compiled[index](call, args, self.draws, self._device())
             self.backwards.cold |= cold
             return result
         key = (index, getattr(layer, "training", True))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gapless.stage.batch import microbatch as mb
-from gapless.stage.random.draws import default_generators, seeded
+from gapless.stage.random.draws import Draws, UncapturableError, default_generators, seeded
 
 from .settings import settings
 
@@ -47,12 +47,18 @@ class CompiledCalls:
         self.seconds = 0.0  # of the calls that compiled
 
     def __call__(
-        self, call: Callable[..., Any], args: tuple[Any, ...], seed: int, device: torch.device
+        self, call: Callable[..., Any], args: tuple[Any, ...], draws: Draws, device: torch.device
     ) -> tuple[Any, bool]:
         """The result, and whether this call may have compiled."""
         tensors = list(args) if type(args[0]) is Tensor and len(args) == 1 else mb.flatten(args)[0]
         kind = self._kind(tensors)
         drawn = self._drawn.get(kind)
+        seed = draws.seed_here()
+        if draws.are_captured:
+            if drawn is None or any(each.device.type == "cpu" for each in drawn):
+                raise UncapturableError("a compiled layer draws on the CPU" if drawn else "a layer would be compiled")
+            with draws.swapped_in(device) if drawn else contextlib.nullcontext():
+                return call(*args), False
         if drawn is not None:
             with seeded(drawn, seed) if drawn else contextlib.nullcontext():
                 return call(*args), False
@@ -68,6 +74,8 @@ class CompiledCalls:
         self._drawn[kind] = [
             generator for generator, a, b in zip(generators, before, after, strict=True) if not torch.equal(a, b)
         ]
+        if any(each.device.type == "cuda" for each in self._drawn[kind]):
+            draws.on_gpu.add(draws.layer)
         return result, True
 
     @property

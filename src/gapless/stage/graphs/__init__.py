@@ -2,6 +2,7 @@
 
 graphed            a stage whose actions are graphs; `replay`: one of them
 graph_memory       what graphs read and write
+cast_places        casts of weights, once per step
 graph_sharing      microbatches that share graphs
 graph_assumptions  what graphs take for granted, and so the reasons to refuse one
 graph_trial        whether they are worth it

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gapless.stage.autocast import autocast_is_on
 from gapless.stage.calls import Calls
 from gapless.stage.compiled import is_traced
 from gapless.stage.guards.state.state_notes import content_of
@@ -132,10 +131,6 @@ def why_no_call(calls: Calls) -> str | None:
     """What of the calls of a stage can't be captured, if there is anything."""
     if calls.statistics.moved:
         return "a batch norm counts what it sees"
-    if calls.num_compiled:
-        return "its layers are compiled"
-    if autocast_is_on():
-        return "autocast casts its weights, which graphs would keep: give it weights in bfloat16"
     if calls.mode.alone:
         return "a layer draws in a way that can't be seen"
     return None

@@ -14,7 +14,7 @@ in the pool, and is added to the `.grad` of the user's after each replay.
 
 What can't be captured runs eagerly and is named once. If a backward can't be replayed, its forward runs again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,11 +27,12 @@ from gapless.stage.shared.cell_ties import Stray
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.stage import Stage, Then
 
+from .cast_places import CastPlaces
 from .graph_assumptions import why_no_call, why_not
 from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .graph_sharing import Flight, ForwardCall, Likenesses
 from .graph_trial import Trial
-from .replay import Pools, captured
+from .replay import Pools, Replay, T, captured
 
 Graphs = Literal["auto"] | bool
 _SHARED = -1  # as the number of a pool
@@ -50,10 +51,10 @@ class GraphedStage(Stage):
         self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
         self._pools = Pools()  # of each number, and one that all share
+        self._casts = CastPlaces(())
 
     @property
     def runs(self) -> str:
-        """How its actions run, for people."""
         return self._likenesses.described
 
     def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
@@ -69,7 +70,7 @@ class GraphedStage(Stage):
     def forward(self, microbatch: int, inputs: Any, *, then: Then | None = None, **options: Any) -> Any:
         asked = ForwardCall(inputs, **{"place": microbatch, **options})
         if self._likenesses.begin(asked.step, self._why_not):
-            self._pools, self._free = Pools(), set()
+            self._pools, self._free, self._casts = Pools(), set(), CastPlaces(self.parameters())
         like = None if asked.leaves else self._likenesses.of(asked)
         if like is None:
             handed = self._eagerly(microbatch, asked, then)
@@ -127,6 +128,7 @@ class GraphedStage(Stage):
     def _run(self, flight: Flight, made: GraphedMicrobatch, asked: ForwardCall) -> None:
         """Replays a forward. The first of its likeness runs eagerly too, and what that makes is what goes on."""
         seed, like = self._seed(flight), flight.like
+        self._casts.fill(asked.step)
         if like.trial is not None:
             made.forward.run(seed)
             return
@@ -136,14 +138,12 @@ class GraphedStage(Stage):
         trial.compare(trial.handed, made.handed.copied())
 
     def _capture_forward(self, microbatch: int, asked: ForwardCall, number: int) -> GraphedMicrobatch | None:
-        draws = self._calls.draws
         try:
             slot = GraphedMicrobatch(*asked[:3], self._loss_dtype)
             fixed = asked._replace(inputs=slot.inputs.tree, target=slot.target.tree, weight=slot.weight)
             versions = slot.inputs.versions + slot.target.versions
-            slot.forward, handed = captured(
-                lambda: self._eagerly(microbatch, fixed), self._pools[number], draws, draws.on_gpu
-            )
+            draws = self._calls.draws.on_gpu
+            slot.forward, handed = self._captured(lambda: self._eagerly(microbatch, fixed), number, draws)
             slot.handed = LeftTree(handed)
             if versions != slot.inputs.versions + slot.target.versions:
                 raise UncapturableError("a layer changes its input in place")
@@ -153,6 +153,10 @@ class GraphedStage(Stage):
                 self._forget(microbatch)
             return None
         return slot
+
+    def _captured(self, run: Callable[[], T], number: int, layers: Collection[int]) -> tuple[Replay, T]:
+        with self._casts.read(self._calls):
+            return captured(run, self._pools[number], self._calls.draws, layers)
 
     def recompute(self, microbatch: int) -> None:
         flight = self._flights.get(microbatch)
@@ -179,8 +183,7 @@ class GraphedStage(Stage):
         if microbatch not in self._flights:
             return None
         self.recompute(microbatch)
-        flight = self._flights.get(microbatch)
-        if flight is None:
+        if (flight := self._flights.get(microbatch)) is None:
             return None
         assert flight.slot is not None
         grads = given or []
@@ -208,15 +211,12 @@ class GraphedStage(Stage):
         return found
 
     def _capture_half(self, name: str, microbatch: int, slot: GraphedMicrobatch, grads: Grads) -> GraphedHalf | None:
-        draws = self._calls.draws
         number = self._flights[microbatch].number if name == "I" else _SHARED
-        drawing = draws.on_gpu if self.remat == "layer" and name != "W" else ()
+        drawing = self._calls.draws.on_gpu if self.remat == "layer" and name != "W" else ()
         try:
             fixed = fixed_grads(grads)
             with grads_aside(self.parameters()) as added:
-                replay, found = captured(
-                    lambda: self._backward(name, microbatch, fixed), self._pools[number], draws, drawing
-                )
+                replay, found = self._captured(lambda: self._backward(name, microbatch, fixed), number, drawing)
             slot.halves[name] = GraphedHalf(replay, fixed, found, added)
         except Exception as error:
             self._failed(error, number)
