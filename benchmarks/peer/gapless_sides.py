@@ -151,7 +151,7 @@ def _llama(contest: Contest, mesh: Any, options: Mapping[str, Any]) -> tuple[str
     """As people have it: the whole model is given, and cut by the pipeline."""
     batch: Any = {"input_ids": contest.inputs(), "labels": contest.target()}
     made = {"microbatches": contest.microbatches, "compile": contest.compiled, **options}
-    pipe = Pipeline(contest.llama(contest.layers * contest.devices), mesh=mesh, **made)
+    pipe = Pipeline(contest.llama(contest.layers * contest.devices).cpu(), mesh=mesh, **made)
     with contest.casting():
         pipe.step(batch)
     pipe.zero_grad()

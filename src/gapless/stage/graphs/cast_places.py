@@ -6,6 +6,7 @@ still has a node for the cast, so gradients are summed and cast back as in the p
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class CastPlaces(TorchDispatchMode):
         self._parameters = {_memory(each): each.detach() for each in parameters}
         self._places: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # parameters and their casts
         self._at: Any = None  # when these were filled
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @contextlib.contextmanager
     def read(self, calls: Calls) -> Iterator[None]:
@@ -72,9 +74,13 @@ class CastPlaces(TorchDispatchMode):
     def _place(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         key = id(parameter), dtype
         if key not in self._places:
-            with torch.cuda.stream(torch.cuda.Stream()):  # which is not captured, so this is not the graph's memory
-                self._places[key] = parameter, torch.empty_like(parameter, dtype=dtype)
+            with ThreadPoolExecutor(1) as apart:  # where nothing is captured: a thread that captures takes no memory
+                self._places[key] = parameter, apart.submit(self._made, parameter, dtype).result()
         return self._places[key][1]
+
+    def _made(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self._stream):  # else this would be the graph's memory
+            return torch.empty_like(parameter, dtype=dtype)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gapless.stage.calls import Calls
-from gapless.stage.compiled import is_traced
+from gapless.stage.compiled import is_optimized, is_traced
 from gapless.stage.guards.state.state_notes import content_of
 from gapless.stage.settings import settings
 from gapless.stage.split.interception import has_hooks
@@ -111,7 +111,7 @@ def why_not(parts: Sequence[Any], parameters: Sequence[nn.Parameter]) -> str | N
     """What of these layers a graph would leave out, if there is anything."""
     for module in (each for part in parts if isinstance(part, nn.Module) for each in part.modules()):
         name = type(module).__name__
-        if has_hooks(module):
+        if has_hooks(module) and not is_optimized(module):
             return f"its {name} has hooks, or a forward of its own"
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             return f"its {name} counts what it sees"
