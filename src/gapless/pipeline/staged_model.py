@@ -143,7 +143,7 @@ class StagedModel:
         with room_for(self.schedule, len(self._world.devices), "give smaller layers with layers="):
             prepared = model.prepare(parts)
         if model.num_traces != known or edition is not self._edition:
-            model.settle()
+            model.settle(self._here)
             if edition is not self._edition:
                 if self._edition is not None:  # others have noticed the same edit
                     check_compiled(model.module, traced=True)

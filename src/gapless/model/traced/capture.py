@@ -85,10 +85,10 @@ class Captured:
         self._editions = [*alike[1 - _MOST_EDITIONS :], made]
         return made
 
-    def settle(self) -> None:
-        """Brings parameters and buffers to the devices of their stages."""
-        for layer, device in zip(self.layers, self._devices, strict=True):
-            layer.settle(device)
+    def settle(self, stages: Iterable[int]) -> None:
+        """Brings the parameters and buffers of these stages to their devices; those of other processes stay."""
+        for stage in stages:
+            self.layers[stage].settle(self._devices[stage])
 
     def prepare(self, parts: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Microbatches as the first layer takes them: the number of the trace for it, and its tensors."""

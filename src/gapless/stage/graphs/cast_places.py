@@ -29,7 +29,7 @@ class CastPlaces(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {_memory(each): each.detach() for each in parameters}
         self._places: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # parameters and their casts
-        self._at: Any = None  # when these were filled
+        self._filled: Any = None  # with what
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @contextlib.contextmanager
@@ -40,21 +40,25 @@ class CastPlaces(TorchDispatchMode):
         if not autocast_is_on():
             yield
             return
-        clear_cache()
+        _forget_casts(calls)
         try:
-            with calls.mode.casts_aside(), contextlib.nullcontext() if calls.num_compiled else self:
+            with contextlib.nullcontext() if calls.num_compiled else self:
                 yield
         finally:
-            clear_cache()
+            _forget_casts(calls)
 
-    def fill(self, step: int) -> None:
+    def fill(self) -> None:
         """Casts all weights, if they may have changed."""
         if self._places:
             parameters, places = zip(*self._places.values(), strict=True)
-            now = step, len(places), [*map(VERSION, parameters)]
-            if now != self._at:
+            now = len(places), [*map(VERSION, parameters)]
+            if now != self._filled:
                 torch._foreach_copy_(places, parameters)
-                self._at = now
+                self._filled = now
+
+    def end(self) -> None:
+        """The step is over: weights may change, and not all optimizers count that."""
+        self._filled = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,6 +85,11 @@ class CastPlaces(TorchDispatchMode):
     def _made(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.cuda.stream(self._stream):  # else this would be the graph's memory
             return torch.empty_like(parameter, dtype=dtype)
+
+
+def _forget_casts(calls: Calls) -> None:
+    calls.mode.forget()
+    clear_cache()
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.view_bases import was_view
 from gapless.stage.random.draws import UncapturableError
 
+from .cast_places import CastPlaces
 from .graph_assumptions import Unchanged
 from .graph_memory import GraphedMicrobatch
 from .graph_trial import Trial
@@ -71,6 +72,7 @@ class Likenesses:
         self.number = 0  # of the stage
         self.foreign = False  # it was seen to train a parameter that none of its layers has
         self.reason: str | None = None
+        self.casts = CastPlaces(())
         self._known: dict[Any, Likeness] = {}
         self._seen: Unchanged | None = None
         self._changes, self._in_a_row, self._failures, self._step = 0, 0, 0, -1
@@ -125,11 +127,15 @@ class Likenesses:
             self.give_up("what its layers are made of changes from step to step")
         self._known.clear()
         self._seen = now
+        self.casts = CastPlaces(
+            [each for part in self.parts if isinstance(part, nn.Module) for each in part.parameters()]
+        )
         return True
 
     def end(self) -> None:
         """The step is over, or has failed: before the next forward everything is looked at again."""
         self._step = -1
+        self.casts.end()
 
     def failed(self, error: Exception) -> None:
         """A capture did. Torch says so with a RuntimeError; anything else may be the layers' own, and come again."""

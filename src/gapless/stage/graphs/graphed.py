@@ -27,7 +27,6 @@ from gapless.stage.shared.cell_ties import Stray
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.stage import Stage, Then
 
-from .cast_places import CastPlaces
 from .graph_assumptions import why_no_call, why_not
 from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .graph_sharing import Flight, ForwardCall, Likenesses
@@ -51,7 +50,6 @@ class GraphedStage(Stage):
         self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
         self._pools = Pools()  # of each number, and one that all share
-        self._casts = CastPlaces(())
 
     @property
     def runs(self) -> str:
@@ -70,7 +68,7 @@ class GraphedStage(Stage):
     def forward(self, microbatch: int, inputs: Any, *, then: Then | None = None, **options: Any) -> Any:
         asked = ForwardCall(inputs, **{"place": microbatch, **options})
         if self._likenesses.begin(asked.step, self._why_not):
-            self._pools, self._free, self._casts = Pools(), set(), CastPlaces(self.parameters())
+            self._pools, self._free = Pools(), set()
         like = None if asked.leaves else self._likenesses.of(asked)
         if like is None:
             handed = self._eagerly(microbatch, asked, then)
@@ -128,7 +126,7 @@ class GraphedStage(Stage):
     def _run(self, flight: Flight, made: GraphedMicrobatch, asked: ForwardCall) -> None:
         """Replays a forward. The first of its likeness runs eagerly too, and what that makes is what goes on."""
         seed, like = self._seed(flight), flight.like
-        self._casts.fill(asked.step)
+        self._likenesses.casts.fill()
         if like.trial is not None:
             made.forward.run(seed)
             return
@@ -155,7 +153,7 @@ class GraphedStage(Stage):
         return slot
 
     def _captured(self, run: Callable[[], T], number: int, layers: Collection[int]) -> tuple[Replay, T]:
-        with self._casts.read(self._calls):
+        with self._likenesses.casts.read(self._calls):
             return captured(run, self._pools[number], self._calls.draws, layers)
 
     def recompute(self, microbatch: int) -> None:

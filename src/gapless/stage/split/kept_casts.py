@@ -2,8 +2,6 @@
 gradients wait.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,15 +46,6 @@ class KeptCasts:
         if known is None or known[:2] != (parameter._version, low):
             known = self._casts[id(parameter)] = (parameter._version, low, parameter.detach().to(low))
         return known[2].detach()
-
-    @contextmanager
-    def casts_aside(self) -> Iterator[None]:
-        """While it holds, none of the casts made so far is used, and those made meanwhile are not used afterwards."""
-        before, self._casts = self._casts, {}
-        try:
-            yield
-        finally:
-            self._casts = before
 
     def forget(self) -> None:
         """Lets go of casts."""
