@@ -473,14 +473,14 @@ def _() -> None:
 
 @case(ranks.STATIC_SHAPES)
 def _() -> None:
-    def ask(fault: GaplessError | None) -> bool:
+    def ask(fault: GaplessError | None, ready: int) -> int:
         if fault is not None:
             raise fault
-        return True
+        return ready
 
     shapes = StaticShapes()
     for samples in (4, 6):
-        shapes.agreed(step, torch.randn(samples, 6), None, ask)
+        shapes.agreed(step, torch.randn(samples, 6), None, ask, rehearsed=True, follows=True)
 
 
 @case(ranks.STREAM_WEIGHTS)

@@ -57,7 +57,7 @@ def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none",
             seed=SEED,
             remat=remat,
             transport=backend,
-            static_shapes="static" in how,
+            static_shapes="static" in how or ("auto" if "auto" in how else False),
             graphs=graphs,
         ) as pipe:
             for number in range(6 if how else 3):
@@ -70,6 +70,7 @@ def steps_on_the_gpu(backend: TransportName, schedule: str, remat: Any = "none",
                     assert_same(parameter.grad, grads[name].grad, f"{schedule}, step {number}, {name}")
             assert pipe.evaluate(inputs, target).loss is not None
             assert not graphs or "no graphs" not in repr(pipe), repr(pipe)
+            assert ("with static shapes" in repr(pipe)) == bool(how and how != "graphs"), repr(pipe)
 
 
 class Block(nn.Module):
@@ -287,6 +288,27 @@ def makes_another_shape(backend: TransportName) -> None:
     with refused():
         pipe.step(x / 2, y)
     pipe.close()
+
+
+def varies_its_shape(backend: TransportName) -> None:
+    """Shapes that depend on the numbers, and batches of several shapes, without a promise."""
+    for model in ([Narrows(), nn.Identity(), nn.Identity()], [nn.Linear(64, 64).cuda() for _ in range(3)]):
+        reference: list[Any] = copy.deepcopy(model)
+        pipe = gapless.Pipeline(
+            model, mesh=mesh_over(backend), microbatches=4, loss=mean, timeout=60, transport=backend, seed=SEED
+        )
+        for step in range(16):
+            torch.manual_seed(step)
+            x = torch.full((8 if step % 8 < 6 else 12, 64), float(64 - 4 * (step % 3)), device="cuda")
+            ours = pipe.step(x, x)
+            plain = gapless.plain_step(reference, x, x, loss=mean, microbatches=4, seed=SEED, step=step)
+            assert_same(ours.loss, plain.loss, f"step {step}")
+            used = "with static shapes" in repr(pipe)
+            assert used == (isinstance(model[0], nn.Linear) and step in (3, 4, 5, 9, 10, 11, 12, 13)), (
+                step,
+                repr(pipe),
+            )
+        pipe.close()
 
 
 def mean(outputs: Tensor, target: Tensor) -> Tensor:

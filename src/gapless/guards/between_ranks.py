@@ -36,7 +36,8 @@ UNEXCHANGED_GRADIENTS = Guard(
 )
 STATIC_SHAPES = Guard(
     "static shapes",
-    "a step whose shapes differ from those of the first one, with static_shapes=True",
+    "a step whose shapes differ from those of the first one, with static_shapes=True; a stage that makes another shape "
+    "of a batch of the same shape, without asking its GPU for a number",
     "in every step",
     "comparing the shapes of batches and of what stages make",
     "give all steps batches of one shape (a DataLoader with drop_last=True does), or leave out static_shapes",

@@ -36,7 +36,7 @@ from gapless.plan.plan import Plan
 from gapless.run.program import Program
 from gapless.run.streams.stream import Stream
 from gapless.run.team import close_with
-from gapless.run.world import Carriage, Ran, TransportName, World
+from gapless.run.world import Carriage, Ran, StaticShapesWord, TransportName, World
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.timeline import Objective
@@ -59,8 +59,7 @@ class Pipeline(HeldModel):
     """A model cut into stages that work at the same time, with the gradients of training on one device.
 
     model              an nn.Sequential, a list of layers, or any module that torch.export can trace
-    devices            a number, "cuda" for all GPUs, or a list of torch devices; runs in one process, with a thread for
-                       each device. A device may be listed several times
+    devices            a number, "cuda" for all GPUs, or a list of torch devices: one process, a thread for each device
     mesh               instead of `devices`, under torchrun: a torch DeviceMesh with a dimension `pp` and, if you like,
                        `dp` and `tp`. Every rank makes the same calls
     schedule           a name from `gapless schedules`, a Schedule, a Plan (which also sets microbatches, partition,
@@ -95,8 +94,9 @@ class Pipeline(HeldModel):
     timeline           measure every step. You may change `pipe.timeline` between steps, on all ranks alike
     timeout            under a mesh: seconds without a sign of life or progress from some rank before all give up
     transport          under a mesh: "auto", "memory" (within one host), "nccl" or "gloo"
-    static_shapes      under a mesh of GPUs: all steps have the shapes of the first one, so no host waits for a message
-    graphs             on GPUs: run actions as CUDA graphs. True, False, or "auto" for where they are faster
+    static_shapes      under a mesh of GPUs: hosts do not wait for messages whose shapes follow from the batch's. True
+                       promises that all steps have the shapes of the first one, "auto" finds out, False always waits
+    graphs             on GPUs: run actions as CUDA graphs. True, False, or "auto": where they are faster and fit
     """
 
     @explained
@@ -131,8 +131,8 @@ class Pipeline(HeldModel):
         timeline: bool = False,
         timeout: float = 600.0,
         transport: TransportName = "auto",
-        static_shapes: bool = False,
-        graphs: Graphs = False,
+        static_shapes: StaticShapesWord = "auto",
+        graphs: Graphs = "auto",
     ) -> None:
         check_model(model)
         carriage = Carriage(transport, static_shapes)

@@ -32,12 +32,14 @@ from gapless.stage.stage import Stage
 TransportName = Literal["auto", "memory", "nccl", "gloo"]
 """What carries tensors between ranks: the best that works, memory within one host, or a library."""
 
+StaticShapesWord = bool | Literal["auto"]
+
 
 class Carriage(NamedTuple):
     """How tensors are to be carried between ranks. With `static_shapes` every step sends what the first one did."""
 
     transport: TransportName = "auto"
-    static_shapes: bool = False
+    static_shapes: StaticShapesWord = "auto"
 
 
 OwnStages = Mapping[int, Stage]  # those of this process, by their numbers

@@ -184,9 +184,9 @@ def world_of(
     one_of("transport", transport, get_args(TransportName))
     if mesh is None and transport != "auto":
         raise ConfigError(f"transport={transport!r} is for mesh=: in one process nothing is carried; leave it out")
-    if static_shapes is not False and static_shapes is not True:
-        raise ConfigError(f"static_shapes is {static_shapes!r}, but it must be True or False")
-    if mesh is None and static_shapes:
+    if static_shapes is not False and static_shapes is not True and static_shapes != "auto":
+        raise ConfigError(f"static_shapes is {static_shapes!r}, but it must be True, False or 'auto'")
+    if mesh is None and static_shapes is True:
         raise ConfigError("static_shapes=True is for mesh=: in one process no message is waited for; leave it out")
     if intra_op_threads is not None:
         at_least_one("intra_op_threads", intra_op_threads)

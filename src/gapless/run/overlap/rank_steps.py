@@ -109,7 +109,7 @@ class RankSteps:
 def make_rank_steps(world: World, check: Check, settled: Callable[[int, Verdict | None], None]) -> RankSteps:
     """Of a world of ranks."""
     assert isinstance(world, ManyProcesses)
-    if world.links.static is not None:
+    if world.links.static is not None and world.links.static.promised:
         raise ConfigError(
             "static_shapes leaves no word for forwards that run again: leave it out, or use pipe.step and "
             "optimizer.step()"

@@ -127,10 +127,10 @@ class Consistency:
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
-    def agreed(self, fault: GaplessError | None = None, *, ready: bool = True) -> bool:
-        """Whether all ranks of the mesh are ready. All of them refuse if they are in different calls, or if any has a
-        fault: one that went on would be a step ahead of it. Whatever else they do together comes after this: it is as
-        long as `Shares` in all calls, since Gloo ends a process that gets more than it has asked for.
+    def agreed(self, fault: GaplessError | None = None, ready: int = 1) -> int:
+        """How ready all ranks of the mesh are: as the least of them. All of them refuse if they are in different calls,
+        or if any has a fault: one that went on would be a step ahead of it. Whatever else they do together comes after
+        this: it is as long as `Shares` in all calls, since Gloo ends a process that gets more than it has asked for.
         """
         me = self._position.pp_ranks[self._position.device]
         other, theirs = me, self.stamp.call  # a rank in another call, as far as one is known
@@ -152,7 +152,7 @@ class Consistency:
                         fault = ConfigError(
                             f"rank {rank} has refused this step, so no rank begins it: its error says why"
                         )
-                ready = all(row[1] for row in rows)
+                ready = min(int(row[1]) for row in rows)
         if fault:
             raise fault
         return ready

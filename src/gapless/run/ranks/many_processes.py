@@ -1,7 +1,7 @@
 """One process per device: what a pipeline under a mesh does with the other ranks, apart from handing tensors on."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -178,14 +178,12 @@ class ManyProcesses:
     def weights(self, program: Program, inputs: Any, target: Any, counted: Weighed, share: Share) -> Sequence[float]:
         schedule, numbers = program.schedule, () if program.inference else counted.numbers
         first, last = (schedule.placement.device(stage, 0) for stage in (0, schedule.num_stages - 1))
-        static, channels = self.links.static, program.channels
+        channels = program.channels
 
         def check() -> None:
             self._consistency.check(inputs, target, numbers, first=first, last=last, inference=program.inference)
-            if static is not None and not program.inference and isinstance(channels, RankChannels):
-                agreed = partial(self._consistency.agreed, ready=channels.needs_no_word)
-                if not static.agreed(program, inputs, target, agreed):
-                    channels.rehearse()
+            if not program.inference and isinstance(channels, RankChannels):
+                channels.agree(program, inputs, target, self._consistency.agreed)
 
         self._consistency.detail(program, share)
         self._consistency.meet(check)
@@ -203,7 +201,9 @@ class ManyProcesses:
                     each.begin()
             self._check_weights()
             self.watch.roll.begin()  # from here on others depend on this rank
-            with self.watch.whereabouts.running(program):
+            channels = program.channels
+            watched = channels.watched() if isinstance(channels, RankChannels) else nullcontext()
+            with self.watch.whereabouts.running(program), watched:
                 execute(program, self.team)
             if not program.inference:
                 self._end()

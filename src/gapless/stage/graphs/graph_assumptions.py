@@ -3,6 +3,7 @@
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Unchanged:
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._held: list[Any] = []
+        self._read: set[int] = set()  # functions whose globals are among the facts, by id
         self._facts = [settings(), _backends(), *(fact for part in parts for fact in self._of(part, _DEPTH))]
 
     def __eq__(self, other: object) -> bool:
@@ -45,7 +47,22 @@ class Unchanged:
         if not depth:
             return []
         self._held.append(part)
-        return [id(part), *(fact for each in _inside(part) for fact in self._of(each, depth - 1))]
+        return [
+            id(part),
+            *(fact for each in (*_inside(part), *self._globals_of(part)) for fact in self._of(each, depth - 1)),
+        ]
+
+    def _globals_of(self, part: Any) -> list[Any]:
+        """What the code of a function reads of its module, once."""
+        function = getattr(part, "__func__", part)
+        code = getattr(function, "__code__", None)
+        if code is None or id(function) in self._read or _is_of_torch(function.__module__):
+            return []
+        self._read.add(id(function))
+        found = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+        modules = [each for each in found if isinstance(each, ModuleType) and not _is_of_torch(each.__name__)]
+        found += [getattr(each, name) for each in modules for name in code.co_names if hasattr(each, name)]
+        return [each for each in found if not isinstance(each, type | ModuleType)]
 
     def _of_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         self._held.append(tensor)
@@ -61,12 +78,18 @@ class Unchanged:
             facts.append((id(module), module.training))
             facts += [self._of_tensor(each) for each in module._buffers.values() if each is not None]
             if not is_traced(module):
+                if not _is_of_torch(type(module).__module__):
+                    facts += self._of(type(module).forward, depth)
                 for name, value in module.__dict__.items():
                     if type(value) in _NUMBERS:
                         facts.append(value)
                     elif name not in _OWN and not (type(value) in _CONTAINERS and not value):
                         facts += self._of(value, depth - 1 if depth else 0)
         return facts
+
+
+def _is_of_torch(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in ("builtins", "torch")
 
 
 def _inside(part: Any) -> Sequence[Any]:
@@ -83,8 +106,7 @@ def _inside(part: Any) -> Sequence[Any]:
     bound = getattr(part, "__self__", None)
     if callable(part) and (cells or defaults or bound is not None):
         return [*cells, *defaults, *([] if bound is None else [bound])]
-    kind = type(part)
-    own = getattr(part, "__dict__", None) if kind.__module__.partition(".")[0] not in ("builtins", "torch") else None
+    own = None if _is_of_torch(type(part).__module__) else getattr(part, "__dict__", None)
     return list(own.values()) if isinstance(own, dict) else []
 
 
@@ -134,3 +156,14 @@ def why_no_call(calls: Calls) -> str | None:
     if calls.mode.alone:
         return "a layer draws in a way that can't be seen"
     return None
+
+
+def why_too_large(parameters: Sequence[nn.Parameter]) -> str | None:
+    """Whether graphs may not fit: they keep what a step needs at its peak, and the gradients of one microbatch."""
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    needed += 2 * sum(each.numel() * each.element_size() for each in parameters)
+    if needed <= free:
+        return None
+    return f"its GPU has {free / 2**30:.1f} GiB free, and graphs might take {needed / 2**30:.1f} GiB"

@@ -67,8 +67,8 @@ class Flight:
 class Likenesses:
     """Of one stage, until there is a `reason` for it to run eagerly."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[Any], quiet: bool) -> None:
+        self.parts, self._quiet = parts, quiet
         self.number = 0  # of the stage
         self.foreign = False  # it was seen to train a parameter that none of its layers has
         self.reason: str | None = None
@@ -143,11 +143,11 @@ class Likenesses:
         if isinstance(error, UncapturableError | RuntimeError) or self._failures > _MOST_CHANGES:
             self.give_up(str(error).partition("\n")[0] or type(error).__name__)
 
-    def give_up(self, reason: str, *, quietly: bool = False) -> None:
+    def give_up(self, reason: str) -> None:
         """From now on everything runs eagerly."""
         self.reason = reason
         self._known.clear()
-        if not quietly:
+        if not self._quiet:
             warnings.warn(f"stage {self.number} runs without CUDA graphs: {reason}", stacklevel=2)
 
 

@@ -27,7 +27,7 @@ from gapless.stage.shared.cell_ties import Stray
 from gapless.stage.shared.tie import Place, Tie
 from gapless.stage.stage import Stage, Then
 
-from .graph_assumptions import why_no_call, why_not
+from .graph_assumptions import why_no_call, why_not, why_too_large
 from .graph_memory import Grads, GraphedHalf, GraphedMicrobatch, LeftTree, add_grads, fixed_grads, grads_aside
 from .graph_sharing import Flight, ForwardCall, Likenesses
 from .graph_trial import Trial
@@ -39,13 +39,13 @@ _SHARED = -1  # as the number of a pool
 
 class GraphedStage(Stage):
     """The first microbatch of its likeness runs both ways, and what graphs do differently ends them. `tried`: they must
-    be faster too.
+    be faster too, and nobody has asked for them.
     """
 
     def __init__(self, *args: Any, tried: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tried = tried
-        self._likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])])
+        self._likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])], tried)
         self._loss_dtype: torch.dtype | None = None
         self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
@@ -239,7 +239,7 @@ class GraphedStage(Stage):
             return handed, found, [each for _, each in added]
 
         if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
-            self._likenesses.give_up(why, quietly=not trial.unequal)
+            self._likenesses.give_up(why)
 
     def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
         """The forward, eagerly, and for a W the half before it, which has added its part already."""
@@ -262,7 +262,8 @@ class GraphedStage(Stage):
             return "another stage uses a weight of its own too"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
-        return why_no_call(self._calls) or why_not(self._likenesses.parts, self.parameters())
+        found = why_no_call(self._calls) or why_not(self._likenesses.parts, self.parameters())
+        return why_too_large(self.parameters()) if found is None and self.tried and not self._pools else found
 
     def _seed(self, flight: Flight) -> Callable[[int], int]:
         asked, calls = flight.asked, self._calls

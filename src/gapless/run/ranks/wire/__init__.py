@@ -6,6 +6,7 @@ message        a tree as one buffer of bytes, and back
 channel        the two ends of a channel, the courier that posts for them, and the interface of a carrier
 groups         groups of ranks that are gapless's own, over Gloo
 gloo           channels over Gloo: between hosts, and wherever nothing better reaches
+host_reads     whether the host asks a GPU for numbers
 static_shapes  what the messages of a step are, where all steps have the shapes of the first
 nccl           channels from GPU to GPU
 gpu_memory/    channels in the memory of GPUs, between processes of one host

@@ -6,6 +6,7 @@ A channel takes the first carrier that reaches its other end:
     tensors of a GPU    memory of the GPU on one host, NCCL if the mesh has it, else Gloo by way of pinned memory
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from gapless.run.lanes import Parcel
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import OverGloo, OverGlooPinned
 from gapless.run.ranks.wire.gpu_memory.gpu_channels import OverGpuMemory
+from gapless.run.ranks.wire.host_reads import host_reads
 from gapless.run.ranks.wire.nccl import Communicators
 from gapless.run.ranks.wire.pipes import ThroughPipes
-from gapless.run.ranks.wire.static_shapes import StaticShapes
+from gapless.run.ranks.wire.static_shapes import REHEARSE, SPEAK, Ask, StaticShapes
 from gapless.run.world import Carriage
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.routes import Channel, messages
@@ -39,7 +41,7 @@ class Connections:
         self.waiting = Waiting(self._lost, courier.stamp, self._of_another_call)
         self.carriers: list[Carrier] = []
         self.in_parcels = False  # what goes in and out, but for carriers that keep to a stream
-        self.static: StaticShapes | None = None  # if every step has the shapes of the first one
+        self.static: StaticShapes | None = None  # if steps may have the shapes of a first one
         self.stopped = False
         self._outgoing: dict[tuple[int, str], Outgoing] = {}
         self._incoming: dict[tuple[int, str], Incoming] = {}
@@ -80,7 +82,7 @@ class Connections:
             words = (
                 f"  rank {self.rank} reaches rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} through {name}"
             )
-            yield words if self.static is None else f"{words}, with static shapes"
+            yield f"{words}, with static shapes" if self.static is not None and self.static.is_used else words
 
     def stop(self) -> None:
         """Whoever waits here or for this process raises."""
@@ -167,7 +169,9 @@ def connect_all(
     """Every rank of the pipeline calls it. `gpu` is where the tensors of this one are, if not in memory of the host."""
     made = Connections(courier, device, ranks, explain)
     made.in_parcels = gpu is not None
-    transport, made.static = carriage.transport, StaticShapes() if carriage.static_shapes else None
+    transport, static = carriage
+    if static is True or (static == "auto" and gpu is not None):
+        made.static = StaticShapes(promised=static is True)
     if transport == "nccl" and not has_nccl:
         raise ConfigError(
             "transport='nccl' needs GPUs and a mesh whose groups have NCCL: init_process_group('cpu:gloo,cuda:nccl') "
@@ -201,13 +205,16 @@ def _check_reached(made: Connections, failures: Sequence[str]) -> None:
         )
 
 
+_LOOKS = 2  # at steps, for whether shapes follow from those of the batch
+
+
 class _Play:
     """What a rehearsal is for: a new one is rehearsed anew, and what was known of the old one is let go of."""
 
 
 class RankChannels:
     """What one device sends and receives in one schedule. Where shapes are static, its host does not wait for others in
-    the middle of a step, but for the first one.
+    the middle of a step, but for the first one. `follows`: the shapes of messages follow from those of the batch.
     """
 
     def __init__(self, schedule: Schedule, connections: Connections) -> None:
@@ -218,45 +225,54 @@ class RankChannels:
         gets = {(source, to, kind): connections.incoming(source, kind).get for source, to, kind in mine}
         self._takers = takers(schedule, gets)
         has_gpus = connections.in_parcels
-        self._is_static = has_gpus and connections.static is not None and schedule.kinds != {Kind.FORWARD}
-        self._play, self._is_rehearsed = _Play(), False
-        self._arriving: list[Incoming] = []  # of messages that need no word
-        self._leaving: list[Outgoing] = []
+        static, once = connections.static, schedule.kinds != {Kind.FORWARD} and Kind.VERDICT not in schedule.kinds
+        self._is_static = has_gpus and static is not None and once
+        self.follows = static is not None and static.promised
+        self._looks = _LOOKS if self._is_static and not self.follows else 0
+        self._play, self._is_rehearsed, self._plays = _Play(), False, self.follows
+        self._ends: list[Incoming | Outgoing] = []  # of messages that need no word
         if self._is_static:
             me = connections.device
             used = [channel for channel in channels if me in channel[:2] and self.in_stream(channel)]
-            self._arriving = [connections.incoming(source, kind) for source, target, kind in used if target == me]
-            self._leaving = [connections.outgoing(target, kind) for source, target, kind in used if source == me]
+            self._ends += [connections.incoming(source, kind) for source, target, kind in used if target == me]
+            self._ends += [connections.outgoing(target, kind) for source, target, kind in used if source == me]
 
     def begin(self) -> None:
         """A step starts."""
-        for arriving in self._arriving:
-            arriving.begin(self._play)
-        for leaving in self._leaving:
-            leaving.begin(self._play)
+        if self._plays:
+            for each in self._ends:
+                each.begin(self._play)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a step. The first one may ask for numbers to learn about layers, so there is another look."""
+        with host_reads() if self._looks and not self.follows else contextlib.nullcontext() as reads:
+            yield
+        if reads is not None:
+            self.follows, self._looks = not reads, self._looks - 1
 
     def end(self) -> None:
         """A step without words ends well only if every device has sent what it was to send, of the right shapes. All of
         them meet, so that no host is more than a step ahead.
         """
-        if self._is_static:
-            for arriving in self._arriving:
-                arriving.end()
-            for leaving in self._leaving:
-                leaving.end()
+        if self._plays and self._is_static:
+            for each in self._ends:
+                each.end()
             self._is_rehearsed = True
             self._connections.meet()
 
-    @property
-    def needs_no_word(self) -> bool:
-        """In the next step; the other ends may."""
-        return self._is_rehearsed or not self._is_static
-
-    def rehearse(self) -> None:
-        """The next step tells what comes, as the first one did. A rank that has made its program anew knows nothing,
-        and what it sends is elsewhere: all ranks have to do this then.
+    def agree(self, program: object, inputs: Any, target: Any, ask: Ask) -> None:
+        """Before a step: whether messages tell what they are. A rank that has made its program anew knows nothing, and
+        what it sends is elsewhere: then all ranks rehearse the step, as the first one.
         """
-        self._play, self._is_rehearsed = _Play(), False
+        static = self._connections.static
+        if static is None or not (self._is_static or static.promised):
+            return
+        rehearsed = self._is_rehearsed or not self._is_static
+        answer = static.agreed(program, inputs, target, ask, rehearsed=rehearsed, follows=self.follows)
+        self._plays = answer != SPEAK
+        if answer == REHEARSE:
+            self._play, self._is_rehearsed = _Play(), False
 
     def in_stream(self, channel: Channel) -> bool:
         source, target, kind = channel

@@ -9,6 +9,9 @@ long as its hosts do, each host launches its actions at once, and only the GPUs 
 Nothing can hang that would not hang otherwise. A stream waits for what the other end has not queued yet, but will:
 each device queues its own row, in order, and `verify` has shown that rows which wait so come to an end. A slot belongs
 to one message of a step, so a sender waits only for what was received in the step before.
+
+Unless it is promised (`static_shapes=True`), that is found out: a step in which no host asks its GPU for a number has
+shapes that follow from those of its batch. When two such batches come in a row, the second step is a first one.
 """
 
 import weakref
@@ -19,23 +22,43 @@ from gapless.errors import GaplessError
 from gapless.guards.between_ranks import STATIC_SHAPES
 from gapless.stage.batch import microbatch as mb
 
+Ask = Callable[[GaplessError | None, int], int]
 _PROMISE = "static_shapes=True says that all steps have the shapes of the first one"
 
 
+SPEAK, REHEARSE, PLAY = range(3)  # every message tells what it is; this step does, and is noted; none does
+
+
 class StaticShapes:
-    """Those of the batches, by program: steps that are promised to have those of the first one, and do not."""
+    """Those of the batches, by program. `promised`: steps that do not have those of the first one are refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, promised: bool = True) -> None:
+        self.promised = promised
+        self.is_used = promised
         self._first: weakref.WeakKeyDictionary[object, list[str | None]] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, list[str | None]] = weakref.WeakKeyDictionary()
 
-    def agreed(self, program: object, inputs: Any, target: Any, ask: Callable[[GaplessError | None], bool]) -> bool:
-        """What all ranks answer before a step begins. They are asked with the fault of its batch, if it has one: a rank
-        need not have all of it, and may have another one than the ranks that use theirs, so others may find none. If
-        they refuse, the step was not the first one.
+    def agreed(self, program: object, inputs: Any, target: Any, ask: Ask, *, rehearsed: bool, follows: bool) -> int:
+        """What the next step is, for all ranks: the least that any of them can. They are asked with the fault of its
+        batch, if it has one: a rank need not have all of it, and may have another one than the ranks that use theirs,
+        so others may find none. If they refuse, the step was not the first one. `follows`: shapes follow from those of
+        the batch.
         """
         found = [_shapes(inputs), _shapes(target)]
-        answer = ask(_fault(found, self._first.get(program, found)))
-        self._first.setdefault(program, found)
+        first, last = self._first.get(program), self._last.get(program)
+        if self.promised:
+            fault = None if first is None else _fault(found, first)
+            answer = max(REHEARSE, ask(fault, PLAY if rehearsed else REHEARSE))
+            self._first.setdefault(program, found)
+            return answer
+        mine = SPEAK
+        if follows and found == last:
+            mine = PLAY if rehearsed and found == first else REHEARSE
+        answer = ask(None, mine)
+        self._last[program] = found
+        if answer == REHEARSE:
+            self._first[program] = found
+        self.is_used = answer == PLAY
         return answer
 
 
@@ -49,8 +72,9 @@ def _fault(found: list[str | None], first: list[str | None]) -> GaplessError | N
 def another_shape(tree: Any) -> GaplessError:
     """What a stage has made is not what it made in the first step, though its inputs are alike."""
     return STATIC_SHAPES.refusal(
-        f"{_PROMISE}, and a stage has now made {_shapes(tree)}, which it had not at this place of the first step",
-        "leave out static_shapes (strides, constants and what wants a gradient have to be the same, too)",
+        f"steps have had the same shapes so far, and a stage has now made {_shapes(tree)}, which it had not at this "
+        "place of the first step",
+        "give static_shapes=False (strides, constants and what wants a gradient have to be the same, too)",
     )
 
 
