@@ -66,6 +66,7 @@ def run(
     rounds: Rounds = 10,
     peer: Annotated[bool, "leave out torch.distributed.pipelining"] = True,
     graphs: Annotated[bool, "leave out CUDA graphs"] = True,
+    parts: Annotated[bool, "leave out the parts by themselves, and so the bounds"] = True,
     keep: Annotated[Path | None, "file that keeps the rounds; the same command goes on from it"] = None,
     minutes: Annotated[float, "with --keep: start no round after so many minutes", Between(0.1, 1000)] = 6.0,
     progress: Progress = silent,
@@ -87,7 +88,7 @@ def run(
         transports = tuple(each for each in transports if each != "nccl")
         peer, skipped = False, {"nccl": reason, "torch": reason}
     modes = ("", " graphed") if graphs else ("",)
-    ways = [*transports, *(f"{each} static" for each in transports if each != "gloo")]
+    ways = [*transports, *(f"{each} static" for each in transports if each != "gloo" and model == "gpt")]
     names = [f"{schedule} over {way}" for way in ways for schedule in schedules]
     names += [f"{schedule} over {transports[0]} graphed" for schedule in schedules if graphs]
     names += ["default"] if model == "llama" else []
@@ -106,21 +107,22 @@ def run(
                     clocked.step(name, 2)
             kept.facts["bubbles"] = clocked.bubbles
         alone = ("whole",) if model == "gpt" else ()
-        lineup.add_ranks("parts", (*alone, *(f"parts{mode}" for mode in modes)), "")
+        if parts:
+            lineup.add_ranks("parts", (*alone, *(f"parts{mode}" for mode in modes)), "")
         lineup.add_ranks("gapless", names)
         if peer:
             lineup.add_ranks("torch", peers)
         seconds = kept.take_turns(lineup.contestants, rounds, progress)
         peaks = lineup.peaks
-    limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes}
+    limits = {mode: median(seconds[f"parts{mode}"]) for mode in modes if parts}
     bubbles = kept.facts["bubbles"]
-    bounds = {key: limits[key[1]] / (1 - bubbles[name]) for key, name in timed.items() if name in bubbles}
+    bounds = {key: limits[key[1]] / (1 - bubbles[name]) for key, name in timed.items() if parts and name in bubbles}
     return {
         "rows": [{**_row(name, values, bounds), "peak": peaks.get(name)} for name, values in seconds.items()],
-        "limit": limits[""],
+        "limit": limits.get(""),
         "skipped": skipped,
         "refused": lineup.refused,
-        "done": len(seconds["parts"]),
+        "done": min(map(len, seconds.values())),
         "parts_of": _parts_of(ranks if environment else 1),
         **best(seconds),
     }

@@ -281,6 +281,7 @@ def makes_another_shape(backend: TransportName) -> None:
         timeout=60,
         transport=backend,
         static_shapes=True,
+        graphs=False,
     )
     x, y = torch.full((8, 64), 64.0, device="cuda"), torch.zeros(8, 64, device="cuda")
     for _ in range(3):
@@ -304,10 +305,10 @@ def varies_its_shape(backend: TransportName) -> None:
             plain = gapless.plain_step(reference, x, x, loss=mean, microbatches=4, seed=SEED, step=step)
             assert_same(ours.loss, plain.loss, f"step {step}")
             used = "with static shapes" in repr(pipe)
-            assert used == (isinstance(model[0], nn.Linear) and step in (3, 4, 5, 9, 10, 11, 12, 13)), (
-                step,
-                repr(pipe),
-            )
+            if isinstance(model[0], Narrows) or step in (0, 1, 2, 3, 6, 7, 8, 9, 14, 15):
+                assert not used, (step, repr(pipe))
+            elif step in (11, 12, 13):
+                assert used, (step, repr(pipe))
         pipe.close()
 
 

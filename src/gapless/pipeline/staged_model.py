@@ -111,7 +111,7 @@ class StagedModel:
                     notes += f", {out} of {show_count(schedule.num_microbatches, 'microbatch')} offloaded"
                 if (calls := work.calls).num_compiled:
                     notes += f", {calls.num_compiled} compiled in {calls.compile_seconds:.1f} s"
-                notes += f", {work.runs}" if isinstance(work, GraphedStage) else ""
+                notes += f", {work.likenesses.described}" if isinstance(work, GraphedStage) else ""
             name = f"layers {first} to {first + count - 1}" if count > 1 else f"layer {first}"
             if isinstance(self.model, Captured):
                 names = self.model.edition.names

@@ -73,7 +73,8 @@ class CastPlaces(TorchDispatchMode):
             written = (each for each in (args[0], kwargs.get("out")) if isinstance(each, Tensor))
             if any(each.untyped_storage().data_ptr() in taken for each in written):
                 raise UncapturableError("a layer changes the cast of a weight in place")
-        return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # modes have seen the call that this is a part of
+            return func(*args, **kwargs)
 
     def _place(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         key = id(parameter), dtype

@@ -85,6 +85,11 @@ class Likenesses:
         return "graphs" if self._captured else "graphs after a few steps"
 
     @property
+    def settled(self) -> bool:
+        """Whether there are graphs, or there will be none."""
+        return self.reason is not None or self._captured
+
+    @property
     def _captured(self) -> bool:
         return any(like.steps > _WARM_UP for like in self._known.values())
 

@@ -45,15 +45,11 @@ class GraphedStage(Stage):
     def __init__(self, *args: Any, tried: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tried = tried
-        self._likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])], tried)
+        self.likenesses = Likenesses([*self.layers, *([] if self.loss is None else [self.loss])], tried)
         self._loss_dtype: torch.dtype | None = None
         self._flights: dict[int, Flight] = {}
         self._free: set[int] = set()
         self._pools = Pools()  # of each number, and one that all share
-
-    @property
-    def runs(self) -> str:
-        return self._likenesses.described
 
     def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
         def noted(place: Place, parameter: Tensor, late: bool) -> None:
@@ -61,15 +57,15 @@ class GraphedStage(Stage):
             if stray is not None:
                 stray(place, parameter, late)
 
-        likenesses = self._likenesses
+        likenesses = self.likenesses
         likenesses.number = number
         super().tie(number, ties, noted)
 
     def forward(self, microbatch: int, inputs: Any, *, then: Then | None = None, **options: Any) -> Any:
         asked = ForwardCall(inputs, **{"place": microbatch, **options})
-        if self._likenesses.begin(asked.step, self._why_not):
+        if self.likenesses.begin(asked.step, self._why_not):
             self._pools, self._free = Pools(), set()
-        like = None if asked.leaves else self._likenesses.of(asked)
+        like = None if asked.leaves else self.likenesses.of(asked)
         if like is None:
             handed = self._eagerly(microbatch, asked, then)
             if self.loss is not None:
@@ -126,7 +122,7 @@ class GraphedStage(Stage):
     def _run(self, flight: Flight, made: GraphedMicrobatch, asked: ForwardCall) -> None:
         """Replays a forward. The first of its likeness runs eagerly too, and what that makes is what goes on."""
         seed, like = self._seed(flight), flight.like
-        self._likenesses.casts.fill()
+        self.likenesses.casts.fill()
         if like.trial is not None:
             made.forward.run(seed)
             return
@@ -153,14 +149,14 @@ class GraphedStage(Stage):
         return slot
 
     def _captured(self, run: Callable[[], T], number: int, layers: Collection[int]) -> tuple[Replay, T]:
-        with self._likenesses.casts.read(self._calls):
+        with self.likenesses.casts.read(self._calls):
             return captured(run, self._pools[number], self._calls.draws, layers)
 
     def recompute(self, microbatch: int) -> None:
         flight = self._flights.get(microbatch)
         if flight is None:
             super().recompute(microbatch)
-        elif flight.slot is None and (self._likenesses.reason is not None or self._full(microbatch, flight) is None):
+        elif flight.slot is None and (self.likenesses.reason is not None or self._full(microbatch, flight) is None):
             self._leave(microbatch)
             self._eagerly(microbatch, self._kept(flight.asked))
 
@@ -186,7 +182,7 @@ class GraphedStage(Stage):
         assert flight.slot is not None
         grads = given or []
         half = flight.slot.halves.get(name)
-        if half is None and microbatch in self._work and self._likenesses.reason is None:
+        if half is None and microbatch in self._work and self.likenesses.reason is None:
             half = self._capture_half(name, microbatch, flight.slot, grads)
         elif half is not None and not half.takes(grads):
             half = None
@@ -194,6 +190,7 @@ class GraphedStage(Stage):
             self._run_again(name, microbatch, flight, grads)
             return None
         added = half.added
+        self.likenesses.casts.fill()  # a recompute may have made more of them
         if flight.trial is not None:
             eagerly = partial(self._backward, name, flight.shadow, grads)
             found, added = flight.trial.half(eagerly, half, self._seed(flight), self.parameters())
@@ -239,7 +236,7 @@ class GraphedStage(Stage):
             return handed, found, [each for _, each in added]
 
         if (why := trial.verdict(eagerly, faster=self.tried)) is not None:
-            self._likenesses.give_up(why)
+            self.likenesses.give_up(why)
 
     def _run_again(self, name: str, microbatch: int, flight: Flight, grads: Grads) -> None:
         """The forward, eagerly, and for a W the half before it, which has added its part already."""
@@ -256,13 +253,13 @@ class GraphedStage(Stage):
                 super().backward_input(microbatch, flight.slot.halves["I"].again())
 
     def _why_not(self) -> str | None:
-        if self._likenesses.foreign:
+        if self.likenesses.foreign:
             return "it trains a parameter that none of its layers has"
         if self._shared:
             return "another stage uses a weight of its own too"
         if any(cell.changing for cell in self._cells):
             return "a layer changes a buffer"
-        found = why_no_call(self._calls) or why_not(self._likenesses.parts, self.parameters())
+        found = why_no_call(self._calls) or why_not(self.likenesses.parts, self.parameters())
         return why_too_large(self.parameters()) if found is None and self.tried and not self._pools else found
 
     def _seed(self, flight: Flight) -> Callable[[int], int]:
@@ -271,7 +268,7 @@ class GraphedStage(Stage):
 
     def _failed(self, error: Exception, number: int) -> None:
         self._pools.pop(number, None)  # it may have ended with the graph that was to be its first
-        self._likenesses.failed(error)
+        self.likenesses.failed(error)
 
     def _leave(self, microbatch: int, over: bool = False) -> None:
         """It is no longer under way as graphs; `over`: it has got to its end."""
@@ -287,7 +284,7 @@ class GraphedStage(Stage):
 
     def finish(self, *, resting: bool = True) -> None:
         super().finish(resting=resting)
-        self._likenesses.end()
+        self.likenesses.end()
 
     def drop(self, *, resting: bool = True) -> None:
         for microbatch, flight in list(self._flights.items()):
@@ -296,4 +293,4 @@ class GraphedStage(Stage):
                 self._pools.pop(flight.number, None)  # it may end with its graphs
             self._leave(microbatch)
         super().drop(resting=resting)
-        self._likenesses.end()
+        self.likenesses.end()

@@ -16,6 +16,7 @@ import torch
 from gapless.errors import ConfigError, GaplessError, TransportError
 from gapless.run.channels import StoppedError, takers
 from gapless.run.lanes import Parcel
+from gapless.run.program import Program
 from gapless.run.ranks.wire.channel import Carrier, Courier, Incoming, Outgoing, Waiting
 from gapless.run.ranks.wire.gloo import OverGloo, OverGlooPinned
 from gapless.run.ranks.wire.gpu_memory.gpu_channels import OverGpuMemory
@@ -26,6 +27,7 @@ from gapless.run.ranks.wire.static_shapes import REHEARSE, SPEAK, Ask, StaticSha
 from gapless.run.world import Carriage
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.routes import Channel, messages
+from gapless.stage.graphs.graphed import GraphedStage
 
 _A_MOMENT = 0.005  # seconds
 Explain = Callable[[int | None, BaseException], Exception]  # the rank that was waited for, and what came instead
@@ -205,17 +207,12 @@ def _check_reached(made: Connections, failures: Sequence[str]) -> None:
         )
 
 
-_LOOKS = 2  # at steps, for whether shapes follow from those of the batch
-
-
 class _Play:
     """What a rehearsal is for: a new one is rehearsed anew, and what was known of the old one is let go of."""
 
 
 class RankChannels:
-    """What one device sends and receives in one schedule. Where shapes are static, its host does not wait for others in
-    the middle of a step, but for the first one. `follows`: the shapes of messages follow from those of the batch.
-    """
+    """What a device sends and receives in one schedule. `follows`: the shapes of it follow from those of the batch."""
 
     def __init__(self, schedule: Schedule, connections: Connections) -> None:
         self._connections = connections
@@ -228,7 +225,7 @@ class RankChannels:
         static, once = connections.static, schedule.kinds != {Kind.FORWARD} and Kind.VERDICT not in schedule.kinds
         self._is_static = has_gpus and static is not None and once
         self.follows = static is not None and static.promised
-        self._looks = _LOOKS if self._is_static and not self.follows else 0
+        self._looks = 2 if self._is_static and not self.follows else 0
         self._play, self._is_rehearsed, self._plays = _Play(), False, self.follows
         self._ends: list[Incoming | Outgoing] = []  # of messages that need no word
         if self._is_static:
@@ -261,15 +258,18 @@ class RankChannels:
             self._is_rehearsed = True
             self._connections.meet()
 
-    def agree(self, program: object, inputs: Any, target: Any, ask: Ask) -> None:
+    def agree(self, program: Program, inputs: Any, target: Any, ask: Ask) -> None:
         """Before a step: whether messages tell what they are. A rank that has made its program anew knows nothing, and
-        what it sends is elsewhere: then all ranks rehearse the step, as the first one.
+        what it sends is elsewhere: then all ranks rehearse the step, as the first one. Not before graphs are captured:
+        to load a kernel may wait for the GPU, and nobody could release that meanwhile.
         """
         static = self._connections.static
         if static is None or not (self._is_static or static.promised):
             return
         rehearsed = self._is_rehearsed or not self._is_static
-        answer = static.agreed(program, inputs, target, ask, rehearsed=rehearsed, follows=self.follows)
+        graphed = (stage for stage in program.stages.values() if isinstance(stage, GraphedStage))
+        follows = self.follows and all(stage.likenesses.settled for stage in graphed)
+        answer = static.agreed(program, inputs, target, ask, rehearsed=rehearsed, follows=follows)
         self._plays = answer != SPEAK
         if answer == REHEARSE:
             self._play, self._is_rehearsed = _Play(), False
