@@ -98,8 +98,11 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _rounding(tree: Any) -> float:
-    """That of the coarsest numbers in it."""
-    return max((torch.finfo(each.dtype).eps for each in mb.flatten(tree)[0] if each.is_floating_point()), default=0.0)
+    """That of the coarsest numbers in it, or behind it where autocast is on."""
+    types = {each.dtype for each in mb.flatten(tree)[0] if each.is_floating_point()}
+    if torch.is_autocast_enabled("cuda"):
+        types.add(torch.get_autocast_dtype("cuda"))
+    return max((torch.finfo(each).eps for each in types), default=0.0)
 
 
 def _norm(tensor: Tensor) -> Tensor:
