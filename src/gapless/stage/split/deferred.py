@@ -39,7 +39,12 @@ class Records(list[Any]):
     autocast casts a parameter once and caches the result.
     """
 
-    __slots__ = ()
+    __slots__ = ("sole",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Parameters, by id, that nothing but one compiled region uses; with those whose gradients have waited before.
+        self.sole: dict[int, set[int]] = {}
 
     @property
     def run_code_of_users(self) -> bool:
