@@ -16,6 +16,7 @@ from gapless.stage.cell_inputs import Intake
 from gapless.stage.saved_activations import Kept, Work
 from gapless.stage.split.call_mode import Restart
 from gapless.stage.split.compiled_backward import NODE
+from gapless.stage.split.deferred import has_hooks
 from gapless.stage.split.reached_parameters import Reached
 
 from .tie import Place, Tie, running
@@ -123,10 +124,11 @@ class CellTies:
             self._look_at_casts(found)
 
     def _used_once(self, found: Reached) -> set[int]:
-        """Parameters, by id, of whose gradients all of a microbatch comes from one compiled region."""
-        tied = {id(each.parameter) for each in self._ties}
-        users = ((node, id(leaf)) for node, _, leaf in found.users())
-        return {key for node, key in users if type(node).__name__ == NODE and found.uses[key] == 1} - tied
+        """Parameters, by id, of whose gradients all of a microbatch comes from one compiled region. Not those with
+        hooks: where a region has no gradient for a parameter, autograd calls them all the same.
+        """
+        leaves = [leaf for node, _, leaf in found.users() if type(node).__name__ == NODE and not has_hooks(leaf)]
+        return {id(leaf) for leaf in leaves if found.uses[id(leaf)] == 1} - {id(each.parameter) for each in self._ties}
 
     def _may_cast_anew(self, tie: Tie) -> bool:
         """Not where gradients of this step wait: they all do, or none does."""

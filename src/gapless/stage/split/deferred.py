@@ -49,7 +49,7 @@ class Records(list[Any]):
     @property
     def run_code_of_users(self) -> bool:
         """Whether to add them up calls hooks, or what was given to `defer`."""
-        return any(item[1] is _call or _has_hooks(item[0]) for item in self)
+        return any(item[1] is _call or has_hooks(item[0]) for item in self)
 
     def accumulate(self) -> None:
         """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
@@ -155,7 +155,8 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
         parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
-def _has_hooks(leaf: Tensor) -> bool:
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether something is called with its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -197,7 +198,7 @@ def divert(
             edges[number] = get_gradient_edge(leaf.view_as(leaf))
     for node, number, leaf in Reached(edges).users():
         if id(leaf) in parameters:
-            if _has_hooks(leaf):
+            if has_hooks(leaf):
                 raise SECOND_USES.refusal(
                     f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
                     "way, so a split backward can't call the hook in their order",
