@@ -160,22 +160,16 @@ def cut(layer: Any) -> Any:
         return layer
     context = layer.dynamo_ctx
     backend = torch._dynamo.eval_frame.innermost_backend(context.callback)
-    return torch.compile(
-        layer._orig_mod,
-        backend=Cutting(backend),
-        dynamic=context._dynamic,
-        fullgraph=getattr(context, "fullgraph", False),
-    )
+    fullgraph = getattr(context, "fullgraph", False)
+    return torch.compile(layer._orig_mod, backend=Cutting(backend), dynamic=context._dynamic, fullgraph=fullgraph)
 
 
 def undeferred(layers: Sequence[Any], waited: Collection[int]) -> list[int]:
     """Which compiled layers have a matrix that is not among those parameters, by id, whose gradients have waited."""
-    parts = [(number, each) for number, each in enumerate(layers) if isinstance(each, nn.Module) and is_compiled(each)]
-    return [
-        number
-        for number, layer in parts
-        if any(each.requires_grad and each.dim() > 1 and id(each) not in waited for each in layer.parameters())
-    ]
+    modules = [(number, each) for number, each in enumerate(layers) if isinstance(each, nn.Module)]
+    matrices = [(number, each) for number, module in modules for each in module.parameters() if each.dim() > 1]
+    found = dict.fromkeys(number for number, each in matrices if each.requires_grad and id(each) not in waited)
+    return [number for number in found if is_compiled(layers[number])]
 
 
 def compiled(

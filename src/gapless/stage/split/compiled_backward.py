@@ -9,11 +9,10 @@ Sums for biases and norms stay in I, in the kernels that have their terms at han
 starts from tensors that an uncut backward has in memory too, and the bits stay the same.
 """
 
-import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from gapless.guards.weights_and_gradients import SAVED_TENSORS
 from gapless.stage.random.draws import draws_by_tag
 
 from .deferred import given, recording
-
-Compile = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 NODE = "CompiledFunctionBackward"  # autograd's node for a region
 _aten = torch.ops.aten
@@ -44,42 +41,34 @@ class Cutting:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Any:
         if getattr(self.backend, "config", {}).get("triton.cudagraphs"):  # the next run writes over what W needs
             return self.backend(graph, inputs)
+        common: Any = torch._dynamo.backends.common
+        original = common.aot_module_simplified  # by which every backend gets its graphs
+
+        def simplified(module: Any, inputs: Sequence[Any], **options: Any) -> Any:
+            kinds = [next((kind for kind in (Parameter, Tensor) if isinstance(each, kind)), None) for each in inputs]
+            compiler = functools.partial(_cut, options.pop("bw_compiler"), kinds)
+            return original(module, inputs, bw_compiler=compiler, **options)
+
         # I may write into a donated buffer that W needs; what was cached on disk is in one part.
-        with (
-            torch._dynamo.convert_frame.compile_lock,
-            torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False),
-            _backwards_cut(torch._dynamo.backends.common),
-        ):
-            return self.backend(graph, inputs)
+        config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
+        with torch._dynamo.convert_frame.compile_lock, config:
+            common.aot_module_simplified = simplified
+            try:
+                return self.backend(graph, inputs)
+            finally:
+                common.aot_module_simplified = original
 
 
-@contextlib.contextmanager
-def _backwards_cut(common: Any) -> Iterator[None]:
-    """All backends that have a graph of the backward get it by this function."""
-    original = common.aot_module_simplified
-
-    def simplified(module: Any, inputs: Sequence[Any], **options: Any) -> Any:
-        compiler = functools.partial(_cut, options.pop("bw_compiler"), inputs)
-        return original(module, inputs, bw_compiler=compiler, **options)
-
-    common.aot_module_simplified = simplified
-    try:
-        yield
-    finally:
-        common.aot_module_simplified = original
-
-
-def _cut(compiler: Compile, inputs: Sequence[Any], module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles a backward graph, which has a gradient for each input of the region."""
+def _cut(compiler: Callable[..., Any], kinds: Sequence[Any], module: GraphModule, args: Sequence[Any]) -> Any:
+    """Compiles a backward graph, which has a gradient for each input of the region; those are of these kinds."""
     graph = module.graph
     output = next(iter(graph.find_nodes(op="output")))
     grads: list[Any] = list(output.args[0])
-    if len(grads) != len(inputs):
+    if len(grads) != len(kinds):
         return compiler(module, args)
-    parameters = [k for k, each in enumerate(inputs) if isinstance(each, Parameter)]
     _part_convolutions(graph)
-    late = _late(graph, [grad for k, grad in enumerate(grads) if k not in parameters and grad is not None])
-    last = [k for k in parameters if grads[k] in late]
+    late = _late(graph, [grad for grad, kind in zip(grads, kinds, strict=True) if kind is Tensor and grad is not None])
+    last = [k for k, grad in enumerate(grads) if grad in late]
     needed = dict.fromkeys(arg for node in late for arg in node.all_input_nodes if arg not in late)
     held = {k: node for k, node in enumerate(graph.find_nodes(op="placeholder")) if node in needed}
     made = [node for node in needed if node.op != "placeholder"]
@@ -95,10 +84,8 @@ def _cut(compiler: Compile, inputs: Sequence[Any], module: GraphModule, args: Se
     for node in reversed(late):
         graph.erase_node(node)
     module.recompile()
-    tensors = [k for k, each in enumerate(inputs) if isinstance(each, Tensor)]
     first = compiler(module, args)
-    second = compiler(GraphModule(module, weights), values) if last else None
-    return Region(first, second, [*held], last, {k: tensors.index(k) for k in parameters}, len(inputs), len(tensors))
+    return Region(first, compiler(GraphModule(module, weights), values) if last else None, [*held], last, kinds)
 
 
 def _part_convolutions(graph: Graph) -> None:
@@ -127,7 +114,8 @@ def _late(graph: Graph, others: Iterable[Node]) -> list[Node]:
         if is_operator and node.target._schema.is_mutable:
             return []
         if node.op == "call_function" and (node in products or any(arg in late for arg in node.all_input_nodes)):
-            if not (node.target is operator.getitem or (is_operator and not draws_by_tag(node.target))):
+            is_plain = node.target is operator.getitem or (is_operator and not draws_by_tag(node.target))
+            if not is_plain or any("val" not in arg.meta for arg in node.all_input_nodes):
                 return []
             late[node] = None
     return [*late]
@@ -137,8 +125,7 @@ def _before(nodes: Iterable[Node]) -> set[Node]:
     """These nodes, and all that they need."""
     found, waiting = set[Node](), [*nodes]
     while waiting:
-        node = waiting.pop()
-        if node not in found:
+        if (node := waiting.pop()) not in found:
             found.add(node)
             waiting += node.all_input_nodes
     return found
@@ -146,36 +133,31 @@ def _before(nodes: Iterable[Node]) -> set[Node]:
 
 @dataclasses.dataclass
 class Region:
-    """The compiled backward of a region with so many inputs, of which `tensors` are tensors.
-
-    `second` is W: from those of the arguments that are `held`, and from what `first` gives beside the gradients, it
-    makes the gradients `last`. `edges`: the inputs that are parameters, and their places among the tensors.
+    """The compiled backward of a region with inputs of these kinds. `second` is W: from the arguments `held`, and from
+    what `first` gives beside the gradients, it makes the gradients `last`.
     """
 
     first: Callable[..., Any]
     second: Callable[..., Any] | None
     held: Sequence[int]
     last: Sequence[int]
-    edges: Mapping[int, int]
-    inputs: int
-    tensors: int
+    kinds: Sequence[Any]
     _boxed_call = True
 
     def __call__(self, args: list[Any]) -> list[Any]:
         needed = [args[k] for k in self.held]
         results = [*_run(self.first, args)]
-        grads, needed = results[: self.inputs], [*needed, *results[self.inputs :]]
+        grads, needed = results[: len(self.kinds)], [*needed, *results[len(self.kinds) :]]
         records = recording.now()
-        sole = {} if records is None else records.sole
-        leaves = {k: leaf for k, leaf in self._leaves() if id(leaf) in sole} if sole else {}
-        waits = self.second is not None and all(k in leaves for k in self.last)
-        if self.second is not None and not waits:
+        leaves = {} if records is None or not records.sole else self._leaves(records.sole)
+        waits = all(k in leaves for k in self.last)
+        if not waits:
             for k, grad in zip(self.last, _run(self.second, needed), strict=True):
                 grads[k] = grad
-        later = _Later(self, needed) if waits else None
+        later = _Later(self, needed)
         for k, leaf in leaves.items():
-            waited = sole[id(leaf)]
-            if later is not None and k in self.last:
+            waited = records.sole[id(leaf)]  # type: ignore[union-attr]
+            if waits and k in self.last:
                 waited.add(id(leaf))
                 records.append((leaf, later.grad, k, None, False))  # type: ignore[union-attr]
             elif id(leaf) in waited and grads[k] is not None:  # what other microbatches have deferred comes before
@@ -183,14 +165,14 @@ class Region:
                 grads[k] = None
         return grads
 
-    def _leaves(self) -> Iterator[tuple[int, Tensor]]:
-        """The parameters that this backward runs for."""
+    def _leaves(self, sole: Collection[int]) -> dict[int, Parameter]:
+        """Those of the parameters that this backward runs for, by their place among the inputs."""
+        places = [k for k, kind in enumerate(self.kinds) if kind is not None]
         functions = torch._C._current_autograd_node().next_functions
-        if len(functions) == self.tensors:
-            for k, edge in self.edges.items():
-                leaf = getattr(functions[edge][0], "variable", None)
-                if type(leaf) is Parameter:
-                    yield k, leaf
+        if len(functions) != len(places):
+            return {}
+        leaves = {k: getattr(function, "variable", None) for k, (function, _) in zip(places, functions, strict=True)}
+        return {k: leaf for k, leaf in leaves.items() if type(leaf) is Parameter and id(leaf) in sole}
 
 
 class _Later:
@@ -208,7 +190,6 @@ class _Later:
                     "a weight gradient of a compiled layer waited, and a tensor that it needs was changed in place "
                     "meanwhile, most likely a buffer that the forward of a later microbatch has changed"
                 )
-            assert self._region.second is not None
             storages: set[int] = set()
             for last, grad in zip(self._region.last, _run(self._region.second, self._needed), strict=True):
                 is_shared = (key := grad.untyped_storage().data_ptr()) in storages
@@ -222,5 +203,5 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, Tensor)]
 
 
-def _run(function: Callable[..., Any], args: list[Any]) -> Any:
+def _run(function: Any, args: list[Any]) -> Any:
     return function(args) if getattr(function, "_boxed_call", False) else function(*args)
