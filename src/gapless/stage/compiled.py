@@ -23,6 +23,8 @@ from gapless.stage.split.compiled_backward import Cutting
 
 from .settings import settings
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def is_compiled(layer: Any) -> bool:
     """Whether a layer, or a part of it, is compiled: by torch.compile, or in place by its own `compile()`."""
@@ -156,7 +158,7 @@ def is_optimized(module: Any) -> bool:
 
 def cut(layer: Any) -> Any:
     """A compiled layer with the two parts of its backward apart. One with hooks of its own stays as it is."""
-    if not is_optimized(layer) or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+    if not is_optimized(layer) or any(getattr(layer, name) for name in _HOOKS):
         return layer
     context = layer.dynamo_ctx
     backend = torch._dynamo.eval_frame.innermost_backend(context.callback)
