@@ -261,7 +261,7 @@ class Cell(CellTies):
                 left = {id(tie.parameter) for tie in self._ties if not tie.may_wait(self._place)} | self._sole
                 divert(kept.edges, {*mode.deferred, *self._deferring} - left, work.records, mode.own_casts.values())
             if self._sole:
-                work.records.sole |= dict.fromkeys(self._sole, calls.waited)
+                work.records.sole = {**work.records.sole, **dict.fromkeys(self._sole, calls.waited)}
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
             self._deferring.update(mode.deferred, self._sole)
         kept.known_ties = self._cast_anew

@@ -10,8 +10,9 @@ sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would dif
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,12 +40,8 @@ class Records(list[Any]):
     autocast casts a parameter once and caches the result.
     """
 
-    __slots__ = ("sole",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Parameters, by id, that nothing but one compiled region uses; with those whose gradients have waited before.
-        self.sole: dict[int, set[int]] = {}
+    # Parameters, by id, that nothing but one compiled region uses; with those whose gradients have waited before.
+    sole: Mapping[int, set[int]] = MappingProxyType({})
 
     @property
     def run_code_of_users(self) -> bool:
