@@ -7,7 +7,6 @@ import copy
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from gapless.errors import ConfigError
 from gapless.stage.compiled import CompiledCalls, is_compiled
 from gapless.stage.random.draws import Draws
 from gapless.zoo.gpt import gpt, next_token_loss
-from tests.pipelines import assert_same, assert_same_gradients, schedule_named
+from tests.pipelines import assert_same, assert_same_gradients
 
 SEED = 5
 
@@ -76,7 +75,6 @@ def assert_exact(layers: list[Any], reference: list[Any], *, samples: int = 8, s
     ("schedule", "devices", "remat"),
     [("1f1b", 4, "none"), ("gpipe", 2, "stage"), ("interleaved", 2, "layer"), ("zb-v", 2, "stage")],
 )
-@pytest.mark.filterwarnings("ignore:compiled layers can")
 def test_compiled_layers_give_the_bits_of_the_plain_loop(schedule: str, devices: int, remat: str, p: float) -> None:
     model = blocks(p)
     ours = [torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(model)]
@@ -116,23 +114,6 @@ def test_a_pipeline_compiles_each_layer_and_keeps_the_names() -> None:
     assert not any(is_compiled(layer) for layer in model), "the user's model stays as it is"
 
 
-def test_compiled_layers_under_a_split_schedule_say_once_that_they_do_not_wait() -> None:
-    model = blocks()
-    layers: list[Any] = [torch.compile(layer, backend="aot_eager") for layer in model]
-    with pytest.warns(UserWarning, match="3 compiled layers are in stages with a split backward") as seen:
-        pipe = gapless.Pipeline(
-            [*layers[:3], model[3]],
-            devices=2,
-            microbatches=4,
-            schedule=schedule_named("apart", 2, 4),
-            loss=F.mse_loss,
-        )
-    assert len(seen) == 1
-    with pipe, warnings.catch_warnings(record=True) as later:
-        pipe.step(torch.randn(4, 6), torch.randn(4, 6))
-    assert not any("compiled layers" in str(warning.message) for warning in later)
-
-
 def test_a_layer_compiled_in_place_and_one_with_a_compiled_part_are_seen() -> None:
     plain = nn.Linear(6, 6)
     in_place = nn.Linear(6, 6)
@@ -143,7 +124,6 @@ def test_a_layer_compiled_in_place_and_one_with_a_compiled_part_are_seen() -> No
     assert [is_compiled(layer) for layer in (plain, in_place, part, function)] == [False, True, True, True]
 
 
-@pytest.mark.filterwarnings("ignore:compiled layers can")
 def test_a_part_that_is_compiled_inside_a_layer_is_exact() -> None:
     torch.manual_seed(0)
 

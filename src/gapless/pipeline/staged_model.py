@@ -4,7 +4,6 @@ A sequence is cut when the pipeline is made, any other model when its first batc
 between two steps; the stages follow.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -28,7 +27,7 @@ from gapless.schedule.simulate import simulate
 from gapless.stage.batch.loss_counts import Weighed, is_known, weighed
 from gapless.stage.batch.minibatch import Minibatch
 from gapless.stage.batch.plain import sum_in_order
-from gapless.stage.compiled import compiled
+from gapless.stage.compiled import compiled, undeferred
 from gapless.stage.graphs.graphed import GraphedStage
 from gapless.stage.guards.blind_spots import unwatched
 from gapless.stage.guards.stored_tensors import Stored
@@ -111,6 +110,10 @@ class StagedModel:
                     notes += f", {out} of {show_count(schedule.num_microbatches, 'microbatch')} offloaded"
                 if (calls := work.calls).num_compiled:
                     notes += f", {calls.num_compiled} compiled in {calls.compile_seconds:.1f} s"
+                if work.split and calls.compile_seconds and (those := undeferred(work.layers, calls.waited)):
+                    notes += (
+                        f" (weight gradients not deferred: layers {', '.join(str(first + each) for each in those)})"
+                    )
                 notes += f", {work.likenesses.described}" if isinstance(work, GraphedStage) else ""
             name = f"layers {first} to {first + count - 1}" if count > 1 else f"layer {first}"
             if isinstance(self.model, Captured):
@@ -221,12 +224,6 @@ class StagedModel:
         self._programs.clear()
         self.stages = self._made()
         self._adopt(parts)
-        if count := sum(stage.calls.num_compiled for stage in self.stages.values() if stage.split):
-            warnings.warn(
-                f"{count} compiled layers are in stages with a split backward: compiled layers can't defer their "
-                "weight gradients, so these are computed with the input gradients",
-                stacklevel=4,
-            )
         model, loss = self.model, self._options.loss  # a method in their place would hold the pipeline
         self._called = Makeup(lambda: [*model.called(), loss])
 
@@ -257,7 +254,7 @@ class StagedModel:
             graphed = options.graphs and device.type == "cuda" and not options.schedules.streams
             make = partial(GraphedStage, tried=options.graphs == "auto") if graphed else Stage
             stages[stage] = make(
-                compiled(layers, options.compiler),
+                compiled(layers, options.compiler, split=self._split or stage in halves),
                 first_layer=self._numbers(stage).start,
                 seed=options.seed,
                 remat=remat[stage],

@@ -70,7 +70,8 @@ class Calls:
         modules = self.mode.modules = [part for part in (*layers, loss) if isinstance(part, nn.Module)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._compiled = {index: CompiledCalls(layer) for index, layer in enumerate(layers) if is_compiled(layer)}
-        self.num_compiled = len(self._compiled)  # of the layers: their weight gradients do not wait
+        self.num_compiled = len(self._compiled)
+        self.waited: set[int] = set()  # parameters of compiled regions, by id, whose gradients have waited for a W
         if is_compiled(loss):
             self._compiled[_LOSS] = CompiledCalls(loss)
         self._watched: set[tuple[int, bool]] = set()  # layers of which it is known what they draw

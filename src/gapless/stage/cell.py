@@ -258,10 +258,12 @@ class Cell(CellTies):
             self._graphs.add(graph)
         if defer:  # this run's own, so it need not be copied
             if mode.second_use:
-                tied = {id(tie.parameter) for tie in self._ties if not tie.may_wait(self._place)}
-                divert(kept.edges, {*mode.deferred, *self._deferring} - tied, work.records, mode.own_casts.values())
+                left = {id(tie.parameter) for tie in self._ties if not tie.may_wait(self._place)} | self._sole
+                divert(kept.edges, {*mode.deferred, *self._deferring} - left, work.records, mode.own_casts.values())
+            if self._sole:
+                work.records.sole = {**work.records.sole, **dict.fromkeys(self._sole, calls.waited)}
             work.deferred = {**work.deferred, **mode.deferred} if work.deferred else mode.deferred
-            self._deferring.update(mode.deferred)
+            self._deferring.update(mode.deferred, self._sole)
         kept.known_ties = self._cast_anew
         if self._cast_anew and casts_are_kept():
             kept.casts = {

@@ -1,15 +1,17 @@
 """Layers that went through torch.compile: nothing in them can be seen, so they are called as they are.
 
-Their weight gradients cannot wait, so they come with the input gradients. What they draw comes from torch's default
-generators, which all threads share; and while torch compiles it saves and restores these. So the first call for each
-kind of input, the one that compiles, is made alone, with seeded generators, and tells from which of them numbers were
-drawn. If there are such, all calls for this kind are made alone with these seeded; if not, they are free.
+Their weight gradients can wait where torch.compile has made all of a layer: `split.compiled_backward`. What they draw
+comes from torch's default generators, which all threads share; and while torch compiles it saves and restores these. So
+the first call for each kind of input, the one that compiles, is made alone, with seeded generators, and tells from
+which of them numbers were drawn. If there are such, all calls for this kind are made alone with these seeded; if not,
+they are free.
 """
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from torch import Tensor, nn
 
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.random.draws import Draws, UncapturableError, default_generators, seeded
+from gapless.stage.split.compiled_backward import Cutting
 
 from .settings import settings
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def is_compiled(layer: Any) -> bool:
@@ -128,9 +133,16 @@ class Compiler:
 
     options: Mapping[str, Any]
     context: Callable[[Any], Any] | None = dataclasses.field(default=None, repr=False)
+    cuts: bool = dataclasses.field(default=False, repr=False)
 
     def __call__(self, layer: Any) -> Any:
-        return torch.compile(layer, **self.options) if self.context is None else self.context(layer)
+        made = torch.compile(layer, **self.options) if self.context is None else self.context(layer)
+        return cut(made) if self.cuts else made
+
+    @functools.cached_property
+    def cutting(self) -> "Compiler":
+        """The same, for layers whose weight gradients wait."""
+        return dataclasses.replace(self, cuts=True)
 
 
 def compiler_of(asked: bool | Mapping[str, Any]) -> Compiler | None:
@@ -152,14 +164,36 @@ def is_optimized(module: Any) -> bool:
     return type(module).__module__ == "torch._dynamo.eval_frame" and isinstance(module, nn.Module)
 
 
-def compiled(layers: Sequence[Callable[..., Any]], compiler: Compiler | None) -> list[Callable[..., Any]]:
-    """The layers, each compiled by itself if there is a compiler.
+def cut(layer: Any) -> Any:
+    """A compiled layer with the two parts of its backward apart. One with hooks of its own stays as it is."""
+    if not is_optimized(layer) or any(getattr(layer, name) for name in _HOOKS):
+        return layer
+    context = layer.dynamo_ctx
+    backend = torch._dynamo.eval_frame.innermost_backend(context.callback)
+    fullgraph = getattr(context, "fullgraph", False)
+    return torch.compile(layer._orig_mod, backend=Cutting(backend), dynamic=context._dynamic, fullgraph=fullgraph)
+
+
+def undeferred(layers: Sequence[Any], waited: Collection[int]) -> list[int]:
+    """Which compiled layers have a matrix that is not among those parameters, by id, whose gradients have waited."""
+    modules = [(number, each) for number, each in enumerate(layers) if isinstance(each, nn.Module)]
+    matrices = [(number, each) for number, module in modules for each in module.parameters() if each.dim() > 1]
+    found = dict.fromkeys(number for number, each in matrices if each.requires_grad and id(each) not in waited)
+    return [number for number in found if is_compiled(layers[number])]
+
+
+def compiled(
+    layers: Sequence[Callable[..., Any]], compiler: Compiler | None, *, split: bool = False
+) -> list[Callable[..., Any]]:
+    """The layers, each compiled by itself if there is a compiler; `split`: their weight gradients are to wait.
 
     By itself, because then the bits do not depend on where the model is cut, every layer draws from its own seed, and
     layers of one kind are compiled once. Of a traced model the pieces are compiled, between their draws.
     """
+    layers = [cut(layer) for layer in layers] if split else list(layers)
     if compiler is None:
-        return list(layers)
+        return layers
+    compiler = compiler.cutting if split else compiler
     traced: list[Any] = [layer for layer in layers if is_traced(layer)]
     for layer in traced:
         layer.compiler = compiler

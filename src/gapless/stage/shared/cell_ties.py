@@ -15,6 +15,8 @@ from gapless.stage.calls import Calls
 from gapless.stage.cell_inputs import Intake
 from gapless.stage.saved_activations import Kept, Work
 from gapless.stage.split.call_mode import Restart
+from gapless.stage.split.compiled_backward import NODE
+from gapless.stage.split.deferred import has_hooks
 from gapless.stage.split.reached_parameters import Reached
 
 from .tie import Place, Tie, running
@@ -33,6 +35,7 @@ class CellTies:
         self._step, self._walked = -1, False  # whether a graph of this step was walked
         self._cast_anew: tuple[Tie, ...] = ()  # in this step
         self._deferring: set[int] = set()  # parameters, by id, whose gradients wait for a W in this step
+        self._sole: set[int] = set()  # those that one compiled region uses and nobody else, in the graph last walked
         self._own = self._owned()  # parameters, by id
         self._stray: Stray | None = None
         self._graphs: set[tuple[bool, int]] = set()  # of torch's own modules: how many nodes those had that were walked
@@ -99,7 +102,8 @@ class CellTies:
         deferred, own = mode.deferred, self._own
         if both := [each for each in found.parameters if id(each) in deferred]:
             mode.leave_to_autograd(both)
-        if not self._deferring.isdisjoint(found.leaves):
+        self._sole = self._used_once(found) if mode.defers_now and self._calls.num_compiled else set()
+        if not self._deferring.isdisjoint(found.leaves.keys() - self._sole):
             mode.second_use = True
         if self._stray is not None:
             used = [each for each in found.parameters if id(each) not in own]
@@ -118,6 +122,13 @@ class CellTies:
             raise Restart("a layer casts its input in an autocast of its own")
         if casts_are_kept():
             self._look_at_casts(found)
+
+    def _used_once(self, found: Reached) -> set[int]:
+        """Parameters, by id, of whose gradients all of a microbatch comes from one compiled region. Not those with
+        hooks: where a region has no gradient for a parameter, autograd calls them all the same.
+        """
+        leaves = [leaf for node, _, leaf in found.users() if type(node).__name__ == NODE and not has_hooks(leaf)]
+        return {id(leaf) for leaf in leaves if found.uses[id(leaf)] == 1} - {id(each.parameter) for each in self._ties}
 
     def _may_cast_anew(self, tie: Tie) -> bool:
         """Not where gradients of this step wait: they all do, or none does."""

@@ -10,8 +10,9 @@ sum to `.grad`: acc + (c1 + c2). So does `accumulate`; any other order would dif
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ class Records(list[Any]):
     autocast casts a parameter once and caches the result.
     """
 
-    __slots__ = ()
+    # Parameters, by id, that nothing but one compiled region uses; with those whose gradients have waited before.
+    sole: Mapping[int, set[int]] = MappingProxyType({})
 
     @property
     def run_code_of_users(self) -> bool:
         """Whether to add them up calls hooks, or what was given to `defer`."""
-        return any(item[1] is _call or _has_hooks(item[0]) for item in self)
+        return any(item[1] is _call or has_hooks(item[0]) for item in self)
 
     def accumulate(self) -> None:
         """Computes every contribution and adds it to `.grad`, letting go of each record on the way."""
@@ -150,7 +152,8 @@ def add_grad(parameter: Tensor, grad: Tensor, *, shared: bool = False) -> None:
         parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
-def _has_hooks(leaf: Tensor) -> bool:
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether something is called with its gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -192,7 +195,7 @@ def divert(
             edges[number] = get_gradient_edge(leaf.view_as(leaf))
     for node, number, leaf in Reached(edges).users():
         if id(leaf) in parameters:
-            if _has_hooks(leaf):
+            if has_hooks(leaf):
                 raise SECOND_USES.refusal(
                     f"a weight of shape {tuple(leaf.shape)} has a hook, and only some microbatches use it in a second "
                     "way, so a split backward can't call the hook in their order",
