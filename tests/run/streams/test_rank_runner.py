@@ -146,9 +146,8 @@ def semantics() -> None:
         check("2bw", "blocks", adam)
         return
     check("vertical", "dropout", momentum, drains=(1, 4))
-    check("2bw", "blocks", adam, scheduler=slower, clip=0.1, drains=(1, 4))
+    check("2bw", "dropout", adam, scheduler=slower, clip=0.1, drains=(1, 4), remat="layer", split=True)
     check("stashing", "dropout", momentum, scheduler=slower, clip=0.1, remat="stage", drains=(0, 1, 2))
-    check("2bw", "dropout", momentum, remat="layer", split=True)
     check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,), transport="gloo")
     check("stashing", "linear", momentum, count=1)
     traced()
