@@ -49,6 +49,7 @@ def run(folder: Path, *words: str, package: Path = ROOT / "src") -> "subprocess.
     )
 
 
+@pytest.mark.slow  # tests/model/test_code_origin.py has files below a folder of that name
 def test_what_depends_on_places_passes_in_a_clone_called_gapless(clone: Path) -> None:
     # `_place_of` took every file below a folder of that name for ours: `make test` failed as the README says to run it.
     ended = run(clone, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", *ABOUT_PLACES, package=clone / "src")
