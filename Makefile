@@ -15,7 +15,7 @@ IPROUTE := $(shell PATH="$$PATH:/usr/sbin:/sbin" command -v tc 2>/dev/null)
 # As root without sudo, as somebody else with it.
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: setup demo docs bench bench-tables style check test tests test-newest test-oldest test-all slow shards browser network clean
+.PHONY: setup demo docs bench bench-tables style format types check test tests test-newest test-oldest test-all slow shards browser network clean
 
 setup: $(STAMP)
 
@@ -76,9 +76,13 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) $(PINS) 'mkdocs-material>=9.6'
 	touch $@
 
-style: $(STAMP)
+style: format types
+
+format: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 # What is quick to know. `make test` has these tests among all others.
@@ -99,10 +103,9 @@ endif
 # Torch remembers the shapes of calls that it traces, which pays for deep models; those of these tests are shallow.
 tests: export TORCH_FAKE_TENSOR_DISPATCH_CACHE := 0
 
-# mypy takes one core. Another compiles the tests and what they import meanwhile, once for all processes.
-test: $(STAMP)
-	@$(BIN)/python -m pytest --collect-only >/dev/null 2>&1 & $(MAKE) --no-print-directory style && wait
-	$(MAKE) --no-print-directory tests
+# mypy takes one core, for a minute: the tests begin beside it.
+test: format
+	$(MAKE) --no-print-directory --jobs 2 types tests
 
 tests: $(STAMP) browser network
 	$(PYTEST) -m "not slow and not alone" $(BESIDE)

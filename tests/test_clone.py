@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 ABOUT_PLACES = (
     "tests/model/test_odd_models.py::test_what_can_not_be_traced_is_refused_with_the_line_and_the_way_out",
     "tests/model/test_code_origin.py",
-    "tests/train/data/test_feed.py",
+    "tests/train/data/test_feed.py::test_an_error_in_ones_own_function_is_told_with_its_place_and_stays_the_cause",
+    "tests/train/data/test_feed.py::test_a_file_that_can_t_be_loaded_is_told_with_its_line_and_can_be_mended",
     "tests/train/config/test_user_code.py",
     "tests/test_public_surface.py",
 )
@@ -48,6 +49,7 @@ def run(folder: Path, *words: str, package: Path = ROOT / "src") -> "subprocess.
     )
 
 
+@pytest.mark.slow  # tests/model/test_code_origin.py has files below a folder of that name
 def test_what_depends_on_places_passes_in_a_clone_called_gapless(clone: Path) -> None:
     # `_place_of` took every file below a folder of that name for ours: `make test` failed as the README says to run it.
     ended = run(clone, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", *ABOUT_PLACES, package=clone / "src")

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import gapless
 from gapless.errors import ConfigError
 from gapless.run.ranks.wire import layout
 from gapless.schedule.action import Schedule
 
-from .random_models.blocks import Do, Twice, scripted_dropout
+from .random_models.blocks import Do, scripted_dropout
 
 WIDTH, SAMPLES, MICROBATCHES, SEED = 6, 7, 3, 5
 CAST = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -112,45 +111,6 @@ def test_a_weight_used_cast_and_uncast_in_one_stage_adds_up_as_in_plain_training
     assert_exact(lambda: [block(), nn.Tanh(), block(), block()], schedule=schedule, context=CAST)
 
 
-@pytest.mark.parametrize("context", [nullcontext, partial(CAST, enabled=False)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_layer_with_an_autocast_of_its_own(schedule: str, context: Any) -> None:
-    """The input of a stage is a leaf, of which autocast keeps the cast. Inside an autocast that is switched off, casts
-    are kept too.
-    """
-
-    def cast_here(part: nn.Module, x: Tensor) -> Tensor:
-        with CAST():
-            first: Tensor = part(x) + part(torch.tanh(x)) + part(x * 0.5)
-        with CAST():
-            second: Tensor = part(x)
-            return (first * second).float()
-
-    assert_exact(
-        lambda: [linear(), Do(cast_here, linear()), Do(cast_here, linear()), linear()],
-        schedule=schedule,
-        context=context,
-    )
-
-
-@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_a_penalty_on_all_weights_in_the_loss(schedule: str, remat: str) -> None:
-    """The last stage added to gradients of all others, whenever it came to it."""
-
-    def penalised(layers: list[Any]) -> Loss:
-        weights = list(nn.ModuleList(layers).parameters())
-
-        def loss(out: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(out, target) + 0.01 * torch.stack([weight.square().sum() for weight in weights]).sum()
-
-        return loss
-
-    assert_exact(
-        lambda: [linear(), nn.LayerNorm(WIDTH), linear(), linear()], loss=penalised, schedule=schedule, remat=remat
-    )
-
-
 class Head(nn.Module):
     """A loss with a weight that a layer has too."""
 
@@ -193,37 +153,6 @@ def test_a_function_that_uses_the_weight_of_another_stage() -> None:
     for schedule in ("1f1b", "zb-h1"):
         for partition in ([1, 4], [2, 3], [3, 2]):
             assert_exact(make, schedule=schedule, partition=partition)
-
-
-def test_a_weight_used_by_a_linear_and_by_a_custom_function_under_a_split_backward() -> None:
-    """The mode does not see the custom function, so one part was added at once and the other later."""
-
-    def both(part: nn.Module, x: Tensor) -> Any:
-        return Twice.apply(part(x), part.weight)  # type: ignore[no-untyped-call]
-
-    for remat in ("none", "stage"):
-        assert_exact(lambda: [Do(both, linear()), nn.Tanh(), Do(both, linear()), linear()], remat=remat)
-
-
-@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
-def test_the_same_tensor_handed_on_twice_is_one(remat: str) -> None:
-    """Each place had its own gradient, and the two met at the stage before: (a + c) + b instead of (c + b) + a."""
-
-    def mixed(part: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-        one, other = pair
-        return part(one) * other + torch.tanh(other) + one  # type: ignore[no-any-return]
-
-    for kind in (tuple, list):
-        assert_exact(
-            lambda kind=kind: [
-                linear(),
-                Do(lambda part, x: kind([part(x)] * 2), linear()),
-                Do(mixed, linear()),
-                linear(),
-            ],  # type: ignore[misc]
-            partition=[2, 2],
-            remat=remat,
-        )
 
 
 def test_the_same_tensor_twice_arrives_in_another_process_as_one() -> None:
@@ -348,33 +277,6 @@ def test_the_callers_generator_stays_where_it_was() -> None:
 # -- buffers -------------------------------------------------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """Starts again when the draw is found, after it has counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.calls: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        dropped: Tensor = scripted_dropout(x)
-        return dropped * (1 + self.calls / 8)
-
-
-def spectral() -> Any:
-    return parametrizations.spectral_norm(linear())
-
-
 def norm() -> nn.Module:
     moving = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
     return Do(lambda part, x: part(x.transpose(1, 2)).transpose(1, 2), moving)
-
-
-@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_buffers_move_once_for_each_microbatch(schedule: str, remat: str) -> None:
-    """An instance norm's were taken for a batch norm's, which are counted elsewhere; and a forward that started again
-    had moved them already.
-    """
-    assert_exact(lambda: [linear(), norm(), Counting(), spectral(), norm(), linear()], schedule=schedule, remat=remat)

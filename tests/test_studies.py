@@ -32,8 +32,7 @@ def example(name: str) -> Any:
     "name",
     [
         "same_curve",
-        "few_labels",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("large_batch", "deep", "multilingual")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("few_labels", "large_batch", "deep", "multilingual")),
     ],
 )
 def test_a_study_gives_figures_and_a_page_and_a_second_call_computes_nothing(name: str, tmp_path: Path) -> None:

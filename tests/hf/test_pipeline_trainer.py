@@ -37,7 +37,7 @@ def right(prediction: Any) -> dict[str, float]:
 
 def test_gpt2_on_4_devices_is_gpt2_on_one_after_every_step(tmp_path: Path) -> None:
     """The last update of an epoch has 2 batches of 4, the last batch of an evaluation 2 samples of 4."""
-    args = arguments(tmp_path, max_steps=50, eval_strategy="steps", eval_steps=20, per_device_eval_batch_size=4)
+    args = arguments(tmp_path, max_steps=20, eval_strategy="steps", eval_steps=8, per_device_eval_batch_size=4)
     more: dict[str, Any] = {"eval_dataset": rows(10), "compute_metrics": right}
     plain, trainer = both(gpt2(), args, devices=4, schedule="zb-v", **more)
     assert [line["eval_right"] for line in trainer.state.log_history if "eval_right" in line]

@@ -116,16 +116,14 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("root", ROOTS)
-def test_a_sequential_that_does_more_than_call_its_layers_is_called_as_it_is(root: str, schedule: str) -> None:
+def test_a_sequential_that_does_more_than_call_its_layers_is_called_as_it_is(root: str) -> None:
     """It was taken apart: the residual of a Sequential's own forward was gone from pipeline and plain_step alike."""
     torch.manual_seed(0)
     model = ROOTS[root]()
     plain, reference = copy.deepcopy(model), copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
-    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, schedule="zb-h1") as pipe:
         for _ in range(2):
             assert same(pipe.step(x, y).loss, loop(plain, x, y))
             gapless.plain_step(reference, x, y, loss=F.mse_loss, microbatches=4)

@@ -67,14 +67,14 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 MODELS: list[tuple[Callable[[], nn.Module], Count, int]] = [
     (llama, shifted, 24),
     (partial(bert, "TokenClassification"), not_shifted, 2),
-    (t5, not_shifted, 24),
+    (t5, not_shifted, 24),  # slow, as are those that follow
     (gpt2, shifted, 24),
     (partial(bert, "MaskedLM"), not_shifted, 24),
 ]
 
 
 @pytest.mark.parametrize(
-    ("make", "count", "classes"), [*MODELS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[3:])]
+    ("make", "count", "classes"), [*MODELS[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[2:])]
 )
 def test_a_models_own_loss_weighs_the_labels_it_counts(
     make: Callable[[], nn.Module], count: Count, classes: int
@@ -188,7 +188,7 @@ class Causal(Own):
 
 
 def replicas(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     torch.manual_seed(4)
     model = llama() if kind == "llama" else Causal()
@@ -217,4 +217,4 @@ def replicas(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["one's own", pytest.param("llama", marks=pytest.mark.slow)])
 def test_replicas_weigh_by_the_labels_of_all(kind: str, launch: Launch) -> None:
-    launch(replicas, 4, kind)
+    launch(replicas, 4 if kind == "llama" else 2, kind)

@@ -89,17 +89,15 @@ class Own(nn.LSTM):
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "none"), ("zb-v", "stage")])
 @pytest.mark.parametrize(
-    ("make", "use"),
+    ("make", "use", "schedule", "remat"),
     [
-        (lambda: nn.LSTM(2, 3, batch_first=True), over_time),
-        (lambda: nn.LSTM(2, 3, 2, bidirectional=True, dropout=0.5), time_first),
-        (lambda: nn.GRU(2, 3, 2, batch_first=True, bidirectional=True), over_time),
-        (lambda: nn.GRU(2, 3, 2, dropout=0.5), time_first),
-        (lambda: nn.RNN(2, 3, batch_first=True), over_time),
-        (lambda: Own(2, 3, batch_first=True), over_time),
+        (lambda: nn.LSTM(2, 3, batch_first=True), over_time, "zb-h1", "none"),
+        (lambda: nn.LSTM(2, 3, 2, bidirectional=True, dropout=0.5), time_first, "zb-v", "stage"),
+        (lambda: nn.GRU(2, 3, 2, batch_first=True, bidirectional=True), over_time, "1f1b", "none"),
+        (lambda: nn.GRU(2, 3, 2, dropout=0.5), time_first, "zb-h1", "none"),
+        (lambda: nn.RNN(2, 3, batch_first=True), over_time, "zb-v", "stage"),
+        (lambda: Own(2, 3, batch_first=True), over_time, "zb-v", "stage"),
     ],
     ids=["LSTM", "deep LSTM", "GRU", "deep GRU", "RNN", "own LSTM"],
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gapless.stage.stage import Stage
 from tests.stage.exactness import assert_same_as_plain, mean_square
@@ -32,18 +31,6 @@ class Do(nn.Module):
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def mlp(width: int = 12, depth: int = 3) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)]
-    return layers
-
-
-@pytest.mark.parametrize("cuts", [(), (1,), (2, 5), (1, 2, 3, 4)])
-def test_an_mlp_gives_the_plain_gradient(cuts: tuple[int, ...]) -> None:
-    assert_same_as_plain(mlp(), torch.randn(7, 12), cuts=cuts)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -177,40 +164,6 @@ def test_embeddings(options: dict[str, Any]) -> None:
     assert_same_as_plain(layers, torch.randint(9, (6, 7)), cuts=(1,))
 
 
-def test_a_parameter_used_twice_is_summed_as_autograd_sums() -> None:
-    def again(s: Any, x: Tensor) -> Tensor:
-        return torch.tanh(s.parts[0](torch.tanh(s.parts[0](x))))
-
-    def thrice(s: Any, x: Tensor) -> Any:
-        return s.parts[0](again(s, x))
-
-    for function in (again, thrice):
-        twice = Do(function, nn.Linear(8, 8))
-        assert_same_as_plain([nn.Linear(8, 8), twice, nn.Linear(8, 8)], torch.randn(6, 8), cuts=(1,))
-
-
-def test_layers_shared_by_two_places_of_a_stage() -> None:
-    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    bias = nn.Parameter(torch.randn(8))
-    other = nn.Linear(8, 8)
-    other.bias = bias
-    third = nn.Linear(8, 8)
-    third.bias = bias
-    layers = [linear, norm, other, nn.Tanh(), linear, norm, third, norm, nn.Linear(8, 3)]
-    assert_same_as_plain(layers, torch.randn(6, 8))
-
-
-def test_a_parameter_with_deferred_and_plain_uses() -> None:
-    linear = nn.Linear(8, 8)
-    layers = [
-        nn.Linear(8, 8),
-        linear,
-        Do(lambda s, x: x * s.parts[0].weight.sum(0) + s.parts[0].bias, linear),
-        Do(lambda s, x: s.parts[0](x) + torch.cat([s.parts[0].bias, s.parts[0].bias])[:8], linear),
-    ]
-    assert_same_as_plain(layers, torch.randn(6, 8))
-
-
 def test_looking_at_a_weight_is_no_use_of_it() -> None:
     linear = nn.Linear(8, 8)
 
@@ -228,96 +181,6 @@ def test_tied_embedding_and_head_in_one_stage() -> None:
     layers = [embedding, nn.Linear(8, 8), nn.Tanh(), head]
     loss = lambda outputs, target: F.cross_entropy(outputs.flatten(0, 1), target.flatten())  # noqa: E731
     assert_same_as_plain(layers, torch.randint(11, (6, 5)), torch.randint(11, (6, 5)), loss=loss)
-
-
-@pytest.mark.parametrize("frozen", [(0,), (0, 1, 2), (3, 4, 5, 6, 7, 8), (4,), tuple(range(9))])
-def test_frozen_layers_before_and_after(frozen: tuple[int, ...]) -> None:
-    layers = mlp()
-    for number in frozen:
-        layers[number].requires_grad_(False)
-    for cuts in ((), (3,), (4, 6)):
-        assert_same_as_plain(layers, torch.randn(6, 12), cuts=cuts)
-
-
-def test_a_frozen_weight_with_a_trained_bias_and_the_reverse() -> None:
-    layers = mlp()
-    layers[0].weight.requires_grad_(False)
-    layers[3].bias.requires_grad_(False)
-    assert_same_as_plain(layers, torch.randn(6, 12), cuts=(3,))
-
-
-def test_in_place_operations_on_what_a_linear_returns() -> None:
-    for shape in ((6, 8), (6, 3, 8)):
-        layers = [
-            nn.Linear(8, 8),
-            nn.ReLU(inplace=True),
-            nn.Linear(8, 8),
-            Do(lambda s, x: x.mul_(2.0).add_(x.detach())),
-            nn.Linear(8, 8),
-        ]
-        for cuts in ((), (1,), (2, 3)):
-            assert_same_as_plain(layers, torch.randn(shape), cuts=cuts)
-        context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-        assert_same_as_plain(layers, torch.randn(shape), cuts=(1, 3), context=context)
-
-
-def test_trees_between_stages() -> None:
-    def start(s: Any, ids: Tensor) -> Any:
-        return {
-            "ids": ids,
-            "x": (s.parts[0](ids), None),
-            "scale": 2,
-            "name": "tree",
-            "mask": ids > 3,
-            "free": torch.ones(3),
-        }
-
-    def middle(s: Any, tree: Any) -> Any:
-        x = tree["x"][0] * tree["scale"] * tree["mask"].unsqueeze(-1)
-        return {**tree, "x": (torch.tanh(s.parts[0](x)), tree["x"][1]), "unused": s.parts[0](x)}
-
-    def end(s: Any, tree: Any) -> Any:
-        return s.parts[0](tree["ids"]) + tree["x"][0] + tree["free"].sum()
-
-    layers = [
-        Do(start, nn.Embedding(9, 8)),
-        Do(middle, nn.Linear(8, 8)),
-        Do(middle, nn.Linear(8, 8)),
-        Do(end, nn.Embedding(9, 8)),
-        nn.Linear(8, 8),
-    ]
-    for cuts in ((), (1,), (1, 2, 3, 4)):
-        assert_same_as_plain(layers, torch.randint(9, (6, 4)), cuts=cuts)
-
-
-def test_skips_used_by_every_later_stage_add_up_in_autograds_order() -> None:
-    def skip(s: Any, pair: Any) -> Any:
-        x, kept = pair
-        return torch.tanh(s.parts[0](x)) + kept * 0.3 + kept.sin() * x, kept
-
-    layers = [
-        Do(lambda s, x: (s.parts[0](x), s.parts[1](x)), nn.Linear(8, 8), nn.Linear(8, 8)),
-        *[Do(skip, nn.Linear(8, 8)) for _ in range(4)],
-        Do(lambda s, pair: pair[0] * pair[1]),
-    ]
-    for cuts in ((), (1, 3), (1, 2, 3, 4, 5)):
-        assert_same_as_plain(layers, torch.randn(6, 8), cuts=cuts)
-
-
-def test_inputs_as_positional_and_keyword_arguments() -> None:
-    two = Do(lambda s, a, b: s.parts[0](a) * b, nn.Linear(8, 8))
-    assert_same_as_plain([two, nn.Linear(8, 8)], (torch.randn(6, 8), torch.randn(6, 8)), cuts=(1,))
-    assert_same_as_plain([two, nn.Linear(8, 8)], {"a": torch.randn(6, 8), "b": torch.randn(8)}, cuts=(1,))
-
-
-def test_uneven_microbatches_and_weights_from_the_target() -> None:
-    layers = [nn.Embedding(11, 8), nn.Linear(8, 11)]
-    target = torch.randint(11, (7, 5))
-    target[torch.rand(7, 5) < 0.4] = -100
-    loss = lambda outputs, target: F.cross_entropy(outputs.flatten(0, 1), target.flatten())  # noqa: E731
-    ids = torch.randint(11, (7, 5))
-    assert_same_as_plain(layers, ids, target, loss=loss, cuts=(1,), loss_weight=lambda t: (t != -100).sum())
-    assert_same_as_plain(layers, ids, target, loss=loss, cuts=(1,), loss_weight="sum", microbatches=4)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -342,49 +205,6 @@ def test_autocast(cache: bool, remat: str) -> None:
         assert_same_as_plain(layers, torch.randint(9, (6, 5)), cuts=cuts, context=context, modes=modes)
 
 
-def test_autocast_inside_a_layer_and_around_a_convolution() -> None:
-    def inside(s: Any, x: Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return s.parts[0](x)
-
-    layers = [
-        nn.Conv2d(3, 4, 3),
-        nn.Flatten(),
-        Do(inside, nn.Linear(4 * 36, 8)),
-        Do(lambda s, x: x.float()),
-        nn.Linear(8, 8),
-    ]
-    assert_same_as_plain(layers, torch.randn(6, 3, 8, 8), cuts=(1, 3))
-    assert_same_as_plain(
-        layers, torch.randn(6, 3, 8, 8), cuts=(1, 3), context=lambda: torch.autocast("cpu", torch.bfloat16)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types(dtype: torch.dtype) -> None:
-    layers = [
-        nn.Linear(12, 12).to(dtype),
-        nn.Dropout(0.3),
-        nn.ReLU(),
-        nn.LayerNorm(12).to(dtype),
-        nn.Linear(12, 4).to(dtype),
-    ]
-    assert_same_as_plain(layers, torch.randn(6, 5, 12, dtype=dtype), cuts=(2,))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_a_checkpoint_inside_a_layer(use_reentrant: bool, dropout: float) -> None:
-    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 8))
-    layers = [
-        nn.Linear(8, 8),
-        Do(lambda s, x: checkpoint(s.parts[0], x, use_reentrant=use_reentrant) + s.parts[1](x), block, nn.Dropout(0.2)),
-        nn.Linear(8, 8),
-    ]
-    for cuts in ((), (1, 2)):
-        assert_same_as_plain(layers, torch.randn(6, 8), cuts=cuts)
-
-
 def test_a_layer_that_takes_gradients_in_its_forward() -> None:
     def penalty(s: Any, x: Tensor) -> Any:
         x = x if x.requires_grad else x.detach().requires_grad_()
@@ -393,22 +213,6 @@ def test_a_layer_that_takes_gradients_in_its_forward() -> None:
         return y + slope.square()
 
     assert_same_as_plain([nn.Linear(8, 8), Do(penalty, nn.Linear(8, 8)), nn.Linear(8, 8)], torch.randn(6, 8), cuts=(1,))
-
-
-def test_hooks_of_the_user_on_activations_and_modules() -> None:
-    def hooked(s: Any, x: Tensor) -> Any:
-        y = s.parts[0](x)
-        y.register_hook(lambda grad: grad * 3)
-        return y
-
-    linear = nn.Linear(8, 8)
-    linear.register_forward_hook(lambda module, args, output: F.dropout(output, 0.3))
-    linear.register_full_backward_hook(lambda module, inputs, outputs: None)
-    scaled = nn.Linear(8, 8)
-    double: Any = lambda module, inputs, outputs: (inputs[0] * 2,)  # noqa: E731
-    scaled.register_full_backward_hook(double)
-    layers = [nn.Linear(8, 8), Do(hooked, nn.Linear(8, 8)), linear, scaled, nn.Linear(8, 8)]
-    assert_same_as_plain(layers, torch.randn(6, 8))
 
 
 def test_a_forward_put_in_place_of_a_modules_own() -> None:
@@ -426,14 +230,4 @@ def test_a_forward_put_in_place_of_a_modules_own() -> None:
 
 def test_vmap_inside_a_layer() -> None:
     layers = [nn.Linear(8, 8), Do(lambda s, x: torch.vmap(s.parts[0])(x), nn.Linear(8, 8)), nn.Linear(8, 8)]
-    assert_same_as_plain(layers, torch.randn(6, 8))
-
-
-def test_weights_that_are_computed() -> None:
-    layers = [
-        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
-        Do(lambda s, x: F.linear(x, s.parts[0].weight[:4]), nn.Linear(8, 8)),
-        nn.Bilinear(4, 4, 3) and Do(lambda s, x: s.parts[0](x, x), nn.Bilinear(4, 4, 3)),
-    ]
     assert_same_as_plain(layers, torch.randn(6, 8))

@@ -131,7 +131,7 @@ def test_a_loss_of_torch_has_the_gradients_of_the_whole_batch_or_asks(name: str)
         for microbatches in (4, 3):
             if call is FIRST and not inspect.isfunction(loss):
                 known += counted_right(loss, target, microbatches)
-            if not summed:
+            if not summed and microbatches == 3:
                 counted_right(partial(call, loss), target, microbatches)
     assert known or call is not FIRST or key_of(name) not in KNOWN
 

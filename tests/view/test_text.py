@@ -16,7 +16,7 @@ def cases() -> list[tuple[str, int, int, int]]:
     chance = random.Random(5)
     return [
         (chance.choice(NAMES), 2 * chance.randint(1, 4), 8 * chance.randint(1, 5), chance.randint(24, 300))
-        for _ in range(60)
+        for _ in range(24)
     ]
 
 

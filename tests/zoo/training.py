@@ -20,7 +20,7 @@ SEED = 7
 MICROBATCHES = 4
 STEPS = 3
 # tests/test_pipeline_exact.py has schedules, devices and remats in all pairs: of a model of the zoo these are enough.
-_DAILY = {("gpipe", 2, "none"), ("1f1b", 3, "stage"), ("interleaved", 4, "none"), ("zb-v", 2, "stage")}
+_DAILY = {("interleaved", 4, "none"), ("zb-v", 2, "stage")}
 CASES = [
     pytest.param(schedule, devices, remat, marks=() if (schedule, devices, remat) in _DAILY else pytest.mark.slow)
     for devices in (2, 3, 4)

@@ -47,10 +47,10 @@ def _laid_out(value: Any) -> Any:
     return [_laid_out(each) for each in value] if isinstance(value, list | tuple) else None
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "bert", "mixtral", "t5")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "llama", "bert", "mixtral", "t5")]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "convolutions", *SLOW])
+@pytest.mark.parametrize("kind", ["convolutions", *SLOW])
 def test_the_graph_is_that_of_a_real_model(kind: str) -> None:
     if kind != "convolutions":
         hub()

@@ -57,8 +57,9 @@ def waits(run: Run, model: nn.Module, steps: int, seeded: bool = False) -> nn.Mo
     return model
 
 
-@pytest.mark.parametrize("layer", [Counter, Noise, lambda: nn.Dropout(0.3)])
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2"])
+@pytest.mark.parametrize(
+    ("layer", "schedule"), [(Counter, "gpipe"), (Noise, "zb-h2"), (lambda: nn.Dropout(0.3), "zb-h2")]
+)
 def test_forwards_that_run_again_leave_no_trace(layer: Any, schedule: str) -> None:
     """A large step in the middle is clipped when forwards of the next one have run."""
     run = Run(2, schedule=schedule, large=(4, 7, 8, 11), bad=(6,), scheduled=False)
@@ -154,23 +155,22 @@ def test_a_loss_can_be_read_before_the_step_is_settled() -> None:
 
 def replicas_train() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    for schedule in ("1f1b", "zb-h2"):
-        run, states = Run(8, schedule=schedule, large=(3, 6), bad=(5,)), []
-        for overlaps in (True, False):
-            with gapless.Pipeline(run.model(), mesh=mesh, schedule=schedule, microbatches=4, loss=F.mse_loss) as pipe:
-                optimizer, _ = run.optimizer_of(pipe.parameters())
-                training = pipe.training(optimizer, max_norm=1.0) if overlaps else None
-                for step in range(10):
-                    batch = run.batch(2 * step + mesh.get_local_rank("dp"))
-                    if training is not None:
-                        training.step(*batch)
-                        continue
-                    pipe.step(*batch)
-                    if pipe.clip_grad_norm_(1.0).isfinite():
-                        optimizer.step()
-                    pipe.zero_grad()
-                states.append(pipe.state_dict())
-        assert all(map(torch.equal, states[0].values(), states[1].values()))
+    run, states = Run(8, schedule="zb-h2", large=(3, 6), bad=(5,)), []
+    for overlaps in (True, False):
+        with gapless.Pipeline(run.model(), mesh=mesh, schedule="zb-h2", microbatches=4, loss=F.mse_loss) as pipe:
+            optimizer, _ = run.optimizer_of(pipe.parameters())
+            training = pipe.training(optimizer, max_norm=1.0) if overlaps else None
+            for step in range(8):
+                batch = run.batch(2 * step + mesh.get_local_rank("dp"))
+                if training is not None:
+                    training.step(*batch)
+                    continue
+                pipe.step(*batch)
+                if pipe.clip_grad_norm_(1.0).isfinite():
+                    optimizer.step()
+                pipe.zero_grad()
+            states.append(pipe.state_dict())
+    assert all(map(torch.equal, states[0].values(), states[1].values()))
     dist.barrier()
 
 

@@ -298,19 +298,20 @@ def twice(pipe: gapless.Pipeline, x: Tensor, y: Tensor, **asked: Any) -> None:
 
 def disagreeing() -> None:
     x, y = samples(8)
-    for shape, names in (((2, 2), ("dp", "pp")), ((4,), ("pp",))):
-        for odd in (0, 3):
-            for what in ("weight", "sync"):
-                mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-                with gapless.Pipeline(
-                    made(lambda: mlp(8)), mesh=mesh, microbatches=4, loss=F.mse_loss, timeout=40
-                ) as pipe:
-                    pipe.step(x, y, weight=0.5, sync=False)
-                    other = dist.get_rank() == odd
-                    asked: dict[str, Any] = {"weight": 0.25 if other else 0.5} if what == "weight" else {"sync": other}
-                    with pytest.raises((ConfigError, TransportError), match="all ranks make the same calls"):
-                        twice(pipe, x, y, **asked)
-                    dist.barrier()
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    for mesh, odd, what in (
+        (mesh_of_four(), 0, "weight"),
+        (mesh_of_four(), 3, "sync"),
+        (line, 3, "weight"),
+        (line, 0, "sync"),
+    ):
+        with gapless.Pipeline(made(lambda: mlp(8)), mesh=mesh, microbatches=4, loss=F.mse_loss, timeout=40) as pipe:
+            pipe.step(x, y, weight=0.5, sync=False)
+            other = dist.get_rank() == odd
+            asked: dict[str, Any] = {"weight": 0.25 if other else 0.5} if what == "weight" else {"sync": other}
+            with pytest.raises((ConfigError, TransportError), match="all ranks make the same calls"):
+                twice(pipe, x, y, **asked)
+            dist.barrier()
 
 
 def test_ranks_that_disagree_about_weight_or_sync_are_refused(launch: Launch) -> None:
@@ -324,33 +325,32 @@ def sharded() -> None:
     """FSDP2 adds up whole gradients on each replica and reduces them at the last step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh.get_local_rank("dp")
-    for schedule in ("1f1b", "zb-h1"):
-        model, plain = made(lambda: mlp(8)), made(lambda: mlp(8))
-        for layer in model:
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh["dp"])
-        torch.manual_seed(5)
-        data = [samples(12) for _ in range(3)]
-        with gapless.Pipeline(model, mesh=mesh, schedule=schedule, microbatches=4, loss=F.mse_loss) as pipe:
-            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            for minibatch in range(2):
-                if minibatch == 1:  # one that is given up on
-                    pipe.step(*(whole.tensor_split([5])[replica] for whole in data[0]), sync=False)
-                    pipe.zero_grad()
-                for number, (x, y) in enumerate(data):
-                    pipe.step(*(whole.tensor_split([5])[replica] for whole in (x, y)), weight=1 / 3, sync=number == 2)
-                    if number < 2:
-                        assert all(parameter.grad is None for parameter in pipe.parameters())
-                    (F.mse_loss(plain(x), y) / 3).backward()
-                names = dict(plain.named_parameters())
-                for name, parameter in pipe.named_parameters():
-                    assert parameter.grad is not None
-                    whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-                    torch.testing.assert_close(whole, names[name].grad, atol=1e-6, rtol=1e-5)
-                optimizer.step()
-                optimizer.zero_grad()
-                torch.optim.SGD(plain.parameters(), lr=0.1).step()
-                plain.zero_grad()
+    model, plain = made(lambda: mlp(8)), made(lambda: mlp(8))
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh["dp"])
+    torch.manual_seed(5)
+    data = [samples(12) for _ in range(3)]
+    with gapless.Pipeline(model, mesh=mesh, schedule="zb-h1", microbatches=4, loss=F.mse_loss) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for minibatch in range(2):
+            if minibatch == 1:  # one that is given up on
+                pipe.step(*(whole.tensor_split([5])[replica] for whole in data[0]), sync=False)
+                pipe.zero_grad()
+            for number, (x, y) in enumerate(data):
+                pipe.step(*(whole.tensor_split([5])[replica] for whole in (x, y)), weight=1 / 3, sync=number == 2)
+                if number < 2:
+                    assert all(parameter.grad is None for parameter in pipe.parameters())
+                (F.mse_loss(plain(x), y) / 3).backward()
+            names = dict(plain.named_parameters())
+            for name, parameter in pipe.named_parameters():
+                assert parameter.grad is not None
+                whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
+                torch.testing.assert_close(whole, names[name].grad, atol=1e-6, rtol=1e-5)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            plain.zero_grad()
 
 
 def test_sharded_stages_reduce_their_gradients_at_the_last_step(launch: Launch) -> None:

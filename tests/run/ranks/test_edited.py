@@ -24,7 +24,7 @@ def followed(kind: str) -> None:
     """Each edit by itself: the steps before and after it."""
     mesh = line()
     for edit in KEPT:
-        if kind == "traced" and edit not in ("replace", "freeze", "hook", "eps"):
+        if kind == "traced" and edit not in ("freeze", "hook"):
             continue
         torch.manual_seed(1)
         model: nn.Module = Net(*_layers()) if kind == "traced" else nn.Sequential(*_layers())

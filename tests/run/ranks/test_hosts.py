@@ -25,8 +25,6 @@ from gapless.cli import main as command_line
 from gapless.errors import TransportError
 from tests.run.hosts import ADDRESSES, Hosts, two_hosts
 
-pytestmark = pytest.mark.alone  # the speed of a link is measured
-
 DELAY, RATE = 0.005, 12.5e6  # seconds; bytes a second: 100 Mbit/s
 DEVICES, MICROBATCHES, SECONDS, BYTES = 2, 6, 0.01, 131072
 SCHEDULES = ("1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto")
@@ -36,7 +34,10 @@ COSTS = gapless.Costs(
 WARM_UP, LEAST, LONGEST = 2, 3, 60  # steps of a schedule, and seconds in all
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+MEASURED = [pytest.mark.slow, pytest.mark.alone]  # the speed of a link
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=MEASURED)])
 def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
         found = torchrun(hosts, ranks, "exact", tmp_path / "found.json", timeout=250)
@@ -50,6 +51,7 @@ def test_two_hosts_have_the_bits_of_the_plain_loop(tmp_path: Path, ranks: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: Path) -> None:
     """Its process can't be seen from here, so it is the connection: the child closes its copy."""
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
@@ -60,6 +62,7 @@ def test_a_dead_rank_of_another_host_is_noticed_while_its_child_lives(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_hosts_take_as_long_as_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with two_hosts(delay=DELAY, rate=RATE) as hosts:
         found = torchrun(hosts, 1, "measured", tmp_path / "found.json", timeout=250)

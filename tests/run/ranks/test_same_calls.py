@@ -77,7 +77,7 @@ def differ(seed: str) -> None:
     chance, me, ranks = random.Random(int(seed)), dist.get_rank(), dist.get_world_size()
     names = ("pp",) if ranks == 2 else ("dp", "pp")
     mesh = init_device_mesh("cpu", (ranks,) if ranks == 2 else (2, 2), mesh_dim_names=names)
-    for _ in range(12):
+    for _ in range(24 // ranks):
         one, other = chance.sample(list(CALLS), 2)
         odd = chance.randrange(ranks)
         before, transport = chance.choice([0, 1, 9]), chance.choice(["auto", "gloo"])

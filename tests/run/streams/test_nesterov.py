@@ -1,13 +1,12 @@
 """The optimizer against the formulas of arXiv 2505.01099, written out in plain floats."""
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gapless.errors import ConfigError
 from gapless.run.streams.nesterov import DelayedNesterov
@@ -90,43 +89,6 @@ def test_it_is_set_up_as_the_paper_s_authors_do() -> None:
     group = DelayedNesterov([weight()]).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-4, (0.99, 0.999), 1e-8, 0.01)
     assert (group["momentum_decay"], group["decoupled_weight_decay"]) == (4e-3, True)
-
-
-@pytest.mark.usefixtures("double")
-def test_groups_have_rates_of_their_own() -> None:
-    slow, fast = weight(), weight()
-    groups: list[dict[str, Any]] = [{"params": [slow]}, {"params": [fast], "lr": 0.1, "weight_decay": 0.0}]
-    optimizer = DelayedNesterov(groups, lr=0.01)
-    for parameter, lr, decay in ((slow, 0.01, 0.01), (fast, 0.1, 0.0)):
-        parameter.grad = torch.ones_like(parameter)
-        expected = nadam(0.3, [1.0], lr, 0.99, decay)[0]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert parameter.item() == pytest.approx(expected, rel=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_saved_state_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
-    """torch's NAdam does not: it loads the product of its momenta in the type of the parameter."""
-
-    def train(parameter: nn.Parameter, optimizer: DelayedNesterov, grads: list[float]) -> Tensor:
-        for grad in grads:
-            parameter.grad = torch.full_like(parameter, grad)
-            optimizer.step()
-        return parameter.detach()
-
-    whole, part = weight(dtype=dtype), weight(dtype=dtype)
-    undisturbed = DelayedNesterov([whole], lr=0.01)
-    expected = train(whole, undisturbed, [1.0, -0.3, 0.7, 0.2])
-    first = DelayedNesterov([part], lr=0.01)
-    train(part, first, [1.0, -0.3])
-    other, unused = nn.Parameter(part.detach().clone()), weight(dtype=dtype)
-    first.add_param_group({"params": [weight()]})  # never updated, so without a state
-    second = DelayedNesterov([{"params": [other]}, {"params": [unused]}])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert torch.equal(train(other, second, [0.7, 0.2]), expected)
-    assert torch.equal(second.state[other]["mu_product"], undisturbed.state[whole]["mu_product"])
-    assert len(second.state) == 1
 
 
 def test_a_sparse_gradient_is_refused_before_anything_moves() -> None:

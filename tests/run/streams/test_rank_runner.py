@@ -133,12 +133,11 @@ def saved() -> None:
 
 def benchmarked() -> None:
     """The contestant of `python -m benchmarks emulated --torchrun`."""
-    for name in ("pipedream", "2bw"):
-        contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
-        _, run = prepare_gapless(contest, name, dist.get_rank())
-        spans = [run(), run()]
-        dist.barrier()  # a rank that lets go of its pipeline ends those of the others
-        assert all(isinstance(span, Span) and span.seconds > 3 * 4 * 0.0004 for span in spans)
+    contest = Contest(dist.get_world_size(), 4, "emulated", seconds=0.0005)
+    _, run = prepare_gapless(contest, "2bw", dist.get_rank())
+    spans = [run(), run()]
+    dist.barrier()  # a rank that lets go of its pipeline ends those of the others
+    assert all(isinstance(span, Span) and span.seconds > 3 * 4 * 0.0004 for span in spans)
 
 
 def semantics() -> None:
@@ -147,9 +146,8 @@ def semantics() -> None:
         check("2bw", "blocks", adam)
         return
     check("vertical", "dropout", momentum, drains=(1, 4))
-    check("2bw", "blocks", adam, scheduler=slower, clip=0.1, drains=(1, 4))
+    check("2bw", "dropout", adam, scheduler=slower, clip=0.1, drains=(1, 4), remat="layer", split=True)
     check("stashing", "dropout", momentum, scheduler=slower, clip=0.1, remat="stage", drains=(0, 1, 2))
-    check("2bw", "dropout", momentum, remat="layer", split=True)
     check("stashing", "linear", adam, ahead=True, annealed_over=5, drains=(3,), transport="gloo")
     check("stashing", "linear", momentum, count=1)
     traced()
@@ -186,9 +184,9 @@ def follow(stream: Any, data: Sequence[Any], at: int, do: Callable[[], object]) 
 
 
 def forwards_fail() -> None:
-    """On each rank in turn: minibatches before it are finished, all stages are at it, and another run goes on."""
+    """On the first rank and on the last: minibatches before it are finished, and another run goes on from it."""
     rank, data = dist.get_rank(), batches(9)
-    for guilty, layer in enumerate((0, 4, 7)):
+    for guilty, layer in ((0, 0), (2, 7)):
         model, plain = failing(layer, forward_at=5)
         with pipeline(model) as pipe:
             _, history = reference.trained(
@@ -216,7 +214,7 @@ def forwards_fail() -> None:
 def a_backward_fails() -> None:
     """Stages have made different updates then: no state is given away, until another was loaded."""
     rank = dist.get_rank()
-    for guilty, layer in enumerate((0, 4, 7)):
+    for guilty, layer in ((0, 0), (1, 4)):
         model, _ = failing(layer, backward_at=4)
         with pipeline(model) as pipe:
             before = pipe.state_dict()
@@ -240,7 +238,7 @@ def a_backward_fails() -> None:
 def interrupted() -> None:
     """Ctrl-C on one rank drains all of them, also one that waits in the middle of the pipeline."""
     rank, data = dist.get_rank(), batches(30)
-    for guilty in range(dist.get_world_size()):
+    for guilty in (1, 2):
         model = make("linear")
         plain = copy.deepcopy(model)
         with pipeline(model) as pipe:
@@ -266,7 +264,7 @@ def interrupted() -> None:
 
 def different_minibatches() -> None:
     rank = dist.get_rank()
-    for guilty in range(dist.get_world_size()):
+    for guilty in (0, 2):
         with pipeline(make("linear")) as pipe:
             stream = pipe.stream(optimizer=momentum)
             told = rf"rank {guilty} has ended the stream after 6 .* after 9.* minibatch 6"
@@ -407,7 +405,6 @@ def replicas_check(kind: str, name: str, optimizer: Any, counts: tuple[int, int]
 def replicated() -> None:
     replicas_check("stashing", "dropout", momentum, (7, 7), (2, 4))
     replicas_check("vertical", "blocks", adam, (6, 5))
-    replicas_check("stashing", "linear", adam, (4, 5))
     replicas_check("2bw", "dropout", momentum, (5, 4), (1, 2))
     a_replica_fails()
 
@@ -462,9 +459,8 @@ def killed(number: str) -> None:
     os._exit(0)  # torch's own group waits for the one that is gone
 
 
-@pytest.mark.parametrize("guilty", [1, 2])
-def test_a_rank_that_is_killed_leaves_no_state_and_all_counts(guilty: int, launch: Launch) -> None:
-    said = launch(killed, 3, str(guilty), fails=True)
+def test_a_rank_that_is_killed_leaves_no_state_and_all_counts(launch: Launch) -> None:
+    said = launch(killed, 3, "1", fails=True)
     lines = {line.partition(": ")[2] for line in said.splitlines() if line.startswith("rank ")}
     assert len(lines) == 1, said
 

@@ -121,8 +121,9 @@ def test_pipedream_has_the_weights_of_its_formula(devices: int, kind: str, model
     check(kind, make(model), devices, 9, optimizer)
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (2, 4), (3, 4), (4, 4)])
-@pytest.mark.parametrize("model", ["linear", "dropout"])
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "model"), [(2, 2, "linear"), (2, 4, "dropout"), (3, 4, "linear"), (4, 4, "dropout")]
+)
 def test_2bw_has_the_weights_of_its_formula(devices: int, microbatches: int, model: str) -> None:
     check("2bw", make(model), devices, 6, momentum, microbatches=microbatches)
 
@@ -236,26 +237,8 @@ def test_few_minibatches_are_enough(count: int) -> None:
 @pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_draining_in_between_changes_no_bit(kind: str, seed: int) -> None:
-    drains = set(random.Random(seed).sample(range(20), 6))
-    check(kind, make("dropout"), 3, 20, adam, microbatches=4 if kind == "2bw" else 1, drains=drains)
-
-
-@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
-def test_as_many_versions_are_kept_as_the_formula_says(kind: str) -> None:
-    schedule, vertical = RULES[kind]
-    microbatches = 4 if kind == "2bw" else 1
-    with gapless.Pipeline(
-        make("linear"), devices=4, schedule=schedule, microbatches=microbatches, loss=F.mse_loss
-    ) as pipe:
-        most = [0] * 4
-        with pipe.stream(optimizer=momentum, vertical=vertical) as stream:
-            for _ in stream.run(batches(30)):
-                most = [max(a, len(device.versions)) for a, device in zip(most, stream._devices, strict=True)]
-            stream.drain()
-            kept = [len(device.versions) for device in stream._devices]
-    expected = {"stashing": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "2bw": [2, 2, 2, 2]}[kind]
-    assert kept == expected
-    assert all(a <= b for a, b in zip(most, expected, strict=True)), most
+    drains = set(random.Random(seed).sample(range(14), 5))
+    check(kind, make("dropout"), 3, 14, adam, microbatches=4 if kind == "2bw" else 1, drains=drains)
 
 
 def test_a_frozen_parameter_and_one_without_gradient_are_shared_by_all_versions() -> None:

@@ -116,8 +116,8 @@ PREDICTED = {"optimizer": adam, "scheduler": milestones, "correction": "spectrai
 @pytest.mark.parametrize(
     ("kind", "options"), [("stashing", PREDICTED), ("vertical", {}), ("2bw", {"scheduler": slower})]
 )
-def test_interruptions_at_20_random_minibatches_change_no_bit(kind: str, options: Any, tmp_path: Path) -> None:
-    interrupted(kind, 30, 20, 0, tmp_path, **options)
+def test_interruptions_at_random_minibatches_change_no_bit(kind: str, options: Any, tmp_path: Path) -> None:
+    interrupted(kind, 18, 12, 0, tmp_path, **options)
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_interruptions_anywhere_change_no_bit(kind: str, options: Any, seed: int
     interrupted(kind, 60, 20, seed, tmp_path, **options)
 
 
-@pytest.mark.parametrize("kind", ["stashing", "vertical", "2bw"])
+@pytest.mark.parametrize("kind", ["vertical", "2bw"])
 def test_the_nesterov_form_goes_on_in_low_precision(kind: str) -> None:
     """torch casts the product of NAdam's momenta to the type of the parameter."""
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(12)]

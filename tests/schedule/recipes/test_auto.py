@@ -151,7 +151,7 @@ def test_a_few_whole_backwards_are_fused_where_only_those_are_cheaper() -> None:
     assert {action.stage for action in schedule.actions if action.kind is Kind.BACKWARD} == {0}
 
 
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_transformer_has_less_than_one_and_a_half_percent_of_span_bubble(devices: int) -> None:
     assert transformer_bubble(devices) < 0.012
 
@@ -162,7 +162,7 @@ def test_so_have_transformers_of_other_shapes(devices: int) -> None:
         assert transformer_bubble(devices, Costs(1, inputs, weight, latency=latency)) < 0.015
 
 
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_line_does_as_well_where_little_is_kept_for_the_weight_gradient(devices: int) -> None:
     costs = Costs(1.0, 1.0, 0.75, latency=0.03, kept_for_weight_grad=0.6)
     assert transformer_bubble(devices, costs, stages_per_device=1) < 0.015

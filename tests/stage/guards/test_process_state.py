@@ -101,18 +101,6 @@ def assert_exact(model: nn.Sequential, *, devices: int, steps: int = 2, microbat
             assert_same_gradients(model, reference, f"step {step}")
 
 
-@pytest.mark.parametrize("name", EVERYBODYS)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_layer_that_sets_what_all_threads_share_is_refused(name: str) -> None:
-    """It held in whatever another stage computed at that moment."""
-    model = layers_with(lambda: Sets(EVERYBODYS[name]))
-    with (
-        gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe,
-        pytest.raises(ConfigError, match=rf"calls \w*({name}).* once for all threads.*: set it for the whole model"),
-    ):
-        pipe.step(torch.randn(8, 6), torch.randn(8, 6))
-
-
 @pytest.mark.parametrize("name", ["default_dtype", "sdp_use", "parametrize.cached"])
 def test_where_one_thread_computes_a_layer_may_set_it(name: str) -> None:
     assert_exact(layers_with(lambda: Sets(EVERYBODYS[name])), devices=1)
@@ -247,34 +235,36 @@ def assert_trained_alike(make: Callable[[], nn.Module], microbatches: int = 4, *
 WAYS = [forks, repeats, repeats_directly, asks_for_the_seed, seeds, names_the_default, along, dual]
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "when"), zip(WAYS, itertools.cycle(WHEN), strict=False))
 def test_a_layer_may_begin_later_to_use_generators_or_forward_derivatives(way: Any, when: str) -> None:
     """Only the first call was looked at: draws differed from the plain loop, and levels met those of other threads."""
     for schedule in ("1f1b", "zb-h1"):
         assert_trained_alike(lambda: Late(way, WHEN[when]), schedule=schedule)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_so_it_may_where_one_thread_computes_and_where_the_stage_is_recomputed(way: Any) -> None:
-    options: dict[str, Any]
-    for options in ({"devices": 1}, {"schedule": "zb-h1", "remat": "stage"}, {"schedule": "1f1b", "remat": "layer"}):
-        assert_trained_alike(lambda: Late(way, WHEN["now and then"]), **options)
+ELSEWHERE = ({"devices": 1}, {"schedule": "zb-h1", "remat": "stage"}, {"schedule": "1f1b", "remat": "layer"})
+
+
+@pytest.mark.parametrize(("way", "options"), zip(WAYS, itertools.cycle(ELSEWHERE), strict=False))
+def test_so_it_may_where_one_thread_computes_and_where_the_stage_is_recomputed(way: Any, options: Any) -> None:
+    assert_trained_alike(lambda: Late(way, WHEN["now and then"]), **options)
 
 
 @pytest.mark.parametrize("name", EVERYBODYS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_layer_that_begins_later_to_set_what_all_threads_share_is_refused(name: str) -> None:
-    """It was not noticed, and held in other stages at random."""
+def test_a_layer_that_sets_what_all_threads_share_is_refused(name: str) -> None:
+    """It held in whatever another stage computed at that moment."""
 
     def sets(linear: nn.Module, x: Tensor) -> Tensor:
         with EVERYBODYS[name]():
             return linear(x)  # type: ignore[no-any-return]
 
-    layers = nn.Sequential(*(Late(sets, lambda step, microbatch: (step, microbatch) == (3, 2)) for _ in range(4)))
-    with pytest.raises(ConfigError, match=rf"calls \w*({name}).* in its forward.*: set it for the whole model"):
-        trained(layers, steps=5, microbatches=4, options={"devices": 2})
-    assert clock.step == 3
+    for begins in (0, 3):
+        layers = nn.Sequential(*(Late(sets, lambda *now: now == (begins, 2)) for _ in range(4)))  # noqa: B023
+        told = rf"calls \w*({name}).* in its forward.* once for all threads.*: set it for the whole model"
+        with pytest.raises(ConfigError, match=told):
+            trained(layers, steps=5, microbatches=4, options={"devices": 2})
+        assert clock.step == begins
 
 
 def test_a_backward_that_sets_what_all_threads_share_is_refused() -> None:

@@ -40,8 +40,7 @@ def model_of(clock: Clock, when: Callable[[Clock], bool] = lambda _: True) -> Ma
     return [*layers, linear()], F.mse_loss
 
 
-@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "remat"), zip(SCHEDULES, ["none", "stage", "layer", "none"], strict=True))
 def test_with_one_microbatch_an_optimizer_may_step_in_the_backward(schedule: str, remat: str) -> None:
     assert_same_as_loop(model_of, microbatches=1, schedule=schedule, remat=remat)
 
@@ -50,8 +49,7 @@ def test_so_it_may_where_every_backward_comes_before_the_next_forward() -> None:
     assert_same_as_loop(model_of, devices=1)
 
 
-@pytest.mark.parametrize("begins", [0, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "begins"), zip(SCHEDULES, [0, 3, 3, 0], strict=True))
 def test_with_several_it_is_refused_in_the_step_in_which_it_begins(schedule: str, begins: int) -> None:
     steps = []
 

@@ -236,14 +236,12 @@ def assert_exact(make: Callable[[], Tick], way: str) -> None:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", PUT_BACK)
+@pytest.mark.parametrize(("kind", "way"), zip(PUT_BACK, itertools.cycle(WAYS), strict=False))
 def test_what_a_layer_reaches_moves_once(kind: str, way: str) -> None:
     assert_exact(PUT_BACK[kind], way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(("kind", "way"), zip(REFUSED, itertools.cycle(WAYS), strict=False))
 def test_what_cannot_be_put_back_is_refused(kind: str, way: str) -> None:
     with pytest.raises(ConfigError, match=r"Ticks\.tick.*(can't be put back|a second time).* in a list or a number"):
         assert_exact(REFUSED[kind], way)
@@ -294,8 +292,7 @@ class Task:
         return self.criterion(out, y)
 
 
-@pytest.mark.parametrize("remat", ["none", "stage", "layer"])
-@pytest.mark.parametrize("where", ["lambda", "method", "partial"])
+@pytest.mark.parametrize(("where", "remat"), [("lambda", "stage"), ("method", "layer"), ("partial", "stage")])
 def test_a_loss_around_a_module_with_a_buffer(where: str, remat: str) -> None:
     """The buffer moved twice where remat runs the loss twice."""
 
