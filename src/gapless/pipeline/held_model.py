@@ -23,6 +23,7 @@ from gapless.pipeline.saved.saved_pipeline import SavedPipeline
 from gapless.pipeline.shares import shares_of
 from gapless.pipeline.staged_model import StagedModel
 from gapless.pipeline.streaming import check_drained
+from gapless.run.held_memory import HeldMemory, held_memory
 from gapless.run.streams.stream import Stream
 from gapless.run.world import World
 
@@ -178,6 +179,13 @@ class HeldModel:
         """
         self._options.schedules.check_steps()
         return shares_of(self._world, self._staged, batches)
+
+    def memory(self, optimizer: Any = None) -> HeldMemory:
+        """What holds the memory of the devices, by stages of this process, in bytes: print it for a table. With the
+        optimizer its state counts too.
+        """
+        self._check_made()
+        return held_memory(self._staged.stages, optimizer)
 
     @property
     def compile_seconds(self) -> float:

@@ -1,6 +1,5 @@
 """Running: where schedules and stages meet. What one process needs, in reading order; `ranks/` is for many, and
-`streams/` for training without a flush, and `overlap/` for an optimizer step that does
-not wait.
+`streams/` for training without a flush, and `overlap/` for an optimizer step that does not wait.
 
 world         what a pipeline asks of its processes: the one interface
 one_process   all devices are threads of this process
@@ -13,4 +12,5 @@ lanes         what a device computes on: a CPU thread, or a CUDA stream
 thread_state  what torch keeps per thread and the caller has set
 named_state   what optimizers keep, by the names of parameters
 clip          the norm of all gradients
+held_memory   what holds the memory of the devices
 """

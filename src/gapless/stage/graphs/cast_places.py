@@ -56,6 +56,10 @@ class CastPlaces(TorchDispatchMode):
                 torch._foreach_copy_(places, parameters)
                 self._filled = now
 
+    def places(self) -> list[Tensor]:
+        """All of them."""
+        return [place for _, place in self._places.values()]
+
     def end(self) -> None:
         """The step is over: weights may change, and not all optimizers count that."""
         self._filled = None

@@ -51,14 +51,18 @@ class GraphedStage(Stage):
         self._free: set[int] = set()
         self._pools = Pools()  # of each number, and one that all share
 
+    def reserved(self) -> int:
+        """Bytes of its graphs."""
+        pools, segments = {*self._pools.values()}, torch.cuda.memory_snapshot() if self._pools else []
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) in pools)
+
     def tie(self, number: int, ties: Sequence[Tie], stray: Stray | None = None) -> None:
         def noted(place: Place, parameter: Tensor, late: bool) -> None:
             likenesses.foreign = True
             if stray is not None:
                 stray(place, parameter, late)
 
-        likenesses = self.likenesses
-        likenesses.number = number
+        likenesses, self.likenesses.number = self.likenesses, number
         super().tie(number, ties, noted)
 
     def forward(self, microbatch: int, inputs: Any, *, then: Then | None = None, **options: Any) -> Any:

@@ -1,0 +1,50 @@
+"""What holds the memory of a pipeline: sums that a user would write."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gapless
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_weights_gradients_and_optimizer_add_up(schedule: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(8, 6)
+    with gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+        before = pipe.memory(optimizer)
+        pipe.step(x, x)
+        optimizer.step()
+        found = pipe.memory(optimizer)
+        assert sum(each.optimizer for each in pipe.memory().stages) == 0
+    assert [each.gradients for each in before.stages] == [0] * len(found.stages)
+    assert [each.stage for each in found.stages] == list(range(pipe.schedule.num_stages))
+    parameters, states = list(model.parameters()), list(optimizer.state.values())
+    assert sum(each.weights for each in found.stages) == bytes_of([*parameters, *model.buffers()])
+    assert sum(each.gradients for each in found.stages) == bytes_of(parameters)
+    assert sum(each.optimizer for each in found.stages) == bytes_of([each for one in states for each in one.values()])
+    assert not found.gpus
+    assert " ".join(repr(found).split()[:7]) == "stage device weights gradients optimizer casts graphs"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_graphs_and_casts_count_on_a_gpu() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    with gapless.Pipeline(model, devices=["cuda:0"], microbatches=4, loss=F.mse_loss, graphs=True) as pipe:
+        for _ in range(6):
+            with torch.autocast("cuda", torch.bfloat16):
+                pipe.step(x, x)
+        (stage,), gpus = pipe.memory().stages, pipe.memory().gpus
+    assert stage.casts == bytes_of(list(model.parameters())) // 2
+    assert stage.graphs > 0
+    assert gpus["cuda:0"][0] >= stage.weights + stage.gradients + stage.casts
