@@ -120,9 +120,9 @@ def _say_done(key: str, outcome: Any) -> None:
 
 def _tell(arguments: argparse.Namespace, earlier: str, before: Any, outcomes: Any, missing: int) -> None:
     """What got slower, and the page."""
-    from benchmarks.runner import slower, summary_page
+    from benchmarks.runner import outcome, summary_page
 
-    found = None if before is None else slower.slower(before, outcomes)
+    found = None if before is None else outcome.slower(before, outcomes)
     if found is not None:
         terminal.say("\n  ".join([found.verdict(earlier), *map(str, found.worse)]))
     if arguments.html:

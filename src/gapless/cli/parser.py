@@ -3,11 +3,10 @@
 import argparse
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
 from gapless.cli.terminal import complain
-from gapless.errors import ConfigError, printable
+from gapless.errors import ConfigError, did_you_mean, printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +24,7 @@ def parse(
     """What the words mean; for an unknown option the error suggests the nearest one of the command."""
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        near = get_close_matches(unknown[0].split("=")[0], re.findall(r"--[a-z-]+", command.format_help()), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"`{command.prog} --help` shows how"
+        options = re.findall(r"--[a-z-]+", command.format_help())
+        hint = did_you_mean(unknown[0].split("=")[0], options, f"`{command.prog} --help` shows how")
         raise ConfigError(f"{unknown[0][:60]!r} is not understood; {hint}")
     return arguments

@@ -21,7 +21,8 @@ from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import torch_devices
 from gapless.train import host_memory
 from gapless.train.config import user_code as own
-from gapless.train.config.config import Config, Part
+from gapless.train.config.config import Config
+from gapless.train.config.keys import Part
 from gapless.train.data.feed import Batch, Feed, make_feeds, share_of, with_shape
 from gapless.train.learning_rate import Scheduled, scheduled
 from gapless.train.torchrun import Ranks

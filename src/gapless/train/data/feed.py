@@ -20,7 +20,8 @@ from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
-from gapless.train.config.config import Config, Part
+from gapless.train.config.config import Config
+from gapless.train.config.keys import Part
 from gapless.train.data.sources import Corpus
 from gapless.units import show_count
 
@@ -57,7 +58,7 @@ class Feed(ABC):
         self._pass, self._batch = position["pass"], position["batch"]
 
     def _check_passes(self) -> None:
-        most = self._config.rows.passes
+        most = self._config.data.passes
         if most is not None and self._pass >= most:
             raise StopIteration
 
@@ -65,22 +66,14 @@ class Feed(ABC):
 class WindowFeed(Feed):
     """Windows of a corpus. `span` are the first and the last of them that are used, as shares of all.
 
-    as_dict   for models that take the labels themselves: {"input_ids", "labels"}, and no target
     vocab     the first number that is no token of the model
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        config: Config,
-        *,
-        share: tuple[int, int],
-        span: tuple[float, float],
-        as_dict: bool,
-        vocab: int | None,
+        self, corpus: Corpus, config: Config, share: tuple[int, int], span: tuple[float, float], vocab: int | None
     ) -> None:
         super().__init__(config, share)
-        self._corpus, self._as_dict, self._vocab, self._minibatch = corpus, as_dict, vocab, config.minibatch
+        self._corpus, self._vocab, self._minibatch = corpus, vocab, config.minibatch
         self._ends = list(accumulate(corpus.windows)) or [0]
         total = self._ends[-1]
         self._first = round(span[0] * total)
@@ -142,7 +135,7 @@ class WindowFeed(Feed):
         return found
 
     def _pair(self, windows: Tensor) -> Batch:
-        if self._as_dict:
+        if self._config.model.name == "huggingface":  # such models take the labels themselves
             ids = windows[:, :-1].contiguous()
             return {"input_ids": ids, "labels": ids.clone()}, None
         return windows[:, :-1], windows[:, 1:]
@@ -237,12 +230,11 @@ def make_feeds(
     config: Config, files: own.Files, *, share: tuple[int, int] = (0, 1), vocab: int | None = None
 ) -> tuple[Feed, Feed | None]:
     """What is trained on, and what is evaluated on: other data, or what is held out at the end of it."""
-    as_dict = config.model.name == "huggingface"
 
     def made(part: Part, corpus: Corpus | None, *span: float) -> Feed:
         if corpus is None:
             return FunctionFeed(part, config, files, share)
-        return WindowFeed(corpus, config, share=share, span=(span[0], span[1]), as_dict=as_dict, vocab=vocab)
+        return WindowFeed(corpus, config, share, (span[0], span[1]), vocab)
 
     evaluated, other = config.evaluate.every is not None, config.validation
     trained = 1.0 - (config.evaluate.held_out if evaluated and other is None else 0.0)
@@ -259,7 +251,7 @@ def _corpus_of(part: Part, config: Config, files: own.Files) -> Corpus | None:
     """What windows are cut from; None for a function of the user's."""
     if part.is_own:
         return None
-    offered = {"tokenizer": config.rows.tokenizer, "folder": config.folder}
+    offered = {"tokenizer": config.data.tokenizer, "folder": config.folder}
     corpus = own.call(own.load(part, config, files), part, config, **offered)
     assert isinstance(corpus, Corpus)
     return corpus
