@@ -47,12 +47,13 @@ class Saveable(ABC):
         path = folder_of(folder)
         with self.gathered("loading a checkpoint") as gathering:
             put_in_place: Callable[[], Any] = tuple
-            found, fault = "", None
-            try:
+            found = {"checkpoint": ""}  # on all ranks the same
+
+            def taken() -> None:
+                nonlocal put_in_place
                 opened = Opened(path, gathering.note)
                 put_in_place = self.taking(opened, gathering, optimizer=optimizer, scheduler=scheduler)
-                found = opened.digest
-            except Exception as error:
-                fault = error
-            met(gathering, "load", path, fault, {"checkpoint": found})
+                found["checkpoint"] = opened.digest
+
+            met(gathering, "load", path, taken, lambda: found)
         return put_in_place()
