@@ -12,7 +12,6 @@ skipped       why there is nothing of this
 """
 
 import json
-import os
 import platform
 import re
 from collections import Counter
@@ -29,6 +28,7 @@ from benchmarks.runner.rounds import write_whole
 from benchmarks.runner.told import Figure, Table, Told
 from gapless._version import __version__
 from gapless.errors import ConfigError
+from gapless.plan.profile.measure import cores
 from gapless.units import show_count
 
 SCHEMA = 1
@@ -86,7 +86,7 @@ def environment() -> dict[str, str | int]:
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "cpu": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores(),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

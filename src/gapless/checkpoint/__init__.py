@@ -2,9 +2,8 @@
 
 collection    the checkpoints of a run: the last and the best are kept, a thread writes
 listing       what a run's folder has
-copies        what a thread writes while training continues
 saveable      what can be saved and goes on from what was
-contents      what is to be saved, as trees of values with tensors beside them
+contents      what is to be saved, as trees of values with tensors beside them, and copied, for a thread that writes
 tree          trees of values as JSON
 pieces        tensors as blocks of bytes, in safetensors files
 manifest      what a checkpoint is, where its bytes are, and their hashes

@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.copies import Copies
+from gapless.checkpoint.contents import Contents, Copies
 from gapless.checkpoint.disk import Disk, HeldFolder, aside, held_soon, make_folders, remove_leftovers, set_aside
 from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
 from gapless.checkpoint.manifest import Manifest, UnreadableError, faults

@@ -1,6 +1,5 @@
 """What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.planning import make_plan
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
+from gapless.plan.profile.measure import cores
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.stage.batch import microbatch as mb
@@ -177,8 +177,7 @@ class Job:
 
 def threads_of(config: Config) -> int:
     """CPU threads of a device: the same in one process and on ranks, so that their bits are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.pipeline.threads or max(1, cores // config.num_devices)
+    return config.pipeline.threads or max(1, cores() // config.num_devices)
 
 
 def build(config: Config, ranks: Ranks | None = None) -> Job:
