@@ -2,7 +2,9 @@
 
 import collections.abc
 import difflib
+import importlib
 import re
+import typing
 
 _NOT_PLAIN = re.compile("[^ -~]")
 
@@ -19,6 +21,14 @@ def did_you_mean(word: str, known: collections.abc.Iterable[str], otherwise: str
     alike = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), alike, n=1, cutoff=cutoff)
     return f"did you mean {alike[near[0]]}?" if near else otherwise
+
+
+def optional(module: str, otherwise: str) -> typing.Any:
+    """A module of a package that not everybody has; where it is missing, an error says so."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(otherwise) from None
 
 
 class GaplessError(Exception):

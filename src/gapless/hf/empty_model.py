@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from gapless.errors import ConfigError, printable
+from gapless.errors import ConfigError, optional, printable
 from gapless.hf.hub_weights import HubWeights
 from gapless.model.materialise import homes_in, materialise
 from gapless.model.traced.hollow import hollow
@@ -156,11 +156,7 @@ _WITHOUT_WEIGHTS = ("gaussian", "orthogonal")
 
 def adapted(model: Any, config: Any, seed: int) -> Any:
     """`peft.get_peft_model(model, config)` after `torch.manual_seed(seed)`."""
-    try:
-        import peft  # an extra of its own
-    except ImportError:
-        raise ConfigError("peft_config= needs peft, which is missing: pip install peft") from None
-
+    peft = optional("peft", "peft_config= needs peft, which is missing: pip install peft")
     init = getattr(config, "init_lora_weights", None)
     if getattr(config, "use_dora", False) or not (isinstance(init, bool) or init in _WITHOUT_WEIGHTS):
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, optional
 from gapless.train.host_memory import refuse_above
 from gapless.units import show_bytes
 
@@ -210,12 +210,8 @@ def _parsed(file: Path, number: int, words: str) -> Any:
 
 
 def _rows_of_parquet(file: Path) -> Iterator[Any]:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"data: {file} is Parquet, which pyarrow reads: pip install pyarrow, or write JSON Lines"
-        ) from None
+    missing = f"data: {file} is Parquet, which pyarrow reads: pip install pyarrow, or write JSON Lines"
+    parquet = optional("pyarrow.parquet", missing)
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
@@ -224,12 +220,7 @@ def _rows_of_parquet(file: Path) -> Iterator[Any]:
 
 
 def _mapped_array(file: Path) -> tuple[Tensor, str]:
-    try:
-        import numpy
-    except ImportError:
-        raise ConfigError(
-            f"data: {file} is read with NumPy: pip install numpy, or write the tokens raw, as .bin"
-        ) from None
+    numpy = optional("numpy", f"data: {file} is read with NumPy: pip install numpy, or write the tokens raw, as .bin")
     try:
         array = numpy.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -254,14 +245,10 @@ def _tokenizer(name: str, folder: Path) -> Any:
         raise ConfigError(
             f"data.tokenizer is {name!r}, but there is no file {file}: it is 'bytes', or a tokenizer.json"
         )
+    missing = f"data.tokenizer is {name!r}, which the package tokenizers reads: pip install tokenizers"
+    tokenizers = optional("tokenizers", missing)
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            f"data.tokenizer is {name!r}, which the package tokenizers reads: pip install tokenizers"
-        ) from None
-    try:
-        return Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # it raises Exception itself
         raise ConfigError(f"data.tokenizer: {file} can't be read: {str(error)[:200]}") from None
 

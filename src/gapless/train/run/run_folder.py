@@ -81,18 +81,6 @@ class RunFolder:
         """What of it is not there yet, the innermost first."""
         return [each for each in (self.checkpoints, self.path, *self.path.parents) if not each.exists()]
 
-    def look(self, config: Config) -> HeldFolder | None:
-        """Hold it if it is there, as `open` does. One that is not is only made once nothing can be refused any more:
-        here it is asked whether it could be.
-        """
-        if self.path.exists():
-            return self.open(config)
-        nearest = next(each for each in self.path.absolute().parents if each.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            reason = "can't be written to" if nearest.is_dir() else "is no folder"
-            raise ConfigError(f"run.folder: {self.path} can't be made: {nearest} {reason}")
-        return None
-
     def open(self, config: Config) -> HeldFolder:
         """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its
         numbers would be neither's.
