@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.planner import subjects
-from benchmarks.planner.late_link import late
+from benchmarks.planner.apart import late
 from benchmarks.planner.subjects import Subject, emulated
 from benchmarks.runner.rounds import Progress, finals, median, ratio
 from benchmarks.runner.told import Table, cell, tabulated

@@ -14,7 +14,7 @@ from benchmarks import BENCHMARKS, benchmark_module
 from benchmarks.runner.parameters import PROGRAM, check_names, command_of, make_parser, parsed
 from gapless.cli import exit_code, options, terminal
 from gapless.cli.output import asked
-from gapless.cli.parser import parse
+from gapless.cli.terminal import parse
 from gapless.errors import ConfigError
 
 _ALL = "every benchmark that can run here, as one page; says what got slower"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
-from gapless.checkpoint.opened import Opened
 from gapless.checkpoint.pieces import TensorPart, write_file
 from gapless.checkpoint.save import folder_of
+from gapless.checkpoint.saveable import Opened
 from gapless.errors import CheckpointError, printable
 from gapless.model.shards import DTYPE_OF, FILE, INDEX
 

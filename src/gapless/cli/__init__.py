@@ -1,7 +1,6 @@
 """The command line: one small file per command, each of which parses, calls and prints.
 
-terminal      all that is printed goes through here
-parser        argparse with errors of one sentence
+terminal      all that is printed goes through here; argparse with errors of one sentence
 options       the options that commands share: sizes, costs, passes; `output`: what is written
 schedules     list all schedules
 show          draw a schedule
@@ -26,8 +25,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from gapless._version import __version__
-from gapless.cli.parser import Parser, parse
-from gapless.cli.terminal import complain, flush
+from gapless.cli.terminal import Parser, complain, flush, parse
 from gapless.errors import GaplessError, did_you_mean
 
 COMMANDS = {

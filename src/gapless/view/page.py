@@ -16,9 +16,9 @@ from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import columns, legend
+from gapless.view.columns import row_offsets
 from gapless.view.figures import Units
 from gapless.view.host_lanes import lanes_of
-from gapless.view.needs import row_offsets
 from gapless.view.summary import named, table
 from gapless.view.template import filled, hash_of, source
 from gapless.view.text import percent
