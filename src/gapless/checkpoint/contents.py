@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gapless.checkpoint.pieces import TensorPart, piece_of
 from gapless.checkpoint.tree import Json, encode, keys_in, tensors_in
+from gapless.model.shards import memory_of
 
 
 class Contents:
@@ -38,9 +39,7 @@ class Contents:
             part = self.parts[tensor]
             if part.data.shape == part.shape:  # of a DTensor each has its block
                 data = part.data.cpu().contiguous()
-                self.same[f"the hash of {tensor}"] = hashlib.sha256(part._replace(data=data).bytes_of()).hexdigest()[
-                    :16
-                ]
+                self.same[f"the hash of {tensor}"] = hashlib.sha256(memory_of(data)).hexdigest()[:16]
 
     def _put(self, place: str, tensor: Tensor) -> str:
         part = piece_of(tensor, place)

@@ -11,7 +11,7 @@ little; the rest is read by the process that needs it.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +82,11 @@ def built(config: Any, dtype: Any, model_class: Any = None) -> Any:
             else kind._from_config(config, **options)
         )
     model.tie_weights()
-    for name, kept in _kept_in(model, wanted):
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(kept)
+    plan = {} if wanted is None else model._get_dtype_plan(wanted)
+    for name, parameter in model.named_parameters():
+        for kept in (dtype for part, dtype in plan.items() if part in name):  # Hugging Face has these in another type
+            parameter.data = parameter.data.to(kept)
     return model
-
-
-def _kept_in(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.dtype]]:
-    """Parameters that Hugging Face keeps in another type."""
-    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
-    for name, _ in model.named_parameters():
-        for part, kept in plan.items():
-            if part in name:
-                yield name, kept
 
 
 def folder_of(source: str | Path, files: Iterable[str]) -> Path:

@@ -116,14 +116,6 @@ def fitting(function: Callable[..., Any], part: Part, *given: Any, **offered: An
     return arguments
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether it has a parameter of that name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except ValueError:  # one written in C
-        return False
-
-
 @contextmanager
 def told(what: str) -> Iterator[None]:
     """Errors that are not gapless's own become one sentence, with the place at which they were raised."""

@@ -191,7 +191,7 @@ class FunctionFeed(Feed):
         """The batches of this pass, from the one that is next."""
         config, done = self._config, self._batch
         offered = {"minibatch": config.minibatch, "seed": config.seed + self._pass, "skip": done}
-        skips = done > 0 and own.takes(self._function, "skip")
+        skips = done > 0 and "skip" in own.fitting(self._function, self._part, **offered)
         found = self._each(own.call(self._function, self._part, config, **offered), done if skips else 0)
         for number in range(0 if skips else done):
             if next(found, None) is None:
