@@ -63,8 +63,8 @@ def check_batch(config: Config) -> None:
         return
     length = config.data.arguments.get("context", 64)
     if isinstance(length, int):
-        size = 2 * 8 * config.minibatch * (length + 1)
-        what = f"data: a minibatch of {config.minibatch:,} samples of {length:,} tokens takes {show_bytes(size)}"
+        size = 2 * 8 * config.data.minibatch * (length + 1)
+        what = f"data: a minibatch of {config.data.minibatch:,} samples of {length:,} tokens takes {show_bytes(size)}"
         refuse_above(size, what, "make data.minibatch or context smaller")
 
 

@@ -126,7 +126,7 @@ class Job:
         if asked is None:
             return None
         plan = Plan.read(self.config.folder / asked)
-        layout, minibatch = self.config.pipeline, self.config.minibatch
+        layout, minibatch = self.config.pipeline, self.config.data.minibatch
         if plan.minibatch != minibatch:
             raise ConfigError(
                 f"the plan {asked} is for a minibatch of {plan.minibatch}, but data.minibatch is {minibatch}: make a "
@@ -158,7 +158,7 @@ class Job:
                 offload=layout.offload,
                 loss=self.loss,
                 loss_weight=loss_weight(self.config.loss),
-                seed=self.config.seed,
+                seed=self.config.train.seed,
                 example=mb.split(self.first[0], self.ranks.replicas)[0],
                 tied="exact",
                 intra_op_threads=threads_of(self.config),
@@ -166,7 +166,7 @@ class Job:
             )
 
     def _check(self, microbatches: int | None) -> None:
-        replicas, size = self.ranks.replicas, self.config.minibatch // self.ranks.replicas
+        replicas, size = self.ranks.replicas, self.config.data.minibatch // self.ranks.replicas
         if microbatches is not None and microbatches > size:
             shared = "" if replicas == 1 else f" of a replica, of which there are {replicas},"
             raise ConfigError(
@@ -194,7 +194,7 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
     host_memory.check_batch(config)
     sketch = host_memory.sketched(config, files)
     make = own.load(config.model, config, files)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.train.seed)
     model = own.call(make, config.model, config, **({} if config.model.is_own else {"folder": config.folder}))
     if not isinstance(model, nn.Module | list | tuple):
         raise ConfigError(

@@ -49,7 +49,7 @@ def scheduled(config: Config, files: own.Files) -> Scheduled:
     part = config.scheduler
     function = own.load(part, config, files)
     if part.name in OUR_RATES:
-        share = partial(rate, function, part.warmup, part.steps or config.steps, part.floor)
+        share = partial(rate, function, part.warmup, part.steps or config.train.steps, part.floor)
         return lambda optimizer: LambdaLR(optimizer, lambda update: share(update))  # a function is no part of its state
 
     def made(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -25,7 +25,7 @@ def test_a_config_is_read_as_it_says(tmp_path: Path) -> None:
     assert config.loss.where == "torch.nn.functional:cross_entropy"
     assert config.optimizer == OptimizerKeys("AdamW", {"lr": 0.01})
     assert config.pipeline == Layout(("cpu", "cpu"), schedule="zb-h1", microbatches=4)
-    assert (config.minibatch, config.steps, config.train.clip, config.seed) == (6, 6, 0.5, 7)
+    assert (config.data.minibatch, config.train.steps, config.train.clip, config.train.seed) == (6, 6, 0.5, 7)
 
 
 def test_what_is_not_said_is_what_most_want() -> None:
@@ -35,7 +35,7 @@ def test_what_is_not_said_is_what_most_want() -> None:
     assert config.optimizer == OptimizerKeys("AdamW")
     assert config.optimizer.where == "torch.optim:AdamW"
     assert config.pipeline == Layout(devices=4)
-    assert (config.steps, config.train.clip, config.seed, config.num_devices) == (100, None, 0, 4)
+    assert (config.train.steps, config.train.clip, config.train.seed, config.num_devices) == (100, None, 0, 4)
     own = parse_config('[model]\nname = "a.b:c"\n[data]\nname = "d.py:e"\nminibatch = 4\n', Path())
     assert own.loss is None  # the model's own
 
@@ -166,7 +166,7 @@ def test_options_take_the_place_of_what_the_file_says(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert config.changed() == config
     changed = config.changed(steps=3, minibatch=9)
-    assert (changed.steps, changed.minibatch, changed.changed(steps=6, minibatch=6)) == (3, 9, config)
+    assert (changed.train.steps, changed.data.minibatch, changed.changed(steps=6, minibatch=6)) == (3, 9, config)
     assert config.changed(devices=3, microbatches=2).pipeline == Layout(3, schedule="zb-h1", microbatches=2)
     assert config.changed(plan="auto").pipeline == Layout(("cpu", "cpu"), plan="auto")
     assert config.changed(plan="auto", microbatches=2).pipeline == Layout(("cpu", "cpu"), plan="auto", microbatches=2)
@@ -181,7 +181,7 @@ def test_a_setting_takes_the_place_of_any_key(tmp_path: Path) -> None:
         'run.folder="a"',
     ]
     config = read_config(write(tmp_path), asked)
-    assert (config.steps, config.model.arguments["depth"], config.pipeline.schedule) == (3, 9, "zb-v")
+    assert (config.train.steps, config.model.arguments["depth"], config.pipeline.schedule) == (3, 9, "zb-v")
     assert (config.scheduler.warmup, config.run.folder) == (2, "a")
     for wrong, message in (
         ("steps=3", "--set 'steps=3' is not understood: write a key and its value, as train.steps=50"),
@@ -236,7 +236,7 @@ def test_the_page_of_all_keys_is_current() -> None:
 
 def test_the_commented_config_is_right_and_its_comments_too() -> None:
     written = parse_config(manual.example(), Path())
-    assert (written.model.name, written.steps) == ("gpt", 100)
+    assert (written.model.name, written.train.steps) == ("gpt", 100)
     opened = re.sub(r"^# (\w+ = )", r"\1", manual.example(), flags=re.MULTILINE)
     for line in ('plan = "auto"\n', "arguments = {}\n"):
         opened = opened.replace(line, "")

@@ -58,18 +58,6 @@ class Config:
         return devices if isinstance(devices, int) else len(devices)
 
     @property
-    def minibatch(self) -> int:
-        return self.data.minibatch
-
-    @property
-    def steps(self) -> int:
-        return self.train.steps
-
-    @property
-    def seed(self) -> int:
-        return self.train.seed
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         found = (self.model, self.data, self.loss, self.optimizer, self.scheduler, self.validation)
         return tuple(part for part in found if part is not None)

@@ -35,7 +35,7 @@ class Feed(ABC):
     def __init__(self, config: Config, share: tuple[int, int]) -> None:
         self._config, self._share = config, share
         self._pass = self._batch = 0
-        self.samples = config.minibatch  # in the batch that came last, with those of other replicas
+        self.samples = config.data.minibatch  # in the batch that came last, with those of other replicas
 
     def __iter__(self) -> "Feed":
         return self
@@ -73,7 +73,7 @@ class WindowFeed(Feed):
         self, corpus: Corpus, config: Config, share: tuple[int, int], span: tuple[float, float], vocab: int | None
     ) -> None:
         super().__init__(config, share)
-        self._corpus, self._vocab, self._minibatch = corpus, vocab, config.minibatch
+        self._corpus, self._vocab, self._minibatch = corpus, vocab, config.data.minibatch
         self._ends = list(accumulate(corpus.windows)) or [0]
         total = self._ends[-1]
         self._first = round(span[0] * total)
@@ -114,7 +114,7 @@ class WindowFeed(Feed):
             self._pass, self._batch = self._pass + 1, 0
         self._check_passes()
         if self._order[0] != self._pass:
-            drawn = torch.Generator().manual_seed(self._config.seed + self._pass)
+            drawn = torch.Generator().manual_seed(self._config.train.seed + self._pass)
             self._order = self._pass, torch.randperm(self._count, generator=drawn)
         first = self._batch * self._minibatch
         return self._order[1][first : first + self._minibatch]
@@ -181,7 +181,7 @@ class FunctionFeed(Feed):
             if self._batch == 0:
                 raise ConfigError(f"{self._part.key}: {self._part.name} gave no batch in pass {self._pass + 1}")
             self._pass, self._batch, self._batches = self._pass + 1, 0, None
-        asked = self._config.minibatch
+        asked = self._config.data.minibatch
         if not self._checked and (size := mb.batch_size(batch[0])) != asked:
             raise ConfigError(f"data.minibatch is {asked}, but the first batch of {self._part.name} has {size} samples")
         self._checked = True
@@ -190,7 +190,7 @@ class FunctionFeed(Feed):
     def _begun(self) -> Iterator[Batch]:
         """The batches of this pass, from the one that is next."""
         config, done = self._config, self._batch
-        offered = {"minibatch": config.minibatch, "seed": config.seed + self._pass, "skip": done}
+        offered = {"minibatch": config.data.minibatch, "seed": config.train.seed + self._pass, "skip": done}
         skips = done > 0 and "skip" in own.fitting(self._function, self._part, **offered)
         found = self._each(own.call(self._function, self._part, config, **offered), done if skips else 0)
         for number in range(0 if skips else done):

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,12 @@ _MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run", "train.steps", "trai
 _THREADS = "threads of a device"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Where everything of a run is."""
 
-    path: Path
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoints, self.tensorboard = path, path / "checkpoints", path / "tensorboard"
+        self.metrics, self.plan, self.report = path / "metrics.jsonl", path / "plan.json", path / "report.html"
 
     @property
     def has_checkpoints(self) -> bool:
@@ -63,18 +55,6 @@ class RunFolder:
         said = self.said() if self.has_checkpoints else None
         found = None if said is None else said.get("environment", {}).get(_THREADS)
         return found if type(found) is int and found > 0 else None
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     @property
     def missing(self) -> list[Path]:

@@ -144,9 +144,9 @@ def _check(config: Config, ranks: Ranks) -> None:
             f"pipeline.schedule is {schedule}, which updates weights on the way and has no steps: choose one with a "
             "flush, or write a program with pipe.stream()"
         )
-    if config.minibatch < ranks.replicas:
+    if config.data.minibatch < ranks.replicas:
         raise ConfigError(
-            f"data.minibatch is {config.minibatch}, but there are {ranks.replicas} replicas: make it larger"
+            f"data.minibatch is {config.data.minibatch}, but there are {ranks.replicas} replicas: make it larger"
         )
 
 
@@ -179,7 +179,7 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
         pipe,
         optimizer,
         job.batches,
-        steps=config.steps,
+        steps=config.train.steps,
         scheduler=job.scheduler(optimizer),
         clip=config.train.clip,
         accumulate=config.train.accumulate,
