@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.runner import summary_page
-from benchmarks.runner.outcome import Outcome
-from benchmarks.runner.slower import slower
+from benchmarks.runner.outcome import Outcome, slower
 from benchmarks.runner.told import Table, of_rounds
 from gapless.cli import main
 from gapless.explore.server import ExploreServer

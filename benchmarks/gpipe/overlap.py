@@ -10,7 +10,6 @@ Devices are emulated: threads whose F, I and W take a given time and no processo
 example: python -m benchmarks overlap --devices 8 --microbatches 16
 """
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 from benchmarks.peer.contest import Contest
 from benchmarks.peer.gapless_sides import batch, on_one_core, pipeline
 from benchmarks.runner.parameters import Devices, Microbatches, Milliseconds, Rounds, Schedules, Steps
-from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns
+from benchmarks.runner.rounds import Progress, median, quotients, silent, take_turns, timed
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated
 from gapless.pipeline.pipeline import Pipeline
 from gapless.schedule.simulate import simulate
@@ -59,10 +58,7 @@ def _steadily(step: Callable[[], object], steps: int) -> float:
     """Seconds per step. A step returns when the one before is settled, so the first ones only fill the pipeline."""
     for _ in range(2):
         step()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
+    return timed(step, steps)()
 
 
 def _waiting(pipe: Pipeline, contest: Contest) -> Callable[[], object]:

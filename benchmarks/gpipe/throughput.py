@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks.gpipe import published
 from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, amoebanet_profile, transformer_profile
 from benchmarks.peer.gapless_sides import on_one_core
-from benchmarks.planner.late_link import late
+from benchmarks.planner.apart import late
 from benchmarks.runner.parameters import Between, Rounds, numbers
 from benchmarks.runner.rounds import Contestant, Progress, median, silent, take_turns, timed, within
 from benchmarks.runner.told import Found, Told, of_rounds, tabulated

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.planner import subjects
-from benchmarks.planner.own_memory import Apart
+from benchmarks.planner.apart import Apart
 from benchmarks.planner.prediction import plans_for
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.rounds import Progress

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.planner import subjects
-from benchmarks.planner.own_memory import Apart
+from benchmarks.planner.apart import Apart
 from benchmarks.planner.subjects import Subject
 from benchmarks.runner.rounds import Progress, median, take_turns
 from benchmarks.runner.told import Table, tabulated

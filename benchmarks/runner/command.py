@@ -14,7 +14,7 @@ from benchmarks import BENCHMARKS, benchmark_module
 from benchmarks.runner.parameters import PROGRAM, check_names, command_of, make_parser, parsed
 from gapless.cli import exit_code, options, terminal
 from gapless.cli.output import asked
-from gapless.cli.parser import parse
+from gapless.cli.terminal import parse
 from gapless.errors import ConfigError
 
 _ALL = "every benchmark that can run here, as one page; says what got slower"
@@ -120,9 +120,9 @@ def _say_done(key: str, outcome: Any) -> None:
 
 def _tell(arguments: argparse.Namespace, earlier: str, before: Any, outcomes: Any, missing: int) -> None:
     """What got slower, and the page."""
-    from benchmarks.runner import slower, summary_page
+    from benchmarks.runner import outcome, summary_page
 
-    found = None if before is None else slower.slower(before, outcomes)
+    found = None if before is None else outcome.slower(before, outcomes)
     if found is not None:
         terminal.say("\n  ".join([found.verdict(earlier), *map(str, found.worse)]))
     if arguments.html:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from benchmarks import benchmark_module
 from gapless.cli.output import asked
-from gapless.cli.parser import Parser, parse
+from gapless.cli.terminal import Parser, parse
 from gapless.errors import ConfigError
 from gapless.schedule.recipes import find_recipe
 

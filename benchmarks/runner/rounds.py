@@ -1,13 +1,13 @@
 """Contestants take turns: every round runs each of them once, in the opposite order of the round before."""
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gapless.checkpoint.disk import replace_file
 from gapless.errors import ConfigError, TransportError
 
 Contestant = Callable[[], float]  # runs once and says how many seconds that took
@@ -116,9 +116,7 @@ def ratio(values: Sequence[float], to: Sequence[float]) -> float:
 
 def write_whole(file: Path, values: Mapping[str, Any]) -> None:
     """As JSON, whole or not at all."""
-    aside = file.with_name(f"{file.name}.part")
-    aside.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
-    os.replace(aside, file)
+    replace_file(file, (json.dumps(values, indent=1) + "\n").encode())
 
 
 class KeptRounds:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import benchmark_module
-from benchmarks.runner.environment import environment
-from benchmarks.runner.outcome import Outcome, outcome, read
+from benchmarks.runner.outcome import Outcome, environment, outcome, read
 from benchmarks.runner.parameters import command_of, parsed
 from benchmarks.runner.rounds import Progress, within, write_whole
 from gapless.errors import ConfigError, GaplessError

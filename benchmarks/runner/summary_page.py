@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import BENCHMARKS
-from benchmarks.runner.outcome import Outcome
-from benchmarks.runner.slower import Comparison
+from benchmarks.runner.outcome import Comparison, Outcome
 from benchmarks.runner.told import Figure
 from gapless.view.template import filled, hash_of, source
 

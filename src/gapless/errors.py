@@ -1,6 +1,10 @@
 """What users see when something is wrong: a fact, its numbers, and the way out, in one sentence."""
 
+import collections.abc
+import difflib
+import importlib
 import re
+import typing
 
 _NOT_PLAIN = re.compile("[^ -~]")
 
@@ -10,6 +14,21 @@ def printable(text: str, keep: str = "") -> str:
     writing are written out as Python does, `\\x1b` for one. A name from a file can't move the cursor, nor start a line.
     """
     return _NOT_PLAIN.sub(lambda c: c[0] if c[0].isprintable() or c[0] in keep else ascii(c[0])[1:-1], text)
+
+
+def did_you_mean(word: str, known: collections.abc.Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """The known word that is nearest, as a question; `otherwise` where none is near."""
+    alike = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), alike, n=1, cutoff=cutoff)
+    return f"did you mean {alike[near[0]]}?" if near else otherwise
+
+
+def optional(module: str, otherwise: str) -> typing.Any:
+    """A module of a package that not everybody has; where it is missing, an error says so."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(otherwise) from None
 
 
 class GaplessError(Exception):

@@ -8,9 +8,8 @@ import pytest
 from benchmarks import BENCHMARKS
 from benchmarks.runner import suite
 from benchmarks.runner.command import main
-from benchmarks.runner.outcome import Outcome, read
+from benchmarks.runner.outcome import Outcome, read, slower
 from benchmarks.runner.parameters import command_of, parameters_of, parsed
-from benchmarks.runner.slower import slower
 from benchmarks.runner.summary_page import render
 from benchmarks.runner.told import Figure, of_rounds
 from gapless.errors import ConfigError

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from gapless.cli import main
-from gapless.explore.answer import answer, timeline_of
-from gapless.explore.question import NAMES, Question
+from gapless.explore.question import NAMES, Question, answer, timeline_of
 from gapless.schedule.timeline import Timeline
 from tests.view.test_page import data_of, packed_of
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gapless.explore.answer import answer
-from gapless.explore.question import Question
+from gapless.explore.question import Question, answer
 from gapless.explore.server import ExploreServer
 from tests.open_pages import Shown, quiet, watched
 

@@ -21,8 +21,8 @@ from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend, page, summary, template
+from gapless.view.columns import resolve
 from gapless.view.figures import Units, figure
-from gapless.view.needs import resolve
 from tests.view.conftest import EVIL, timeline_of
 
 

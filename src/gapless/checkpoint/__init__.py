@@ -2,15 +2,13 @@
 
 collection    the checkpoints of a run: the last and the best are kept, a thread writes
 listing       what a run's folder has
-copies        what a thread writes while training continues
-saveable      what can be saved and goes on from what was
-contents      what is to be saved, as trees of values with tensors beside them
+saveable      what can be saved and goes on from what was: a checkpoint to be read
+contents      what is to be saved, as trees of values with tensors beside them, and copied, for a thread that writes
 tree          trees of values as JSON
 pieces        tensors as blocks of bytes, in safetensors files
 manifest      what a checkpoint is, where its bytes are, and their hashes
 save          from memory to a checkpoint that is there
 disk          what a save does to the disk, one method each, and who is at work in a folder
-opened        a checkpoint to be read
 export        the weights for others: a plain file, or as Hugging Face has them
 random_state  the random numbers of a process
 """

@@ -15,11 +15,11 @@ import sys
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.copies import Copies
+from gapless.checkpoint.contents import Contents, Copies
 from gapless.checkpoint.disk import Disk, HeldFolder, aside, held_soon, make_folders, remove_leftovers, set_aside
 from gapless.checkpoint.listing import LATEST, Saved, name_of, saved_in
 from gapless.checkpoint.manifest import Manifest, UnreadableError, faults
@@ -205,20 +205,23 @@ class Checkpoints:
     def _opened(self, gathering: Gathering) -> ExitStack:
         """By all ranks: the first holds the folder, and all others see what it does there."""
         disk, folder, probe = self._disk, self.folder, self.folder / aside("shared")
-        fault = None
         with ExitStack() as held:
-            try:
+
+            def opened() -> str:
                 if gathering.place == 0:
                     make_folders(disk, folder)
                     held.enter_context(_held(folder))
                     remove_leftovers(disk, folder)
                     disk.make_folder(probe)
-            except Exception as error:
-                fault = error
+                return probe.name
+
+            def seen(name: str) -> None:
+                if not (folder / name).is_dir():
+                    raise CheckpointError(not_shared(folder))
+
             try:
-                name = met(gathering, "save", folder, fault, {}, probe.name)[0]
-                seen = (folder / name).is_dir()
-                met(gathering, "save", folder, None if seen else CheckpointError(not_shared(folder)), {})
+                name = met(gathering, "save", folder, opened)[0]
+                met(gathering, "save", folder, partial(seen, name))
             finally:
                 remove_if_there(disk, probe)
             return held.pop_all()

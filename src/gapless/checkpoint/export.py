@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
-from gapless.checkpoint.opened import Opened
 from gapless.checkpoint.pieces import TensorPart, write_file
 from gapless.checkpoint.save import folder_of
+from gapless.checkpoint.saveable import Opened
 from gapless.errors import CheckpointError, printable
 from gapless.model.shards import DTYPE_OF, FILE, INDEX
 
-_PLAIN = {"format": "pt"}
+PLAIN = {"format": "pt"}
 
 
 class Exported(NamedTuple):
@@ -46,7 +46,7 @@ def export(checkpoint: Path, to: Path, largest: int, note: Callable[[str], None]
     make_folders(disk, target.parent)
 
     def written(path: Path, names: Mapping[str, TensorPart]) -> None:
-        write_file(disk, path, names, note, _PLAIN, lambda name: opened.tensor(stored[name]))
+        write_file(disk, path, names, note, PLAIN, lambda name: opened.tensor(stored[name]))
 
     try:
         if target.suffix == ".safetensors":
@@ -67,6 +67,26 @@ def export(checkpoint: Path, to: Path, largest: int, note: Callable[[str], None]
     return Exported(tuple(files), len(parts), sum(part.num_bytes for part in parts.values()))
 
 
+def in_shards(parts: Mapping[str, TensorPart], largest: int) -> list[dict[str, TensorPart]]:
+    """What goes into one file each: at most so many bytes, unless one tensor has more."""
+    shards: list[dict[str, TensorPart]] = []
+    room = 0
+    for name, part in parts.items():
+        if not shards or part.num_bytes > room:
+            shards.append({})
+            room = largest
+        shards[-1][name] = part
+        room -= part.num_bytes
+    return shards
+
+
+def index_of(files: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """Which tensor is in which file, from the bytes of each."""
+    total = sum(size for sizes in files.values() for size in sizes.values())
+    homes = {name: file for file, sizes in files.items() for name in sizes}
+    return {"metadata": {"total_size": total}, "weight_map": homes}
+
+
 def _as_folder(
     disk: Disk,
     folder: Path,
@@ -75,11 +95,7 @@ def _as_folder(
     written: Callable[[Path, Mapping[str, TensorPart]], None],
     opened: Opened,
 ) -> list[str]:
-    shards: list[dict[str, TensorPart]] = [{}]
-    for name, part in parts.items():
-        if shards[-1] and sum(each.num_bytes for each in shards[-1].values()) + part.num_bytes > largest:
-            shards.append({})
-        shards[-1][name] = part
+    shards = in_shards(parts, largest) or [{}]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [FILE]
@@ -87,9 +103,8 @@ def _as_folder(
         written(folder / file, shard)
     texts: dict[str, Any] = {}
     if len(shards) > 1:
-        weights = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(part.num_bytes for part in parts.values())
-        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weights}
+        sizes = [{name: part.num_bytes for name, part in shard.items()} for shard in shards]
+        texts[INDEX] = index_of(dict(zip(names, sizes, strict=True)))
     if (config := opened.tree("config")) is not None:
         texts["config.json"] = json.loads(config)
     for name, value in texts.items():

@@ -35,20 +35,24 @@ def saved_in(folder: Path, after: int = -1) -> list[Saved]:
     for entry in os.scandir(folder):
         match = _NAME.fullmatch(entry.name)
         if match and int(match[1]) > after and (entry.is_symlink() or entry.is_dir()):
-            each = _looked_at(Path(entry.path), int(match[1]))
+            path = Path(entry.path)
+            each = _led_out(path, int(match[1])) if entry.is_symlink() else looked_at(path, int(match[1]))
             if not each.fault or os.path.lexists(each.path):  # a run at work may have removed it meanwhile
                 found.append(each)
     return sorted(found, key=lambda each: each.step)
 
 
-def _looked_at(path: Path, step: int) -> Saved:
-    if path.is_symlink():
-        shown = printable(f"{path} is a link, to {os.readlink(path)}")
-        return Saved(path, step, fault=f"{shown}: name the checkpoint itself")
+def _led_out(path: Path, step: int) -> Saved:
+    shown = printable(f"{path} is a link, to {os.readlink(path)}")
+    return Saved(path, step, fault=f"{shown}: name the checkpoint itself")
+
+
+def looked_at(path: Path, step: int = 0) -> Saved:
+    """A checkpoint, of which this is the step if its manifest can't say."""
     try:
         manifest = read_manifest(path)
         size = manifest.size + (path / NAME).stat().st_size
     except (CheckpointError, OSError) as error:
         return Saved(path, step, fault=str(error))
     facts = manifest.facts
-    return Saved(path, step, manifest.metric, float(facts["time"]), size, str(facts["kind"]))
+    return Saved(path, manifest.step, manifest.metric, float(facts["time"]), size, str(facts["kind"]))

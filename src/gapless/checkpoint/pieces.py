@@ -38,10 +38,6 @@ class TensorPart(NamedTuple):
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    def bytes_of(self) -> memoryview:
-        """Its own memory, which must be the CPU's and contiguous."""
-        return memory_of(self.data)
-
 
 def piece_of(tensor: Tensor, place: str) -> TensorPart:
     """Refuses by its place in the tree what no safetensors file can hold."""
@@ -90,8 +86,8 @@ def write_file(
             note(f"writing {name}")
             piece = pieces[name]
             found = piece.data if fetch is None else fetch(name)
-            near = piece._replace(data=found.cpu().contiguous().resolve_conj().resolve_neg())
-            made, data = hashlib.sha256(), near.bytes_of()
+            near = found.cpu().contiguous().resolve_conj().resolve_neg()
+            made, data = hashlib.sha256(), memory_of(near)
             for begin in range(0, len(data), _BLOCK):
                 made.update(block := data[begin : begin + _BLOCK])
                 disk.write(file, path, block)
@@ -164,7 +160,7 @@ def _fill(folder: Path, name: str, entry: TensorEntry, made: Tensor, start: Sequ
 def _read(folder: Path, name: str, piece: PieceEntry, made: Tensor) -> None:
     """Into a contiguous tensor, all of it."""
     path = folder / piece.file
-    data, hashed = TensorPart(made, (), ()).bytes_of(), hashlib.sha256()
+    data, hashed = memory_of(made), hashlib.sha256()
     try:
         with open_inside(path) as file:
             file.seek(piece.begin)

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from gapless.run.world import Gathering
 
 _SMALL = 1 << 16  # bytes; what is smaller is written by the first rank that has it
 _FILE = "shard-{:05d}-model-00001-of-00001.safetensors"
+T = TypeVar("T")
 Offer = tuple[str, Sequence[int], Sequence[int], Sequence[int]]  # type, shape, offsets, sizes
 
 
@@ -56,39 +58,28 @@ class SaveUnderWay:
     def finish(self) -> None:
         """When it returns, the checkpoint is there for every rank; when it raises, it does so on every rank."""
         with self.cleanup:
-            self._finish()
-
-    def _finish(self) -> None:
-        gathering, fault = self.gathering, None
-        written: dict[str, Any] = {}
-        try:
-            written = self._write()
-        except Exception as error:
-            fault = self._unshared(error)
-        rows = met(gathering, "save", self.folder, fault, {}, written)
-        if gathering.place == 0:
-            try:
-                self._appear(_with_files(self.manifest, rows))
-            except Exception as error:
-                fault = error
-        met(gathering, "save", self.folder, fault, {})
+            rows = met(self.gathering, "save", self.folder, self._write)
+            met(self.gathering, "save", self.folder, partial(self._appear, rows))
 
     def _write(self) -> dict[str, Any]:
         """This rank's file."""
         if not self.parts:
             return {}
-        disk, name = self.disk, _FILE.format(self.gathering.place + 1)
+        name = _FILE.format(self.gathering.place + 1)
         self.gathering.note("saving a checkpoint")
-        file, pieces = write_file(disk, self.staging / name, self.parts, self.gathering.note, sharded(self.parts))
+        try:
+            file, pieces = write_file(
+                self.disk, self.staging / name, self.parts, self.gathering.note, sharded(self.parts)
+            )
+        except FileNotFoundError as error:
+            raise (CheckpointError(not_shared(self.folder)) if self.gathering.place else error) from None
         return {"file": [name, vars(file)], "pieces": {key: vars(each) for key, each in pieces.items()}}
 
-    def _unshared(self, error: Exception) -> Exception:
-        if isinstance(error, FileNotFoundError) and self.gathering.place != 0:
-            return CheckpointError(not_shared(self.folder))
-        return error
-
-    def _appear(self, manifest: Manifest) -> None:
+    def _appear(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self.gathering.place != 0:
+            return
         disk, folder, staging = self.disk, self.folder, self.staging
+        manifest = _with_files(self.manifest, rows)
         write_synced(disk, staging / NAME, manifest.text())
         disk.sync_folder(staging)
         disk.sync_folder(folder.parent)
@@ -110,18 +101,17 @@ def begin(
     then: Callable[[Manifest], None] = lambda _: None,
 ) -> SaveUnderWay:
     """All ranks can save, and agree on what. `then` is called by the first rank when the checkpoint is there."""
-    fault: Exception | None = None
-    own, staging, cleanup = Contents({}), folder, ExitStack()
-    try:
+    own, cleanup = Contents({}), ExitStack()
+
+    def offered() -> dict[str, Any]:
+        nonlocal own
         own = contents()
-        if gathering.place == 0:
-            staging = _staged(disk, folder, cleanup)
-    except Exception as error:
-        fault = error
-    with cleanup:
         offers = {name: [part.dtype, part.shape, part.offsets, part.data.shape] for name, part in own.parts.items()}
-        told = {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
-        rows = met(gathering, "save", folder, fault, own.same, told)
+        staging = _staged(disk, folder, cleanup) if gathering.place == 0 else folder
+        return {"facts": own.facts, "trees": own.trees, "offers": offers, "staging": staging.name}
+
+    with cleanup:
+        rows = met(gathering, "save", folder, offered, lambda: own.same)
         owners = [f"rank {rank}" for rank in gathering.ranks]
         facts = {
             **merged([row["facts"] for row in rows], owners),
@@ -138,11 +128,20 @@ def begin(
 
 
 def met(
-    gathering: Gathering, doing: str, folder: Path, fault: Exception | None, same: Mapping[str, Any], own: Any = None
-) -> list[Any]:
-    """What each rank has to say, when all are well and have the `same`; otherwise all of them raise."""
+    gathering: Gathering,
+    doing: str,
+    folder: Path,
+    make: Callable[[], T],
+    same: Callable[[], Mapping[str, Any]] = dict,
+) -> list[T]:
+    """What `make` returns on each rank, when all are well and have the `same`; otherwise all of them raise."""
+    own, fault = None, None
+    try:
+        own = make()
+    except Exception as error:
+        fault = error
     words = "" if fault is None else _words(fault, doing, folder)
-    rows = gathering.everywhere([words, same, own])
+    rows = gathering.everywhere([words, same(), own])
     if isinstance(fault, OSError | GaplessError) and not isinstance(fault, CheckpointError):
         raise CheckpointError(words) from (fault if isinstance(fault, OSError) else None)
     if fault is not None:  # the user's own, or one that knows its guard

@@ -1,7 +1,6 @@
 """The command line: one small file per command, each of which parses, calls and prints.
 
-terminal      all that is printed goes through here
-parser        argparse with errors of one sentence
+terminal      all that is printed goes through here; argparse with errors of one sentence
 options       the options that commands share: sizes, costs, passes; `output`: what is written
 schedules     list all schedules
 show          draw a schedule
@@ -23,13 +22,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 from gapless._version import __version__
-from gapless.cli.parser import Parser, parse
-from gapless.cli.terminal import complain, flush
-from gapless.errors import GaplessError
+from gapless.cli.terminal import Parser, complain, flush, parse
+from gapless.errors import GaplessError, did_you_mean
 
 COMMANDS = {
     "schedules": "list all schedules",
@@ -88,9 +85,7 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else "`gapless --help` lists them."
-        hint = _ELSEWHERE.get(name, hint)
+        hint = _ELSEWHERE.get(name) or did_you_mean(name, COMMANDS, "`gapless --help` lists them.", 0.4)
         return _complain(f"there is no command {name[:60]!r}; {hint}")
     asked = None
     for command, purpose in COMMANDS.items():

@@ -4,9 +4,8 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from gapless.checkpoint.listing import Saved, saved_in
+from gapless.checkpoint.listing import Saved, looked_at, saved_in
 from gapless.checkpoint.manifest import NAME, faults, read_manifest
 from gapless.cli import terminal
 from gapless.errors import CheckpointError, ConfigError, printable
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(folder: Path, arguments: argparse.Namespace) -> int:
     saved = _found(folder)
     if arguments.json:
-        terminal.print_json({"checkpoints": [_as_json(each) for each in saved]})
+        terminal.print_json({"checkpoints": [{**each._asdict(), "path": str(each.path)} for each in saved]})
         return 0
     metrics = any(each.metric is not None for each in saved)
     terminal.say(f"{'step':>8}  {'saved':<19}  {'size':>9}{'  metric' if metrics else ''}  path")
@@ -105,18 +104,10 @@ def _export(folder: Path, arguments: argparse.Namespace) -> int:
 def _found(folder: Path) -> list[Saved]:
     """The checkpoint, or those of a run."""
     if (folder / NAME).exists():
-        try:
-            manifest = read_manifest(folder)
-            return [Saved(folder, manifest.step, manifest.metric, float(manifest.facts["time"]), manifest.size)]
-        except CheckpointError as error:
-            return [Saved(folder, 0, fault=str(error))]
+        return [looked_at(folder)]
     found = saved_in(folder)
     if not found and (folder / "checkpoints").is_dir():  # where `gapless train` has them
         found = saved_in(folder / "checkpoints")
     if not found:
         raise CheckpointError(f"{printable(str(folder))} has no checkpoints: name a checkpoint, or the folder of a run")
     return found
-
-
-def _as_json(each: Saved) -> dict[str, Any]:
-    return {**each._asdict(), "path": str(each.path)}

@@ -11,7 +11,7 @@ from gapless import units
 from gapless.cli import options, terminal
 from gapless.cli.output import asked
 from gapless.cli.planning import model_options, plan_page
-from gapless.cli.planning.device_options import kinds_of, machine_of, memories, speeds_of
+from gapless.cli.planning.model_options import kinds_of, machine_of, memories, speeds_of
 from gapless.cli.planning.pipedream_plan import planned
 from gapless.cli.planning.plan_report import as_json, best_of_each_kind, report, what_if_json, what_if_report
 from gapless.errors import ConfigError
@@ -107,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments, found)
     answers, kinds = _answers(arguments, profile, found), kinds_of(arguments, profile)
     if arguments.html:
-        told_beside = plan_page.Beside(beside, answers or [])
-        Path(arguments.html).write_text(plan_page.render(profile, found, told_beside, arguments.top), encoding="utf-8")
+        page = plan_page.render(profile, found, arguments.top, beside, answers or ())
+        Path(arguments.html).write_text(page, encoding="utf-8")
         terminal.say(f"wrote {arguments.html}", sys.stderr)
     if arguments.json:
         told: dict[str, Any] = {} if answers is None else {"what_if": list(map(what_if_json, answers))}

@@ -1,13 +1,18 @@
-"""What commands print. All of it goes through here, so that names from files reach no terminal raw."""
+"""What commands print. All of it goes through here, so that names from files reach no terminal raw. And argparse, with
+errors of one sentence, each with the way out.
+"""
 
+import argparse
 import json
 import math
 import os
+import re
 import shutil
 import sys
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any, NoReturn, TextIO
 
-from gapless.errors import printable
+from gapless.errors import ConfigError, did_you_mean, printable
 
 
 def say(text: object = "", file: TextIO | None = None, end: str = "\n") -> None:
@@ -57,3 +62,24 @@ def on_terminal() -> bool:
 def width() -> int:
     """Columns of the terminal; 100 where there is none."""
     return shutil.get_terminal_size((100, 24)).columns
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-sentence errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence on standard error, and exit code 2."""
+        complain(f"{printable(message)}; `{self.prog} --help` shows how")
+        raise SystemExit(2)
+
+
+def parse(
+    parser: argparse.ArgumentParser, words: Sequence[str], command: argparse.ArgumentParser
+) -> argparse.Namespace:
+    """What the words mean; for an unknown option the error suggests the nearest one of the command."""
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        options = re.findall(r"--[a-z-]+", command.format_help())
+        hint = did_you_mean(unknown[0].split("=")[0], options, f"`{command.prog} --help` shows how")
+        raise ConfigError(f"{unknown[0][:60]!r} is not understood; {hint}")
+    return arguments

@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from gapless.train.config.config import read_config  # torch is loaded here, and not before
     from gapless.train.run.interrupts import CTRL_C
-    from gapless.train.run.machine_load import MachineLoad
     from gapless.train.run.run_folder import folder_of
     from gapless.train.run.trainer import NotFiniteError
     from gapless.train.run.training import prepared
@@ -96,7 +95,6 @@ def _train(arguments: argparse.Namespace) -> int:
                 if ranks.first:
                     _introduce(training, out)
                     training.add(_display(arguments, training, out))
-                load = MachineLoad()
                 try:
                     training.run()
                 except NotFiniteError as error:
@@ -105,10 +103,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 if training.interrupts.interrupted or stopped == CTRL_C:
                     return _stopped(training, "", 130)
                 if ranks.first:
-                    alone = training.job.ranks.mesh is None and all(
-                        each.type == "cpu" for each in training.pipe.devices
-                    )
-                    _conclude(arguments, training, load.warning() if alone else "")
+                    _conclude(arguments, training)
                 return 0
         finally:
             terminal.show_progress("")
@@ -198,7 +193,7 @@ def _stopped(training: "Training", why: str, code: int) -> int:
     return code
 
 
-def _conclude(arguments: argparse.Namespace, training: "Training", warning: str) -> None:
+def _conclude(arguments: argparse.Namespace, training: "Training") -> None:
     from gapless.train.run.metrics import summary_of
     from gapless.train.run.trainer import SIGTERM
 
@@ -217,8 +212,6 @@ def _conclude(arguments: argparse.Namespace, training: "Training", warning: str)
         goes_on = "; the same command resumes it" if training.trainer.ended == SIGTERM else ""
         at = f"step {training.trainer.step} of {training.trainer.steps}"
         lines.append(f"ended after {at}: {training.trainer.ended}{goes_on}")
-    if warning:
-        lines.append(f"caution: {warning}")
     if training.config.run.report:
         lines.append(f"report: {training.folder.report}")
     terminal.say("\n" + "\n".join(lines))

@@ -20,8 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 from gapless.errors import ConfigError, GaplessError
-from gapless.explore.answer import answer, command_of
-from gapless.explore.question import Question
+from gapless.explore.question import Question, answer, command_of
 
 MOST = max(3, min(8, os.cpu_count() or 1))
 SECONDS = 20.0  # for one question

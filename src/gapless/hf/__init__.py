@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a pipeline, in reading order. It needs the extra `gapless[hf]`:
 
-empty_model       a model without weights, and a pipeline of it; `hub_weights`: where its weights are
-adapters          adapters of PEFT on such a model
+empty_model       a model without weights, and a pipeline of it; adapters of PEFT on it; `hub_weights`: where its
+                  weights are
 model_profile     what a model costs, from its config alone
 pipeline_trainer  PipelineTrainer, Trainer with its accumulation batches as microbatches
 rank_trainer      Trainer as one of several ranks: what they do together, and what one of them writes

@@ -4,9 +4,14 @@ reads those of its own stages and no others.
     config.json -> the model, its parameters on the meta device -> Pipeline: traced, cut -> weights, a stage at a time
 
 What a constructor computes, such as the frequencies of rotary embeddings, is there.
+
+PEFT brings an adapter to the device of the layer that it adapts, and on the meta device it would lose its values: so
+while it looks, the weights seem to be on the CPU, without memory there. What learns is then in every process, which is
+little; the rest is read by the process that needs it.
 """
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,10 @@ import torch
 import transformers
 from torch import nn
 
-from gapless.errors import ConfigError, printable
-from gapless.hf.adapters import adapted
+from gapless.errors import ConfigError, optional, printable
 from gapless.hf.hub_weights import HubWeights
+from gapless.model.materialise import homes_in, materialise
+from gapless.model.traced.hollow import hollow
 from gapless.pipeline.pipeline import Pipeline
 
 _FILES = ("*.json", "*.safetensors")
@@ -76,19 +82,11 @@ def built(config: Any, dtype: Any, model_class: Any = None) -> Any:
             else kind._from_config(config, **options)
         )
     model.tie_weights()
-    for name, kept in _kept_in(model, wanted):
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(kept)
+    plan = {} if wanted is None else model._get_dtype_plan(wanted)
+    for name, parameter in model.named_parameters():
+        for kept in (dtype for part, dtype in plan.items() if part in name):  # Hugging Face has these in another type
+            parameter.data = parameter.data.to(kept)
     return model
-
-
-def _kept_in(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.dtype]]:
-    """Parameters that Hugging Face keeps in another type."""
-    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
-    for name, _ in model.named_parameters():
-        for part, kept in plan.items():
-            if part in name:
-                yield name, kept
 
 
 def folder_of(source: str | Path, files: Iterable[str]) -> Path:
@@ -143,3 +141,34 @@ def _class_of(config: Any, asked: Any) -> Any:
             "and give it to gapless.Pipeline with init="
         )
     return found
+
+
+_WITHOUT_WEIGHTS = ("gaussian", "orthogonal")
+
+
+def adapted(model: Any, config: Any, seed: int) -> Any:
+    """`peft.get_peft_model(model, config)` after `torch.manual_seed(seed)`."""
+    peft = optional("peft", "peft_config= needs peft, which is missing: pip install peft")
+    init = getattr(config, "init_lora_weights", None)
+    if getattr(config, "use_dora", False) or not (isinstance(init, bool) or init in _WITHOUT_WEIGHTS):
+        raise ConfigError(
+            f"peft_config is a {type(config).__name__} with use_dora={getattr(config, 'use_dora', None)} and "
+            f"init_lora_weights={init!r}, but without weights only LoRA can start, whose adapters do not need them: "
+            "leave both out, or adapt a model from from_pretrained"
+        )
+    empty = [each for each in model.parameters() if each.is_meta]
+    for each in empty:  # a copy of a head that is to learn has no weights either
+        each.__dict__["__deepcopy__"] = lambda memo, each=each: nn.Parameter(torch.empty_like(each), each.requires_grad)
+    try:
+        with hollow(model, torch.device("cpu")), torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed)
+            made = peft.get_peft_model(model, copy.deepcopy(config))
+            learns = {name: each.requires_grad for name, each in made.named_parameters(remove_duplicate=False)}
+    finally:
+        for each in empty:
+            del each.__dict__["__deepcopy__"]
+    for name, each in made.named_parameters(remove_duplicate=False):
+        each.requires_grad_(learns[name])
+    trained = [(part, name) for part, name in homes_in([made]) if getattr(getattr(part, name), "requires_grad", False)]
+    materialise(made, trained, torch.device("cpu"), model.gapless_weights)
+    return made

@@ -23,12 +23,9 @@ def check_arguments(args: Any, options: Mapping[str, Any]) -> None:
 
 
 def _faults(args: Any) -> Iterator[str]:
-    if args.deepspeed:
-        yield "deepspeed= distributes training in its own way: leave it out, or use transformers.Trainer"
-    if args.fsdp:
-        yield "fsdp= distributes training in its own way: leave it out, or use transformers.Trainer"
-    if getattr(args, "parallelism_config", None) is not None:
-        yield "parallelism_config= distributes training in its own way: leave it out, or use transformers.Trainer"
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        if getattr(args, name, None):
+            yield f"{name}= distributes training in its own way: leave it out, or use transformers.Trainer"
     if getattr(args, "predict_with_generate", False):
         yield (
             "predict_with_generate=True generates token by token, which a pipeline can't: leave it out, and call "

@@ -92,10 +92,15 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 def _put(tensor: Tensor, made: Tensor) -> None:
     """The same object with other memory."""
+    swap_tensors(tensor, like(tensor, made))
+
+
+def like(tensor: Tensor, made: Tensor) -> Tensor:
+    """What was made in its place: a parameter as it is one, with its attributes."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
-    swap_tensors(tensor, made)
+    return made
 
 
 def release(layers: Sequence[Any], kept: Sequence[Any]) -> None:

@@ -33,8 +33,8 @@ from gapless.run.streams.thread_runner import ThreadRunner
 from gapless.run.streams.updater import Updater
 from gapless.run.streams.version_rule import VersionRule
 from gapless.run.world import World
-from gapless.schedule.asynchronous.endless import forwards_ahead
 from gapless.schedule.placement import Placement
+from gapless.schedule.recipes.head_start import forwards_ahead
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.minibatch import Minibatch, apart
 from gapless.stage.batch.share import Share

@@ -12,7 +12,7 @@ simulate      costs -> timeline
 timeline      who did what from when to when; bubbles and peaks; and back to costs
 pools         the receive buffers of the deadlock proof, and what waits in front of them
 verify        every violation at once, each with its place (`violation`)
-asynchronous  schedules without a flush: the rules of updates, versions of weights, schedules without end
+asynchronous  schedules without a flush: the rules of updates, versions of weights
 recipes       every schedule by name
 lower         from the schedule that a recipe states to the one that is run
 """

@@ -63,8 +63,8 @@ def check_batch(config: Config) -> None:
         return
     length = config.data.arguments.get("context", 64)
     if isinstance(length, int):
-        size = 2 * 8 * config.minibatch * (length + 1)
-        what = f"data: a minibatch of {config.minibatch:,} samples of {length:,} tokens takes {show_bytes(size)}"
+        size = 2 * 8 * config.data.minibatch * (length + 1)
+        what = f"data: a minibatch of {config.data.minibatch:,} samples of {length:,} tokens takes {show_bytes(size)}"
         refuse_above(size, what, "make data.minibatch or context smaller")
 
 
@@ -77,8 +77,10 @@ def check_activations(config: Config, sketch: nn.Module | None, inputs: Any) -> 
         return
     if not (isinstance(layout.devices, int) or set(layout.devices) == {"cpu"}):
         return
-    first, samples = _first_microbatch(inputs, layout.microbatches)
-    size = kept_by_layers(sketch, first)
+    tensors, shape = mb.flatten(inputs)
+    on_meta = mb.unflatten([tensor.to("meta") for tensor in tensors], shape)
+    samples = mb.sizes(mb.batch_size(inputs), layout.microbatches)[0]  # of the largest one, which is the first
+    size = kept_by_layers(sketch, mb.split(on_meta, layout.microbatches)[0])
     refuse_above(
         size,
         f"a microbatch of {samples:,} samples keeps about {show_bytes(size)} for its backward",
@@ -102,13 +104,6 @@ def kept_by_layers(sketch: nn.Module, inputs: Any) -> int:
     for handle in handles:
         handle.remove()
     return sum(each.nbytes for each in held.values())
-
-
-def _first_microbatch(inputs: Any, microbatches: int) -> tuple[Any, int]:
-    """The largest one, on the meta device, and how many samples it has."""
-    tensors, shape = mb.flatten(inputs)
-    on_meta = mb.unflatten([tensor.to("meta") for tensor in tensors], shape)
-    return mb.split(on_meta, microbatches)[0], mb.sizes(mb.batch_size(inputs), microbatches)[0]
 
 
 def refuse_above(size: int, what: str, way_out: str) -> None:

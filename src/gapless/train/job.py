@@ -1,6 +1,5 @@
 """What a config describes, built: a model, its loss, its data and its optimizer; the plan for it; and its pipeline."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,13 +14,15 @@ from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.planning import make_plan
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
+from gapless.plan.profile.measure import cores
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import torch_devices
 from gapless.train import host_memory
 from gapless.train.config import user_code as own
-from gapless.train.config.config import Config, Part
+from gapless.train.config.config import Config
+from gapless.train.config.keys import Part
 from gapless.train.data.feed import Batch, Feed, make_feeds, share_of, with_shape
 from gapless.train.learning_rate import Scheduled, scheduled
 from gapless.train.torchrun import Ranks
@@ -125,7 +126,7 @@ class Job:
         if asked is None:
             return None
         plan = Plan.read(self.config.folder / asked)
-        layout, minibatch = self.config.pipeline, self.config.minibatch
+        layout, minibatch = self.config.pipeline, self.config.data.minibatch
         if plan.minibatch != minibatch:
             raise ConfigError(
                 f"the plan {asked} is for a minibatch of {plan.minibatch}, but data.minibatch is {minibatch}: make a "
@@ -157,7 +158,7 @@ class Job:
                 offload=layout.offload,
                 loss=self.loss,
                 loss_weight=loss_weight(self.config.loss),
-                seed=self.config.seed,
+                seed=self.config.train.seed,
                 example=mb.split(self.first[0], self.ranks.replicas)[0],
                 tied="exact",
                 intra_op_threads=threads_of(self.config),
@@ -165,7 +166,7 @@ class Job:
             )
 
     def _check(self, microbatches: int | None) -> None:
-        replicas, size = self.ranks.replicas, self.config.minibatch // self.ranks.replicas
+        replicas, size = self.ranks.replicas, self.config.data.minibatch // self.ranks.replicas
         if microbatches is not None and microbatches > size:
             shared = "" if replicas == 1 else f" of a replica, of which there are {replicas},"
             raise ConfigError(
@@ -176,8 +177,7 @@ class Job:
 
 def threads_of(config: Config) -> int:
     """CPU threads of a device: the same in one process and on ranks, so that their bits are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.pipeline.threads or max(1, cores // config.num_devices)
+    return config.pipeline.threads or max(1, cores() // config.num_devices)
 
 
 def build(config: Config, ranks: Ranks | None = None) -> Job:
@@ -194,7 +194,7 @@ def build(config: Config, ranks: Ranks | None = None) -> Job:
     host_memory.check_batch(config)
     sketch = host_memory.sketched(config, files)
     make = own.load(config.model, config, files)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.train.seed)
     model = own.call(make, config.model, config, **({} if config.model.is_own else {"folder": config.folder}))
     if not isinstance(model, nn.Module | list | tuple):
         raise ConfigError(

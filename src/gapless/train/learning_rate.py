@@ -46,10 +46,10 @@ def rate(shape: Callable[[float, float], float], warmup: int, steps: int, floor:
 
 def scheduled(config: Config, files: own.Files) -> Scheduled:
     """What makes the scheduler of an optimizer."""
-    part, keys = config.scheduler, config.rate
+    part = config.scheduler
     function = own.load(part, config, files)
     if part.name in OUR_RATES:
-        share = partial(rate, function, keys.warmup, keys.steps or config.steps, keys.floor)
+        share = partial(rate, function, part.warmup, part.steps or config.train.steps, part.floor)
         return lambda optimizer: LambdaLR(optimizer, lambda update: share(update))  # a function is no part of its state
 
     def made(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -101,11 +101,8 @@ def joined(config: Config) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     try:
-        shape = (size // devices, devices)
-        if size > devices:
-            mesh = init_device_mesh(kind, shape, mesh_dim_names=("dp", "pp"))
-        else:
-            mesh = init_device_mesh(kind, (devices,), mesh_dim_names=("pp",))
+        dims = {"dp": size // devices, "pp": devices} if size > devices else {"pp": devices}
+        mesh = init_device_mesh(kind, tuple(dims.values()), mesh_dim_names=tuple(dims))
         rank = dist.get_rank()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.pipeline.timeout))
         yield Ranks(rank, size, rank // devices, size // devices, mesh, group)

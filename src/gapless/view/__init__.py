@@ -5,8 +5,7 @@ host_lanes  the rows of a drawing: devices, and their copies to the host
 text      grids, tables and figures for a terminal
 comparison  schedules side by side, ranked
 figures   numbers as people read them, and their units
-needs     who waits for whom, as numbers
-columns   a timeline packed for the page
+columns   a timeline packed for the page; who waits for whom, as numbers
 template  pages from templates
 summary   the page's table
 page      one interactive HTML file, put together from the files below

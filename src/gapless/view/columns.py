@@ -4,6 +4,10 @@ Nothing is rounded. A column of whole numbers (or of halves, quarters, ...) beco
 32-bit integers, which compress to almost nothing; any other column stays as it is, in 64-bit floats.
 
     starts 0 1 2 3 5.5   ->   scale 2, differences 0 2 2 2 5   ->   zlib   ->   base64
+
+Who waits for whom is a column too: what the page, the SVG and the trace draw as arrows. The actions of a schedule are
+numbered device by device, in the order of the rows. The rule itself is `gapless.schedule.dependencies`; here its
+answers are only turned into those numbers.
 """
 
 import sys
@@ -11,15 +15,16 @@ import zlib
 from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from gapless.schedule.action import Action, Kind
+from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.costs import Number
+from gapless.schedule.dependencies import Milestones
 from gapless.schedule.timeline import Timeline
 from gapless.view.legend import KINDS
-from gapless.view.needs import resolve
 
 _SCALES = (1, 2, 4, 8, 16, 32)
 _LARGEST = 2**30  # so that a difference of two still fits into 32 bits
@@ -84,3 +89,35 @@ def _bytes(values: "array[int] | array[float]") -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Action n needs the actions `needs[first[n]:first[n + 1]]`."""
+
+    first: "array[int]"
+    needs: "array[int]"
+
+    def of(self, number: int) -> "array[int]":
+        return self.needs[self.first[number] : self.first[number + 1]]
+
+
+def resolve(schedule: Schedule) -> Needs:
+    """A need that no action of the schedule meets is left out: `verify` reports it, the viewer still draws the rest."""
+    milestones = Milestones(schedule)
+    where = array("i", [-1]) * milestones.size  # the number of the action that reaches each milestone
+    for number, (stage, kind, microbatch) in enumerate(schedule.actions):
+        for base in milestones.gives[kind][stage]:
+            where[base + microbatch] = number
+    first, needs = array("i", [0]), array("i")
+    for action in schedule.actions:
+        for base in milestones.needs_of(action):
+            if (number := where[base + action.microbatch]) >= 0:
+                needs.append(number)
+        first.append(len(needs))
+    return Needs(first, needs)
+
+
+def row_offsets(schedule: Schedule) -> list[int]:
+    """The number of each row's first action, and after them the number of all actions."""
+    return list(accumulate(map(len, schedule.rows), initial=0))

@@ -5,7 +5,7 @@ security policy lets nothing run and nothing be loaded.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -14,8 +14,10 @@ from gapless.view.figures import figure
 from gapless.view.template import filled, hash_of, html, source, text
 
 Run = Sequence[float | None]  # None: nothing there
+Points = Sequence[tuple[float, float]]
+EDGE = 8  # above a drawing, and on its right
 _WIDTH, _HEIGHT = 320, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40, 8, 8, 34
+_LETTER = 7  # the width of a digit, at the most
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,31 @@ def render(
     """The page as text: `words` are its paragraphs, `tables` have headings and rows."""
     if not panels or not xs:
         raise ScheduleError("there is no curve to draw: give at least one panel, and a place on its axis")
-    style, area = source("curves.css"), _Area(xs, panels, axes)
+    style = source("curves.css")
+    known = [value for panel in panels for run in panel.runs for value in run if value is not None]
+    starts = [value for panel in panels for run in panel.runs for value in run[:1] if value is not None]
+    low = min(known, default=0.0)
+    high = max(min(max(known, default=1.0), 1.1 * max(starts, default=1.0)), low + 1e-9)
+    plot = Plot(_WIDTH, _HEIGHT, 40, 34, (xs[0], xs[-1], low, high))
+
+    def drawn(panel: Panel) -> Iterator[str]:
+        """The first panel in grey, then the runs and their mean."""
+        yield from plot.grid(ticks(low, high))
+        along, up = map(text, axes)
+        yield f'<text class="x" x="{(40 + _WIDTH) / 2}" y="{_HEIGHT - 4}">{along}</text>'
+        yield f'<text class="y" x="{_WIDTH - EDGE}" y="{EDGE + 10}">{up}</text>'
+        lines = [("other", mean(panels[0].runs)), *(("seed", run) for run in panel.runs if len(panel.runs) > 1)]
+        lines += [("mean", mean(panel.runs))] if panel is not panels[0] else []
+        for kind, run in lines:
+            yield plot.line(kind, [(x, value) for x, value in zip(xs, run, strict=True) if value is not None])
+
     return filled(
         "curves.html",
         policy=f"default-src 'none'; style-src 'sha256-{hash_of(style)}'; base-uri 'none'; form-action 'none'",
         title=title,
         style=style,
         paragraphs=words,
-        panels=[(panel, html(area.drawn(panel))) for panel in panels],
+        panels=[(panel, html("".join(drawn(panel)))) for panel in panels],
         tables=tables,
         width=_WIDTH,
         height=_HEIGHT,
@@ -61,54 +80,38 @@ def mean(runs: Sequence[Run]) -> list[float | None]:
     return found
 
 
-class _Area:
-    """Where values are in a panel. All panels have the same axes; what is above the highest start is cut off."""
+@dataclass(frozen=True)
+class Plot:
+    """Where points are in a drawing: `bounds` are the least and the greatest of both axes. What is above is cut off."""
 
-    def __init__(self, xs: Sequence[float], panels: Sequence[Panel], axes: tuple[str, str]) -> None:
-        self._xs, self._axes, self._panels = xs, axes, panels
-        known = [value for panel in panels for run in panel.runs for value in run if value is not None]
-        starts = [value for panel in panels for run in panel.runs for value in run[:1] if value is not None]
-        self._low = min(known, default=0.0)
-        self._high = max(min(max(known, default=1.0), 1.1 * max(starts, default=1.0)), self._low + 1e-9)
-        self._reference = mean(panels[0].runs)
+    width: int
+    height: int
+    left: int
+    bottom: int
+    bounds: tuple[float, float, float, float]
 
-    def drawn(self, panel: Panel) -> str:
-        """The first panel in grey, then the runs and their mean."""
-        lines = [*self._grid(), self._line("other", self._reference)]
-        lines += [self._line("seed", run) for run in panel.runs if len(panel.runs) > 1]
-        if panel is not self._panels[0]:
-            lines.append(self._line("mean", mean(panel.runs)))
-        return "".join(lines)
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """In pixels."""
+        first, last, low, high = self.bounds
+        across = (x - first) / (max(last, first + 1e-9) - first) * (self.width - self.left - EDGE)
+        up = (min(y, high) - low) / (high - low) * (self.height - EDGE - self.bottom)
+        return self.left + across, self.height - self.bottom - up
 
-    def _x(self, value: float) -> float:
-        first, last = self._xs[0], max(self._xs[-1], self._xs[0] + 1e-9)
-        return _LEFT + (value - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+    def line(self, kind: str, points: Points) -> str:
+        """One curve."""
+        path = "L".join("{:.1f} {:.1f}".format(*self.place(x, y)) for x, y in points)
+        return f'<path class="{kind}" d="M{path}"/>'
 
-    def _y(self, value: float) -> float:
-        share = (min(value, self._high) - self._low) / (self._high - self._low)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-    def _line(self, kind: str, run: Run) -> str:
-        """Broken where there is nothing."""
-        path, move = [], "M"
-        for x, value in zip(self._xs, run, strict=True):
-            if value is None:
-                move = "M"
-            else:
-                path.append(f"{move}{self._x(x):.1f} {self._y(value):.1f}")
-                move = "L"
-        return f'<path class="{kind}" d="{"".join(path)}"/>'
-
-    def _grid(self) -> Iterator[str]:
-        for value in ticks(self._low, self._high):
-            y = self._y(value)
-            yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{figure(value)}</text>'
-        for value in ticks(self._xs[0], self._xs[-1]):
-            yield f'<text class="x" x="{self._x(value):.1f}" y="{_HEIGHT - _BOTTOM + 15}">{figure(value)}</text>'
-        along, up = map(text, self._axes)
-        yield f'<text class="x" x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}">{along}</text>'
-        yield f'<text class="y" x="{_WIDTH - _RIGHT}" y="{_TOP + 10}">{up}</text>'
+    def grid(self, marks: Sequence[float], shown: Callable[[float], str] = figure) -> Iterator[str]:
+        """Lines at the marks of one axis, and the numbers of both."""
+        first, last, low, _ = self.bounds
+        for value in marks:
+            y = self.place(first, value)[1]
+            yield f'<path class="grid" d="M{self.left} {y:.1f}H{self.width - EDGE}"/>'
+            yield f'<text class="y" x="{self.left - 6}" y="{y + 4:.1f}">{shown(value)}</text>'
+        for value in ticks(first, last):
+            at = min(self.place(value, low)[0], self.width - _LETTER * len(shown(value)) / 2)  # the last one whole, too
+            yield f'<text class="x" x="{at:.1f}" y="{self.height - self.bottom + 15}">{shown(value)}</text>'
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -5,7 +5,7 @@ device 0     |F0|F1|F2|      |B0   |
   from host             |L0 |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import itemgetter
 
@@ -19,18 +19,17 @@ from gapless.view import legend
 _LANES = {Kind.OFFLOAD: "to host", Kind.LOAD: "from host"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lanes(Timeline):
     """A timeline whose rows are those of a drawing. `devices` says whose each is."""
 
-    of: Timeline | None = None
-    labels: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
+    of: Timeline
+    labels: tuple[str, ...]
+    devices: tuple[int, ...]
 
     @cached_property
     def memory(self) -> Levels:
         """That of the device; in the lanes of its copies that of the host."""
-        assert self.of is not None
         if not self.of.schedule.has_copies:
             return self.of.memory
         found = []
@@ -42,7 +41,6 @@ class Lanes(Timeline):
 
     @cached_property
     def peak(self) -> tuple[Number, ...]:
-        assert self.of is not None
         copies = [bool(row) and row[0].kind in COPIES for row in self.schedule.rows]
         pairs = zip(copies, self.devices, strict=True)
         return tuple((self.of.host_peak if is_copy else self.of.peak)[device] for is_copy, device in pairs)
@@ -50,12 +48,10 @@ class Lanes(Timeline):
     @property
     def stages(self) -> list[tuple[int, ...]]:
         """Of each row's device."""
-        assert self.of is not None
         return [tuple(self.of.schedule.placement.stages[device]) for device in self.devices]
 
     @property
     def tints(self) -> list[list[int]]:
-        assert self.of is not None
         found = legend.tints(self.of.schedule)
         return [found[device] for device in self.devices]
 
@@ -63,34 +59,24 @@ class Lanes(Timeline):
 def lanes_of(timeline: Timeline) -> Lanes:
     """The timeline as it is drawn."""
     schedule = timeline.schedule
+    same = {field.name: getattr(timeline, field.name) for field in fields(Timeline)}
     if not schedule.has_copies:
         devices = tuple(range(schedule.num_devices))
-        rest = timeline.costs, timeline.name, timeline.unit
-        labels = tuple(f"device {device}" for device in devices)
-        return Lanes(schedule, timeline.starts, timeline.ends, *rest, timeline, labels, devices)
-    rows: list[tuple[str, int, list[tuple[Action, Number, Number]]]] = []
+        return Lanes(**same, of=timeline, labels=tuple(f"device {device}" for device in devices), devices=devices)
+    labels, owners, rows = list[str](), list[int](), list[list[tuple[Action, Number, Number]]]()
     homes: dict[int, int] = {}  # the row of each device
     for device in range(schedule.num_devices):
         spans = timeline.spans(device)
         homes[device] = len(rows)
-        rows.append((f"device {device}", device, [span for span in spans if span[0].kind not in COPIES]))
+        lanes = {f"device {device}": [span for span in spans if span[0].kind not in COPIES]}
         for copy, label in _LANES.items():
             if found := [span for span in spans if span[0].kind is copy]:
-                rows.append((f"  {label}", device, sorted(found, key=itemgetter(1))))
+                lanes[f"  {label}"] = sorted(found, key=itemgetter(1))
+        labels += lanes
+        owners += [device] * len(lanes)
+        rows += lanes.values()
     cycles = [[homes[device] for device in cycle] for cycle in schedule.placement.cycles]
-    drawn = Schedule(
-        tuple(tuple(action for action, _, _ in spans) for _, _, spans in rows),
-        explicit(len(rows), cycles),
-        schedule.name,
-    )
-    return Lanes(
-        drawn,
-        tuple(tuple(start for _, start, _ in spans) for _, _, spans in rows),
-        tuple(tuple(end for _, _, end in spans) for _, _, spans in rows),
-        timeline.costs,
-        timeline.name,
-        timeline.unit,
-        timeline,
-        tuple(label for label, _, _ in rows),
-        tuple(device for _, device, _ in rows),
-    )
+    same["schedule"] = Schedule.of([[a for a, _, _ in row] for row in rows], explicit(len(rows), cycles), schedule.name)
+    same["starts"] = tuple(tuple(start for _, start, _ in row) for row in rows)
+    same["ends"] = tuple(tuple(end for _, _, end in row) for row in rows)
+    return Lanes(**same, of=timeline, labels=tuple(labels), devices=tuple(owners))

@@ -16,9 +16,9 @@ from gapless.schedule.action import TRANSFERS, Kind
 from gapless.schedule.costs import Number
 from gapless.schedule.timeline import Timeline, plain
 from gapless.view import columns, legend
-from gapless.view.figures import Measure, Units
+from gapless.view.columns import row_offsets
+from gapless.view.figures import Units
 from gapless.view.host_lanes import lanes_of
-from gapless.view.needs import row_offsets
 from gapless.view.summary import named, table
 from gapless.view.template import filled, hash_of, source
 from gapless.view.text import percent
@@ -146,8 +146,8 @@ def shared(units: Units, timelines: Sequence[Timeline], rows: str | None = None)
     return {
         "kinds": [_kind(kind) for kind in legend.KINDS],
         "ink": legend.INK,
-        "time": _measure(units.of_time(timelines)),
-        "memory": _measure(units.of_memory(timelines)),
+        "time": vars(units.of_time(timelines)),
+        "memory": vars(units.of_memory(timelines)),
         "rows": rows,
     }
 
@@ -181,10 +181,6 @@ def describe(timeline: Timeline, units: Units, among: Sequence[Timeline]) -> dic
         ],
         "peaks": [float(peak) for peak in drawn.peak],
     }
-
-
-def _measure(measure: Measure) -> dict[str, Any]:
-    return {"factor": measure.factor, "unit": measure.unit}
 
 
 def _kind(kind: Kind) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from gapless.errors import ConfigError, ScheduleError
 from gapless.schedule.action import BACKWARDS, Kind
 from gapless.schedule.timeline import Timeline
 from gapless.view import legend
+from gapless.view.columns import resolve, row_offsets
 from gapless.view.host_lanes import Lanes, lanes_of
-from gapless.view.needs import resolve, row_offsets
 from gapless.view.summary import named
 
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}

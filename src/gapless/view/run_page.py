@@ -11,16 +11,12 @@ from typing import Any
 
 from gapless.schedule.timeline import Timeline
 from gapless.view import page
-from gapless.view.curves import ticks
+from gapless.view.curves import EDGE, Plot, Points, ticks
 from gapless.view.figures import Units, figure
 from gapless.view.template import filled, html
 
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 8, 24
-_LETTER = 7  # the width of a digit, at the most
 _POINTS = 300  # of a curve at the most; more are not seen
-
-Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -91,24 +87,13 @@ def _drawn(lines: Sequence[Points], changes: Sequence[int] = ()) -> Iterator[str
     if high - low <= 1e-6 * abs(high):  # a flat line, in the middle
         marks, low, high = [low], low - (abs(low) or 1.0), low + (abs(low) or 1.0)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + (x - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-        return across, _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    for value in marks:
-        y = place(first, value)[1]
-        yield f'<path class="gridline" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-        yield f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{_short(value)}</text>'
-    for value in ticks(first, last):
-        label = _short(value)
-        at = min(place(value, low)[0], _WIDTH - _LETTER * len(label) / 2)  # the last one whole, too
-        yield f'<text class="x" x="{at:.1f}" y="{_HEIGHT - 6}">{label}</text>'
+    plot = Plot(_WIDTH, _HEIGHT, 56, 24, (first, last, low, high))
+    yield from plot.grid(marks, _short)
     for value in changes:
         if first <= value <= last:
-            yield f'<path class="change" d="M{place(value, low)[0]:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
+            yield f'<path class="change" d="M{plot.place(value, low)[0]:.1f} {EDGE}V{_HEIGHT - 24}"/>'
     for number, points in enumerate(lines):
-        path = "L".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in points)
-        yield f'<path class="line-{number % 4}" d="M{path}"/>'
+        yield plot.line(f"line-{number % 4}", points)
 
 
 def _short(value: float) -> str:

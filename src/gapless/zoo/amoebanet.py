@@ -1,4 +1,4 @@
-"""AmoebaNet-B and -D (Real et al., 2019), the image classifiers of GPipe's experiments: L normal cells, D filters.
+"""AmoebaNet-D (Real et al., 2019), the image classifier of GPipe's experiments: L normal cells, D filters.
 
     stem - R - R - N x L/3 - R - N x L/3 - R - N x L/3 - pool - classes      N: normal cell, R: reduction cell
 
@@ -9,9 +9,8 @@ height and width and doubles the filters. The cells are those of the authors' ow
 than its paper says; they have the published numbers of parameters.
 """
 
-import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,25 +64,6 @@ def _max_2x2(channels: int, stride: int) -> nn.Module:
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 
-def _separable(kernel: int, dilation: int = 1) -> Operation:
-    """Two in a row, each of which takes channel by channel first, and then pixel by pixel."""
-
-    def made(channels: int, stride: int) -> nn.Module:
-        padding = dilation * (kernel // 2)
-        parts = [
-            (
-                nn.ReLU(),
-                nn.Conv2d(channels, channels, kernel, step, padding, dilation, groups=channels, bias=False),
-                nn.Conv2d(channels, channels, 1, bias=False),
-                nn.BatchNorm2d(channels, eps=1e-3),
-            )
-            for step in (stride, 1)
-        ]
-        return nn.Sequential(*itertools.chain.from_iterable(parts))
-
-    return made
-
-
 class Genes(NamedTuple):
     """Of a cell: for each further state the two it is made of and what is done to them; and the states put out."""
 
@@ -91,7 +71,7 @@ class Genes(NamedTuple):
     out: tuple[int, ...]
 
 
-_NORMAL_D = Genes(
+_NORMAL = Genes(
     (
         (1, _1x1, 1, _max_3x3),
         (1, _none, 0, _1x7_7x1),
@@ -101,7 +81,7 @@ _NORMAL_D = Genes(
     ),
     (0, 3, 4, 6),
 )
-_REDUCTION_D = Genes(
+_REDUCTION = Genes(
     (
         (0, _max_2x2, 0, _max_3x3),
         (2, _none, 1, _3x3),
@@ -111,27 +91,6 @@ _REDUCTION_D = Genes(
     ),
     (4, 5, 6),
 )
-_NORMAL_B = Genes(
-    (
-        (1, _1x1, 1, _max_3x3),
-        (1, _none, 0, _separable(3)),
-        (1, _1x1, 0, _separable(3)),
-        (2, _1x1, 2, _none),
-        (1, _mean_3x3, 5, _1x1),
-    ),
-    (0, 3, 4, 6),
-)
-_REDUCTION_B = Genes(
-    (
-        (0, _max_2x2, 0, _max_3x3),
-        (2, _none, 1, _3x3),
-        (2, _separable(5, dilation=2), 2, _max_3x3),
-        (3, _none, 1, _separable(3)),
-        (4, _mean_3x3, 3, _1x1),
-    ),
-    (5, 6),
-)
-_GENES = {"D": (_NORMAL_D, _REDUCTION_D), "B": (_NORMAL_B, _REDUCTION_B)}
 
 
 class Halved(nn.Module):
@@ -205,18 +164,13 @@ class Head(nn.Module):
         return self.linear(self.dropout(F.relu(last).mean((2, 3))))
 
 
-def amoebanet(
-    *, kind: Literal["B", "D"] = "D", cells: int = 18, filters: int = 208, classes: int = 1000, dropout: float = 0.0
-) -> nn.Sequential:
+def amoebanet(*, cells: int = 18, filters: int = 208, classes: int = 1000, dropout: float = 0.0) -> nn.Sequential:
     """`cells` normal cells, a multiple of 3, of `filters` filters, a multiple of 4; images of 3 channels in, scores of
     classes out.
     """
-    if kind not in _GENES:
-        raise ValueError(f"an AmoebaNet-{kind} is not known: choose one of {', '.join(_GENES)}")
     for name, value, factor in (("cells", cells, 3), ("filters", filters, 4)):
         if value < factor or value % factor:
             raise ValueError(f"an AmoebaNet with {name}={value} is not known: choose a multiple of {factor}")
-    normal, reduction = _GENES[kind]
     channels = filters // 4
     layers: list[nn.Module] = [Stem(channels)]
     into = into_before = channels
@@ -224,14 +178,14 @@ def amoebanet(
 
     def add(genes: Genes) -> None:
         nonlocal into, into_before, channels, halved
-        halves = genes is reduction
+        halves = genes is _REDUCTION
         channels = 2 * channels if halves else channels
         cell = AmoebaCell(genes, into, into_before, channels, halves=halves, halved=halved)
         layers.append(cell)
         into, into_before, halved = cell.channels, into, halves
 
-    add(reduction)
+    add(_REDUCTION)
     for _ in range(3):
-        for genes in (reduction, *[normal] * (cells // 3)):
+        for genes in (_REDUCTION, *[_NORMAL] * (cells // 3)):
             add(genes)
     return nn.Sequential(*layers, Head(into, classes, dropout))

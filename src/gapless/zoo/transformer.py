@@ -142,14 +142,6 @@ class Transformer(nn.Module):
 transformer = Transformer  # under the name that a config has for it
 
 
-def gpipe_transformer(layers: int, hidden: int, heads: int, *, vocab: int = 64_000, **options: Any) -> Transformer:
-    """T(L, H, A) of GPipe's experiments: L layers each in encoder and decoder, of width 1024; networks of H in between;
-    A heads of size 64.
-    """
-    sizes: dict[str, Any] = {"width": 1024, "depth": layers, "hidden": hidden, "heads": heads, "head_size": 64}
-    return Transformer(vocab=vocab, one_vocabulary=True, **sizes, **options)
-
-
 def translation_loss(logits: Tensor, target: Tensor) -> Tensor:
     """The mean cross entropy over all tokens that are no padding."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=_PADDING)

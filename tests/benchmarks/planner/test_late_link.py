@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.planner.late_link import late
+from benchmarks.planner.apart import late
 from gapless.pipeline.pipeline import Pipeline
 
 

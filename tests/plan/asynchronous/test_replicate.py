@@ -15,10 +15,10 @@ from gapless.plan.asynchronous.stage_times import PIPEDREAM, RING
 from gapless.plan.profile.file import read_profile
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.profile import Link, Profile
-from gapless.schedule.asynchronous.endless import flow
 from gapless.schedule.asynchronous.weights import weight_versions
 from gapless.schedule.costs import Costs
 from gapless.schedule.memory import peaks
+from gapless.schedule.recipes.pipedream import pipedream
 from gapless.schedule.simulate import simulate
 from tests.plan import profiles
 
@@ -251,7 +251,7 @@ def test_each_form_calls_its_own_plan_the_best() -> None:
 def period(replicas: Sequence[int], costs: Costs) -> float:
     """The time from one minibatch to the next, simulated, once the pipeline is full."""
     each = math.lcm(*replicas, sum(replicas)) * 4
-    ends = [simulate(flow("pipedream", replicas).unrolled(n), costs).makespan for n in (each, 2 * each)]
+    ends = [simulate(pipedream(sum(replicas), n, replicas), costs).makespan for n in (each, 2 * each)]
     return float(ends[1] - ends[0]) / each
 
 
@@ -277,7 +277,7 @@ def test_where_hops_are_slow_one_stage_on_all_devices_is_better() -> None:
 
 def needed(profile: Profile, partition: Sequence[int], replicas: Sequence[int]) -> int:
     """Of the fullest device: weights and activations of every minibatch that it has begun, counted in the schedule."""
-    schedule = flow("pipedream", replicas).unrolled(12 * math.lcm(*replicas))
+    schedule = pipedream(sum(replicas), 12 * math.lcm(*replicas), replicas)
     kept = weight_versions(schedule).kept
     most, ends = 0, list(accumulate(partition))
     for stage, (end, count) in enumerate(zip(ends, partition, strict=True)):

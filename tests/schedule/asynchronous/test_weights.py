@@ -17,15 +17,6 @@ def test_pipedream_sees_what_its_formula_says(K: int) -> None:
     assert found.behind == tuple(K - 1 - r for r in range(K))
 
 
-@pytest.mark.parametrize("K", [1, 2, 3, 5])
-def test_vertical_sync_sees_what_the_first_stage_saw(K: int) -> None:
-    schedule = make_schedule("pipedream", devices=K, microbatches=4 * K)
-    found = weight_versions(schedule, "vertical")
-    assert found.seen == {(r, m): max(0, m - (K - 1)) for r in range(K) for m in range(4 * K)}
-    assert found.kept == (K,) * K
-    assert found.behind == (K - 1,) * K
-
-
 @pytest.mark.parametrize(("K", "M"), [(2, 2), (3, 3), (3, 5), (4, 8)])
 def test_2bw_is_always_one_behind_with_two_versions(K: int, M: int) -> None:
     schedule = make_schedule("2bw", devices=K, microbatches=M, minibatches=5)

@@ -31,6 +31,31 @@ def most_versions_in_use(row: tuple[Action, ...], per_minibatch: int) -> int:
     return most
 
 
+def by_hand(devices: int, microbatches: int, minibatches: int) -> list[list[Action]]:
+    """Forwards first, then one forward and one backward; written from the definition."""
+    total, rows = microbatches * minibatches, []
+    for device in range(devices):
+        row, begun = [], 0
+        for ended in range(total):
+            while begun < total and begun <= ended + devices - 1 - device:
+                row.append(Action(device, Kind.FORWARD, begun))
+                begun += 1
+            row.append(Action(device, Kind.BACKWARD, ended))
+            if (ended + 1) % microbatches == 0:
+                row.append(Action(device, Kind.UPDATE, ended // microbatches))
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(("K", "M"), [(1, 1), (2, 2), (3, 4), (4, 4), (4, 7)])
+def test_2bw_and_pipedream_are_what_their_definition_says(K: int, M: int) -> None:
+    for count in range(1, 3 * K + 2):
+        two = make_schedule("2bw", devices=K, microbatches=M, minibatches=count)
+        assert [list(row) for row in two.rows] == by_hand(K, M, count)
+        one = make_schedule("pipedream", devices=K, microbatches=count)
+        assert [list(row) for row in one.rows] == by_hand(K, 1, count)
+
+
 @given(replicas=replica_counts, M=st.integers(1, 30))
 def test_pipedream_with_replicated_stages_verifies_and_round_trips(replicas: list[int], M: int) -> None:
     schedule = make_schedule("pipedream", devices=sum(replicas), microbatches=M, replicas=replicas)

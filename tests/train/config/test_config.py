@@ -9,8 +9,8 @@ import pytest
 
 from gapless.errors import ConfigError
 from gapless.train.config import manual
-from gapless.train.config.config import Part, parse_config, read_config
-from gapless.train.config.tables import Layout
+from gapless.train.config.config import parse_config, read_config
+from gapless.train.config.tables import Layout, LossKeys, ModelKeys, OptimizerKeys
 from tests.train.configs import CONFIG, GPT, write
 
 ROOT = Path(__file__).parents[3]
@@ -19,20 +19,23 @@ ROOT = Path(__file__).parents[3]
 def test_a_config_is_read_as_it_says(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert config.folder == tmp_path
-    assert config.model == Part("model", "mine.py:make", "mine.py:make", {"depth": 5, "dropout": 0.25})
-    assert config.data == Part("data", "mine.py:batches", "mine.py:batches")
-    assert config.loss == Part("loss", "cross_entropy", "torch.nn.functional:cross_entropy")
-    assert config.optimizer == Part("optimizer", "AdamW", "torch.optim:AdamW", {"lr": 0.01})
+    assert config.model == ModelKeys("mine.py:make", {"depth": 5, "dropout": 0.25})
+    assert (config.data.name, config.data.where, config.data.arguments) == ("mine.py:batches", "mine.py:batches", {})
+    assert config.loss == LossKeys("cross_entropy")
+    assert config.loss.where == "torch.nn.functional:cross_entropy"
+    assert config.optimizer == OptimizerKeys("AdamW", {"lr": 0.01})
     assert config.pipeline == Layout(("cpu", "cpu"), schedule="zb-h1", microbatches=4)
-    assert (config.minibatch, config.steps, config.train.clip, config.seed) == (6, 6, 0.5, 7)
+    assert (config.data.minibatch, config.train.steps, config.train.clip, config.train.seed) == (6, 6, 0.5, 7)
 
 
 def test_what_is_not_said_is_what_most_want() -> None:
     config = parse_config('[model]\nname = "gpt"\n[data]\nname = "python-source"\nminibatch = 4\n', Path())
-    assert config.loss == Part("loss", "next_token", "gapless.zoo.gpt:next_token_loss")
-    assert config.optimizer == Part("optimizer", "AdamW", "torch.optim:AdamW")
+    assert config.loss == LossKeys("next_token")
+    assert config.loss.where == "gapless.zoo.gpt:next_token_loss"
+    assert config.optimizer == OptimizerKeys("AdamW")
+    assert config.optimizer.where == "torch.optim:AdamW"
     assert config.pipeline == Layout(devices=4)
-    assert (config.steps, config.train.clip, config.seed, config.num_devices) == (100, None, 0, 4)
+    assert (config.train.steps, config.train.clip, config.train.seed, config.num_devices) == (100, None, 0, 4)
     own = parse_config('[model]\nname = "a.b:c"\n[data]\nname = "d.py:e"\nminibatch = 4\n', Path())
     assert own.loss is None  # the model's own
 
@@ -44,7 +47,7 @@ def test_the_long_name_of_what_is_known_is_the_short_one(tmp_path: Path) -> None
 
 def test_a_loss_of_ones_own_may_have_any_arguments(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, ('"cross_entropy"', '"mine.py:loss"\narguments = { reduce = false }')))
-    assert config.loss == Part("loss", "mine.py:loss", "mine.py:loss", {"reduce": False})
+    assert config.loss == LossKeys("mine.py:loss", {"reduce": False})
 
 
 def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
@@ -163,7 +166,7 @@ def test_options_take_the_place_of_what_the_file_says(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert config.changed() == config
     changed = config.changed(steps=3, minibatch=9)
-    assert (changed.steps, changed.minibatch, changed.changed(steps=6, minibatch=6)) == (3, 9, config)
+    assert (changed.train.steps, changed.data.minibatch, changed.changed(steps=6, minibatch=6)) == (3, 9, config)
     assert config.changed(devices=3, microbatches=2).pipeline == Layout(3, schedule="zb-h1", microbatches=2)
     assert config.changed(plan="auto").pipeline == Layout(("cpu", "cpu"), plan="auto")
     assert config.changed(plan="auto", microbatches=2).pipeline == Layout(("cpu", "cpu"), plan="auto", microbatches=2)
@@ -178,8 +181,8 @@ def test_a_setting_takes_the_place_of_any_key(tmp_path: Path) -> None:
         'run.folder="a"',
     ]
     config = read_config(write(tmp_path), asked)
-    assert (config.steps, config.model.arguments["depth"], config.pipeline.schedule) == (3, 9, "zb-v")
-    assert (config.rate.warmup, config.run.folder) == (2, "a")
+    assert (config.train.steps, config.model.arguments["depth"], config.pipeline.schedule) == (3, 9, "zb-v")
+    assert (config.scheduler.warmup, config.run.folder) == (2, "a")
     for wrong, message in (
         ("steps=3", "--set 'steps=3' is not understood: write a key and its value, as train.steps=50"),
         ("train.steps", "--set 'train.steps' is not understood"),
@@ -233,7 +236,7 @@ def test_the_page_of_all_keys_is_current() -> None:
 
 def test_the_commented_config_is_right_and_its_comments_too() -> None:
     written = parse_config(manual.example(), Path())
-    assert (written.model.name, written.steps) == ("gpt", 100)
+    assert (written.model.name, written.train.steps) == ("gpt", 100)
     opened = re.sub(r"^# (\w+ = )", r"\1", manual.example(), flags=re.MULTILINE)
     for line in ('plan = "auto"\n', "arguments = {}\n"):
         opened = opened.replace(line, "")

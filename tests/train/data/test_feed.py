@@ -190,7 +190,7 @@ def test_every_pass_over_ones_own_data_has_a_seed_of_its_own(tmp_path: Path) -> 
     found = list(islice(feed(config), 10))
     again = list(islice(feed(config), 10))
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(found, again, strict=True))
-    chance = torch.Generator().manual_seed(config.seed + 1)
+    chance = torch.Generator().manual_seed(config.train.seed + 1)
     assert torch.equal(found[4][0], torch.randn(6, 8, generator=chance))  # 4 batches make a pass
 
 

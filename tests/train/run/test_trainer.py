@@ -26,9 +26,15 @@ def plain_losses(config: Config, microbatches: int) -> list[float]:
     assert isinstance(job.model, torch.nn.Module)
     optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
     losses = []
-    for step, (inputs, target) in enumerate(islice(make_feeds(config, {})[0], config.steps)):
+    for step, (inputs, target) in enumerate(islice(make_feeds(config, {})[0], config.train.steps)):
         found = gapless.plain_step(
-            job.model, inputs, target, microbatches=microbatches, loss=F.cross_entropy, seed=config.seed, step=step
+            job.model,
+            inputs,
+            target,
+            microbatches=microbatches,
+            loss=F.cross_entropy,
+            seed=config.train.seed,
+            step=step,
         )
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), config.train.clip or 0)
         optimizer.step()

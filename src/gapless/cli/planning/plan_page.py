@@ -1,7 +1,7 @@
 """The page of `gapless plan`: what the plan promises, where time and memory go, its timelines, and the other plans."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from gapless import units
 from gapless.cli.planning.plan_report import FIGURES, best_of_each_kind, ranking, rejections, without_a_pipeline
@@ -20,20 +20,16 @@ _SHOWN_DEVICES = 64
 _NUM_TIMELINES = 3
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What is told beside the plans: what can't be chosen, and what changes of the machine would bring."""
-
-    others: Sequence[Alternative] = ()
-    answers: Sequence[Answer] = ()
-
-
-def render(profile: Profile, found: Found, beside: Beside, top: int) -> str:
-    """The page as text. `top`: how many plans the table has at the most."""
+def render(
+    profile: Profile, found: Found, top: int, others: Sequence[Alternative] = (), answers: Sequence[Answer] = ()
+) -> str:
+    """The page as text. `top`: how many plans the table has at the most; `others` can't be chosen, and `answers` are
+    what changes of the machine would bring.
+    """
     best = found.best
     step = units.show_seconds(best.step_seconds)
     devices = best.num_devices * best.mesh.replicas
-    rows, told = ranking(found, top, beside.others)
+    rows, told = ranking(found, top, others)
     used = [part.name for part in fields(Footprint) if any(getattr(held, part.name) for held in best.memory)]
     more = len(best.memory) - _SHOWN_DEVICES
     front = filled(
@@ -56,7 +52,7 @@ def render(profile: Profile, found: Found, beside: Beside, top: int) -> str:
         (answer.change.text, "-", answer.reason)
         if answer.plan is None
         else (answer.change.text, f"+{100 * answer.gain:.1f}%", answer.plan.title)
-        for answer in beside.answers
+        for answer in answers
     ]
     back = filled("plan_back.html", __package__, stages=_stages(best), changes=changes, left_out=rejections(found))
     return page.render(

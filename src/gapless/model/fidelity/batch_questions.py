@@ -56,11 +56,9 @@ class Questions(TorchFunctionMode):
 
     def _answer(self, tensor: Tensor) -> bool | None:
         """None where it depends on more than the batch: weights, or numbers that are still to be drawn."""
-        mode = proxy_tensor.get_proxy_mode()
-        proxy: Any = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
-        if proxy is None:
+        node = _node_of(tensor)
+        if node is None:
             return None
-        node: Node = proxy.proxy.node
         origins = needed([node])
         nodes = [each for each in node.graph.nodes if each in origins]
         if any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in nodes):
@@ -78,19 +76,24 @@ class Questions(TorchFunctionMode):
         return question.answer
 
 
-def _made_by(tensor: Tensor) -> list[Node] | None:
-    """The calls of a trace that have made it, sizes of the batch left out; None if it is no tensor of a trace."""
+def _node_of(tensor: Tensor) -> Node | None:
     mode = proxy_tensor.get_proxy_mode()
     proxy: Any = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
-    if proxy is None:
+    return None if proxy is None else proxy.proxy.node
+
+
+def _made_by(tensor: Tensor) -> list[Node] | None:
+    """The calls of a trace that have made it, sizes of the batch left out; None if it is no tensor of a trace."""
+    made = _node_of(tensor)
+    if made is None:
         return None
-    found, to_visit = dict[Node, None](), [proxy.proxy.node]
+    found, to_visit = dict[Node, None](), [made]
     while to_visit:
         node = to_visit.pop()
         if node not in found and node.target is not aten.sym_size.int:
             found[node] = None
             to_visit += node.all_input_nodes
-    return [node for node in proxy.proxy.node.graph.nodes if node in found]
+    return [node for node in made.graph.nodes if node in found]
 
 
 def depends_on_data(tensor: Tensor) -> bool:

@@ -20,12 +20,21 @@ _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty")
 def same_graph(one: GraphModule, other: GraphModule, model: nn.Module) -> bool:
     """Whether two traces of a model compute the same."""
     owned = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return _same(one, other, owned)
+    return same_calls(_calls(one, owned), _calls(other, owned))
 
 
-def _same(one: GraphModule, other: GraphModule, owned: set[str]) -> bool:
-    ours, theirs = _calls(one, owned), _calls(other, owned)
-    return len(ours) == len(theirs) and all(_alike(a, b, owned) for a, b in zip(ours, theirs, strict=True))
+class Made:
+    """A value that is computed: its place among them, or the name of a parameter."""
+
+    def __init__(self, place: int | str) -> None:
+        self.place = place
+
+
+def same_calls(ours: list[list[Any]], theirs: list[list[Any]]) -> bool:
+    """Of two graphs: what is called in order, each with the leaves of its arguments."""
+    return len(ours) == len(theirs) and all(
+        len(one) == len(other) and all(map(_equal, one, other)) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _calls(module: GraphModule, owned: set[str]) -> list[list[Any]]:
@@ -40,21 +49,15 @@ def _calls(module: GraphModule, owned: set[str]) -> list[list[Any]]:
             value: Any = module
             for part in name.split("."):
                 value = getattr(value, part)
-            known[node] = _Number(name) if name in owned else value
+            body = _calls(value, owned) if isinstance(value, GraphModule) else value
+            known[node] = Made(name) if name in owned else body
         elif node.op == "call_function" and (made := _folded(node, known)) is not None:
             known[node] = made
         else:
             target = node.op if node.op == "placeholder" else node.target
             found.append([target, *pytree.tree_leaves(_filled((node.args, node.kwargs), known))])
-            known[node] = _Number(len(found))
+            known[node] = Made(len(found))
     return found
-
-
-class _Number:
-    """A value that is computed: its place among them, or the name of a parameter."""
-
-    def __init__(self, place: int | str) -> None:
-        self.place = place
 
 
 def _filled(value: Any, known: Mapping[Node, Any]) -> Any:
@@ -76,18 +79,21 @@ def _folded(node: Node, known: Mapping[Node, Any]) -> Tensor | None:
     return made if isinstance(made, Tensor) else None
 
 
-def _alike(one: list[Any], other: list[Any], owned: set[str]) -> bool:
-    return len(one) == len(other) and all(_equal(a, b, owned) for a, b in zip(one, other, strict=True))
-
-
-def _equal(one: Any, other: Any, owned: set[str]) -> bool:
-    if isinstance(one, GraphModule) and isinstance(other, GraphModule):
-        return _same(one, other, owned)
-    if isinstance(one, _Number) and isinstance(other, _Number):
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Made) and isinstance(other, Made):
         return one.place == other.place
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-        return alike and torch.equal(one, other)
+        return one is other or (_kind(one) == _kind(other) and torch.equal(_bits(one), _bits(other)))
     if hasattr(one, "constants") and hasattr(other, "constants"):  # a function with a backward of its own
         return (one.__name__, one.constants) == (other.__name__, other.constants)
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)  # 0.0 is not -0.0
     return type(one) is type(other) and bool(one == other)
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().contiguous().view(torch.uint8)

@@ -141,13 +141,13 @@ class Captured:
             self._origin = self._devices[0]
         # A tensor that is given twice, as ids and as labels, is two: another batch may have two.
         flat = [_apart(leaf, self._origin) if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        with slow_work("tracing the model", self._why_again(modes)), self.edition.reading(), self._in_one_place():
+        with slow_work("tracing the model", self._why_again(modes)), self.edition.tracing(), self._in_one_place():
             if (shared := self.edition.shared(modes, flat, spec, self._origin)) is not None:
                 return shared.number, shared.questions
             trace = trace_settled(self.module, flat, spec)
         check_remembered(self.module, (*(each for _, each in traces), trace))
         self._cut(trace)
-        traces.append((modes, trace))
+        self.edition.add(modes, trace)
         self.num_traces += 1
         return len(traces) - 1, trace.questions
 

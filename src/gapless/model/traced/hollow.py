@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from gapless.model.materialise import like
+
 
 @contextlib.contextmanager
 def hollow(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -38,7 +40,4 @@ def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if type(made) is Tensor:  # and no fake one, which has none
         made.untyped_storage().resize_(0)
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    return like(tensor, made)

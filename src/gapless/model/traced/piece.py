@@ -11,7 +11,7 @@ draws) are written in the form its table knows.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -133,17 +133,9 @@ class Piece:
             if isinstance(value, nn.Parameter):
                 yield f"{number}.{name}", value
 
-    def homes(self) -> Iterator[tuple[nn.Module, str]]:
-        """Where the parameters that it uses are."""
-        for owner, name in self._homes:
-            if isinstance(owner, nn.Module) and name in owner._parameters:
-                yield owner, name
-
-    def buffers(self) -> Iterator[tuple[nn.Module, str]]:
-        """Where the buffers that it uses are."""
-        for owner, name in self._homes:
-            if isinstance(owner, nn.Module) and name in owner._buffers:
-                yield owner, name
+    def homes(self, kind: Literal["_parameters", "_buffers"]) -> list[tuple[nn.Module, str]]:
+        """Where the parameters or the buffers that it uses are."""
+        return [each for each in self._homes if isinstance(each[0], nn.Module) and each[1] in getattr(each[0], kind)]
 
 
 def home_of(model: nn.Module, node: Node) -> tuple[Any, str]:
@@ -231,8 +223,7 @@ class GraphLayer(nn.Module):
 
     def homes(self) -> Iterator[tuple[nn.Module, str]]:
         """Where the parameters that it uses are."""
-        for piece in self.pieces:
-            yield from piece.homes()
+        return (each for piece in self.pieces for each in piece.homes("_parameters"))
 
     def settle(self, device: torch.device) -> None:
         """Brings parameters and buffers to the device; `.to` would give the model buffers of its own."""
@@ -242,7 +233,7 @@ class GraphLayer(nn.Module):
                     parameter.data = parameter.data.to(device)
                     if parameter.grad is not None:
                         parameter.grad.data = parameter.grad.data.to(device)
-            for owner, name in piece.buffers():
+            for owner, name in piece.homes("_buffers"):
                 if (buffer := owner._buffers[name]) is not None and not buffer.is_meta:
                     owner._buffers[name] = buffer.to(device)
 
@@ -253,7 +244,7 @@ class GraphLayer(nn.Module):
 
     def owned_buffers(self) -> Iterable[tuple[nn.Module, str]]:
         """Where the buffers that it uses are, each once."""
-        return dict.fromkeys(each for piece in self.pieces for each in piece.buffers())
+        return dict.fromkeys(each for piece in self.pieces for each in piece.homes("_buffers"))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

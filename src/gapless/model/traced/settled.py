@@ -121,26 +121,18 @@ def _path(model: nn.Module, attribute: Attribute) -> str:
 
 
 def _kept(model: nn.Module, path: str) -> GaplessError:
-    return TRACED_STATE.refusal(
-        f"the forward of {type(model).__name__} changes {path}, and a trace of it would keep the value of its first "
-        "batch",
-        kind=PartitionError,
-    )
+    return _refusal(model, f"changes {path}, and a trace of it would keep the value of its first batch")
 
 
 def _other_way(model: nn.Module, path: str) -> GaplessError:
-    return TRACED_STATE.refusal(
-        f"the forward of {type(model).__name__} sets {path} and does something else the next time, but a trace does "
-        "the same for all batches",
-        _INITIALISED,
-        PartitionError,
-    )
+    fact = f"sets {path} and does something else the next time, but a trace does the same for all batches"
+    return _refusal(model, fact, _INITIALISED)
 
 
 def _stored(model: nn.Module, path: str) -> GaplessError:
-    return TRACED_STATE.refusal(
-        f"the forward of {type(model).__name__} stores a tensor in {path} and reads what an earlier one has stored "
-        "there, but a trace stores nothing",
-        f"make it a buffer that the forward changes in place, {_INITIALISED}",
-        PartitionError,
-    )
+    fact = f"stores a tensor in {path} and reads what an earlier one has stored there, but a trace stores nothing"
+    return _refusal(model, fact, f"make it a buffer that the forward changes in place, {_INITIALISED}")
+
+
+def _refusal(model: nn.Module, fact: str, way_out: str | None = None) -> GaplessError:
+    return TRACED_STATE.refusal(f"the forward of {type(model).__name__} {fact}", way_out, PartitionError)

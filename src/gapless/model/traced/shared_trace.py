@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from gapless.model.fidelity.batch_questions import BatchQuestion
+from gapless.model.fidelity.second_run import Made, same_calls
 from gapless.model.materialise import named_tensors
 from gapless.stage.random.exclusive import exclusively
 
@@ -87,7 +88,7 @@ def _found(
     for number, trace in tried:
         if trace.out_spec == outputs[0] and not trace.stored and not trace.checkpointed_norms:
             replay = functools.partial(_replayed, trace.module)
-            if _same(ours, _recorded(replay, model, flat, device, seen)):
+            if same_calls(_calls(ours), _calls(_recorded(replay, model, flat, device, seen))):
                 return Shared(number, seen.questions.asked, seen.read_first(model))
     return None
 
@@ -141,20 +142,6 @@ def _body(module: GraphModule) -> Callable[..., Any]:
     return lambda *args: _replayed(module, {}, args)
 
 
-def _same(one: GraphModule, other: GraphModule) -> bool:
-    ours, theirs = _calls(one), _calls(other)
-    return len(ours) == len(theirs) and all(
-        len(a) == len(b) and all(map(_equal, a, b)) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-class _Made(NamedTuple):
-    """What a call has made, by its place, or a constant, by its place and its numbers."""
-
-    place: int
-    constant: Tensor | None = None
-
-
 def _calls(module: GraphModule) -> list[list[Any]]:
     """What is called in order: operator, grad mode, autocast, and the leaves of its arguments."""
     known: dict[Node, Any] = {}
@@ -172,7 +159,7 @@ def _calls(module: GraphModule) -> list[list[Any]]:
         elif node.op == "get_attr":
             value = getattr(module, target)
             place = constants.setdefault(id(value), len(constants))
-            known[node] = _Made(place, value) if isinstance(value, Tensor) else value
+            known[node] = (Made(place), value) if isinstance(value, Tensor) else value
         elif target is aten.contiguous.default and args[0].meta["val"].is_contiguous():
             known[node] = known[args[0]]  # in Python that is no call
         elif _gives_all(node) and _in_a_chain(node, dropped):
@@ -184,9 +171,9 @@ def _calls(module: GraphModule) -> list[list[Any]]:
             if _gives_all(node):
                 target, args = aten.alias.default, args[:1]
             given = pytree.tree_map_only(Node, known.__getitem__, (args, node.kwargs))
-            leaves, spec = pytree.tree_flatten(given, is_leaf=lambda each: isinstance(each, _Made))
+            leaves, spec = pytree.tree_flatten(given)
             found.append([node.op if node.op == "placeholder" else target, grad, tuple(casts), spec, *leaves])
-            known[node] = _Made(len(found))
+            known[node] = Made(len(found))
     return found
 
 
@@ -213,24 +200,3 @@ def _in_a_chain(node: Node, dropped: set[Node]) -> bool:
     while source in dropped:
         source = source.all_input_nodes[0]
     return source.target in _VIEWS
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, _Made) and isinstance(other, _Made):
-        a, b = one.constant, other.constant
-        if a is None or b is None or a is b:
-            return one.place == other.place and a is b
-        return one.place == other.place and _kind(a) == _kind(b) and torch.equal(_bits(a), _bits(b))
-    if hasattr(one, "constants") and hasattr(other, "constants"):  # a function with a backward of its own
-        return (one.__name__, one.constants) == (other.__name__, other.constants)
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)  # 0.0 is not -0.0
-    return type(one) is type(other) and bool(one == other)
-
-
-def _kind(tensor: Tensor) -> Any:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten().contiguous().view(torch.uint8)

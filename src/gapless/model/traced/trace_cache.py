@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gapless.model.fidelity.batch_questions import BatchQuestion
-from gapless.model.fidelity.thread_patches import instead
 from gapless.model.model_edits import Makeup
 from gapless.model.own_loss import Counting
 
@@ -22,7 +21,6 @@ from .trace import Trace
 
 Found = tuple[int, list[BatchQuestion]]  # the number of a trace, and for which answers it was found
 _MOST_SHARED = 4  # sizes of one kind of batch that are looked at one by one
-_TORCHS = frozenset((*nn.Module().__dict__, *dir(nn.Module)))
 
 
 class Edition:
@@ -37,12 +35,18 @@ class Edition:
         self._num_shared: Counter[Any] = Counter()  # sizes of each kind that use a trace made for others
         self.names: list[str] = []  # what each stage has, once there is a trace
         self.countings: dict[int, Counting] = {}  # by the number of a trace
-        self._reads: dict[nn.Module, dict[str, None]] = {}  # attributes that the forward was seen to read
         self._makeup = self._taken()
 
     def _taken(self) -> Makeup:
+        """With the attributes that forwards were seen to read: parameters, buffers and parts are looked up in another
+        way; what is left are the numbers, flags, lists and settings that a forward decides by: the rate of a dropout, a
+        scale, a config; an instance has them, or its class.
+        """
         model = [self._model]  # a function that holds us would keep us until Python's collector comes
-        return Makeup(lambda: model, {module: [*names] for module, names in self._reads.items()})
+        reads: dict[nn.Module, list[str]] = {}
+        for path, name in {each for _, trace in self.traces for each in trace.read_first}:
+            reads.setdefault(self._model.get_submodule(path), []).append(name)
+        return Makeup(lambda: model, reads)
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training."""
@@ -78,33 +82,21 @@ class Edition:
             check_remembered(self._model, traces)
         return found
 
+    def add(self, modes: tuple[Any, ...], trace: Trace) -> None:
+        """One more trace."""
+        self.traces.append((modes, trace))
+        self._makeup = self._taken()
+
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around a trace: notes the attributes that the forward reads in this thread. Python's collector rests, since
-        it would look again and again at all that a trace makes.
-
-        Parameters, buffers and parts are looked up in another way; what is left are the numbers, flags, lists and
-        settings that a forward decides by: the rate of a dropout, a scale, a config; an instance has them, or its
-        class. What the forward itself has changed on its way is no edit.
+    def tracing(self) -> Iterator[None]:
+        """Around a trace: Python's collector rests, since it would look again and again at all that a trace makes. What
+        the forward itself has changed on its way is no edit.
         """
-        reads: dict[nn.Module, dict[str, None]] = {}
-
-        def read(get: Callable[[nn.Module, str], Any], module: nn.Module, name: str) -> Any:
-            value = get(module, name)
-            if name not in _TORCHS:
-                reads.setdefault(module, {})[name] = None
-            return value
-
         collects = gc.isenabled()
         gc.disable()
         try:
-            with instead(nn.Module, "__getattribute__", read):
-                yield
+            yield
         finally:
             if collects:
                 gc.enable()
-            own = set(self._model.modules())
-            for module, names in reads.items():
-                if module in own:
-                    self._reads.setdefault(module, {}).update(names)
             self._makeup = self._taken()

@@ -17,13 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from gapless.checkpoint.disk import Disk, aside, make_folders, write_synced
+from gapless.checkpoint.export import PLAIN, in_shards, index_of
 from gapless.checkpoint.pieces import TensorPart, piece_of, write_file
 from gapless.checkpoint.save import folder_of, met, remove_if_there
 from gapless.errors import CheckpointError, ConfigError, printable
 from gapless.model.shards import FILE, INDEX
 from gapless.run.world import Gathering
-
-_METADATA = {"format": "pt"}
 
 
 def save_folder(gathering: Gathering, folder: str | Path, model: Any, held: Mapping[str, Any], largest: int) -> None:
@@ -35,43 +34,43 @@ def save_folder(gathering: Gathering, folder: str | Path, model: Any, held: Mapp
             f"save_pretrained writes whole models of Hugging Face, and this is a {type(model).__name__}: use "
             "pipe.save, or pipe.state_dict"
         )
-    target, disk, fault = folder_of(folder), Disk(), None
+    target, disk = folder_of(folder), Disk()
     first: dict[Any, str] = {}  # of a tensor with several names
     for name, tensor in held.items():
         if isinstance(tensor, Tensor):
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             first.setdefault(place if tensor.data_ptr() else name, name)
-    told: list[Any] = [[*first.values()], target.name]
     with ExitStack() as cleanup:
-        try:
-            if gathering.place == 0:
-                told[1] = _staged(disk, target, cleanup).name
-        except Exception as error:
-            fault = error
-        rows = met(gathering, "save", target, fault, {}, told)
+
+        def begun() -> tuple[list[str], str]:
+            return [*first.values()], (_staged(disk, target, cleanup) if gathering.place == 0 else target).name
+
+        rows = met(gathering, "save", target, begun)
         staging, others = target.with_name(rows[0][1]), {name for names, _ in rows[: gathering.place] for name in names}
         shards: list[dict[str, TensorPart]] = []
-        try:
-            shards = _sharded(_as_saved(model, {name: held[name] for name in told[0] if name not in others}), largest)
-        except Exception as error:
-            fault = error
-        counts = met(gathering, "save", target, fault, {}, len(shards))
+
+        def counted() -> int:
+            own = {name: held[name] for name in first.values() if name not in others}
+            shards.extend(in_shards(_as_saved(model, own), largest))
+            return len(shards)
+
+        counts = met(gathering, "save", target, counted)
         begin = 1 + sum(counts[: gathering.place])
         names = [f"model-{begin + number:05d}-of-{sum(counts):05d}.safetensors" for number in range(len(shards))]
         files = dict(zip(names if sum(counts) > 1 else [FILE], shards, strict=False))
-        try:
+
+        def written() -> dict[str, dict[str, int]]:
             for name, shard in files.items():
-                write_file(disk, staging / name, shard, gathering.note, _METADATA)
-        except Exception as error:
-            fault = error
-        sizes = {file: {name: part.num_bytes for name, part in shard.items()} for file, shard in files.items()}
-        rows = met(gathering, "save", target, fault, {}, sizes)
-        if gathering.place == 0:
-            try:
-                _finish(disk, staging, target, model, {file: its for row in rows for file, its in row.items()})
-            except Exception as error:
-                fault = error
-        met(gathering, "save", target, fault, {})
+                write_file(disk, staging / name, shard, gathering.note, PLAIN)
+            return {file: {name: part.num_bytes for name, part in shard.items()} for file, shard in files.items()}
+
+        sizes = {file: its for row in met(gathering, "save", target, written) for file, its in row.items()}
+
+        def finished() -> None:
+            if gathering.place == 0:
+                _finish(disk, staging, target, model, sizes)
+
+        met(gathering, "save", target, finished)
 
 
 def _as_saved(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, TensorPart]:
@@ -79,18 +78,6 @@ def _as_saved(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, TensorPa
     from transformers.core_model_loading import revert_weight_conversion
 
     return {name: piece_of(tensor, name) for name, tensor in revert_weight_conversion(model, dict(own)).items()}
-
-
-def _sharded(parts: Mapping[str, TensorPart], largest: int) -> list[dict[str, TensorPart]]:
-    shards: list[dict[str, TensorPart]] = []
-    room = 0
-    for name, part in parts.items():
-        if not shards or part.num_bytes > room:
-            shards.append({})
-            room = largest
-        shards[-1][name] = part
-        room -= part.num_bytes
-    return shards
 
 
 def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
@@ -105,10 +92,7 @@ def _staged(disk: Disk, folder: Path, cleanup: ExitStack) -> Path:
 
 def _finish(disk: Disk, staging: Path, folder: Path, model: Any, files: Mapping[str, Mapping[str, int]]) -> None:
     if len(files) > 1:
-        total = sum(size for sizes in files.values() for size in sizes.values())
-        homes = {name: file for file, sizes in files.items() for name in sizes}
-        index = {"metadata": {"total_size": total}, "weight_map": homes}
-        write_synced(disk, staging / INDEX, json.dumps(index, indent=2).encode())
+        write_synced(disk, staging / INDEX, json.dumps(index_of(files), indent=2).encode())
     config = model.config
     config.architectures = [type(model).__name__]
     config.save_pretrained(staging)

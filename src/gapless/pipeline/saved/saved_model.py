@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.opened import Opened
 from gapless.checkpoint.random_state import random_state, set_random_state
+from gapless.checkpoint.saveable import Opened
 from gapless.errors import CheckpointError, printable
 from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.model.shards import DTYPES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gapless.checkpoint.opened import Opened
+from gapless.checkpoint.saveable import Opened
 from gapless.checkpoint.tree import Json
 from gapless.errors import CheckpointError
 from gapless.pipeline.saved.saved_model import SavedModel

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.opened import Opened
-from gapless.checkpoint.saveable import Saveable
+from gapless.checkpoint.saveable import Opened, Saveable
 from gapless.pipeline.saved.saved_model import SavedModel
 from gapless.pipeline.saved.saved_optimizer import SavedOptimizer, scheduler_tree, taking_scheduler
 from gapless.run.world import Gathering

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gapless.checkpoint.contents import Contents
-from gapless.checkpoint.opened import Opened
-from gapless.checkpoint.saveable import Saveable
+from gapless.checkpoint.saveable import Opened, Saveable
 from gapless.checkpoint.tree import Json
 from gapless.errors import ConfigError
 from gapless.pipeline.saved.saved_model import SavedModel

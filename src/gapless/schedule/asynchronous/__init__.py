@@ -3,5 +3,4 @@
 updates   the rules of updates: one per stage and minibatch, where its gradients are
 weights   which version of its weights a forward sees
 verdicts  where a device waits to know that an update stands
-endless   a schedule without end, as a value
 """

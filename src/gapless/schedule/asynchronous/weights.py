@@ -4,18 +4,16 @@ An update makes the next version of its stage's weights. A backward uses the ver
 is kept till then, whatever was updated since.
 
     newest       the newest that there is when the forward begins: PipeDream's weight stashing
-    vertical     what the first stage saw for the same microbatch: vertical sync
     one behind   always that of the minibatch before: 2BW, whose minibatches have several microbatches
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.violation import Violation
 
-VersionRule = Literal["newest", "vertical", "one behind"]
+Seen = dict[tuple[int, int], int]  # the version that the forward of a stage and microbatch sees
 _USES = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.WEIGHT_GRAD}) | BACKWARDS
 
 
@@ -30,10 +28,9 @@ class WeightVersions:
     behind: tuple[int, ...]
 
 
-def weight_versions(schedule: Schedule, rule: VersionRule | None = None) -> WeightVersions:
-    """By default one behind where a minibatch has several microbatches, and else the newest."""
-    rule = rule or usual_rule(schedule)
-    seen = _seen(schedule, rule)
+def weight_versions(schedule: Schedule) -> WeightVersions:
+    """One behind where a minibatch has several microbatches, and else the newest."""
+    seen = _seen(schedule, _newest(schedule))
     kept = [1] * schedule.num_stages
     behind = [0] * schedule.num_stages
     for row in schedule.rows:
@@ -42,15 +39,9 @@ def weight_versions(schedule: Schedule, rule: VersionRule | None = None) -> Weig
     return WeightVersions(seen, tuple(kept), tuple(behind))
 
 
-def usual_rule(schedule: Schedule) -> VersionRule:
-    """That of pipedream, or of 2bw."""
-    waits = Kind.VERDICT in schedule.kinds
-    return "one behind" if schedule.num_microbatches > schedule.num_minibatches > 1 and not waits else "newest"
-
-
-def _newest(schedule: Schedule) -> dict[tuple[int, int], int]:
+def _newest(schedule: Schedule) -> Seen:
     """How many updates of its stage a device has made before each forward."""
-    found = {}
+    found: Seen = {}
     for row in schedule.rows:
         made: dict[int, int] = {}
         for stage, kind, microbatch in row:
@@ -61,13 +52,11 @@ def _newest(schedule: Schedule) -> dict[tuple[int, int], int]:
     return found
 
 
-def _seen(schedule: Schedule, rule: VersionRule) -> dict[tuple[int, int], int]:
-    newest = _newest(schedule)
-    if rule == "newest":
+def _seen(schedule: Schedule, newest: Seen) -> Seen:
+    """By the rule of pipedream, or of 2bw."""
+    if Kind.VERDICT in schedule.kinds or not schedule.num_microbatches > schedule.num_minibatches > 1:
         return newest
-    if rule == "vertical":
-        return {(stage, microbatch): newest.get((0, microbatch), 0) for stage, microbatch in newest}
-    per_minibatch = max(1, schedule.num_microbatches // schedule.num_minibatches)
+    per_minibatch = schedule.num_microbatches // schedule.num_minibatches
     return {(stage, microbatch): max(0, microbatch // per_minibatch - 1) for stage, microbatch in newest}
 
 
@@ -93,24 +82,10 @@ def _of_row(row: tuple[Action, ...], seen: Mapping[tuple[int, int], int]) -> dic
     return found
 
 
-def other_versions(schedule: Schedule, replicas: Sequence[int], behind: Sequence[int]) -> Iterator[Violation]:
-    """Forwards that would not find the version that PipeDream gives them as the newest one: of minibatch m, at a stage
-    whose R replicas take turns, max(0, k - w) with k = floor(m / R), and w of each stage in `behind`.
-    """
-    newest = _newest(schedule)
-    for device, row in enumerate(schedule.rows):
-        for position, action in enumerate(row):
-            stage, kind, minibatch = action
-            if kind is Kind.FORWARD:
-                wanted = max(0, minibatch // replicas[stage] - behind[stage])
-                if (found := newest[stage, minibatch]) != wanted:
-                    message = f"{action} finds version {found} of its weights, but it is to use version {wanted}"
-                    yield Violation("order", device, position, message)
-
-
 def unmade_versions(schedule: Schedule) -> Iterator[Violation]:
     """Forwards that come before the update that makes what they are to see."""
-    newest, seen = _newest(schedule), _seen(schedule, usual_rule(schedule))
+    newest = _newest(schedule)
+    seen = _seen(schedule, newest)
     for device, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             stage, kind, microbatch = action

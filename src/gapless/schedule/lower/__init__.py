@@ -3,14 +3,12 @@
 Recipes keep I and W apart. Whether a pair runs as one B, where a recompute goes and what crosses between devices is
 decided here, and where there is a choice the simulator makes it. In the order in which they are made:
 
-    splitting          a B as its I and its W, where that gains
-    fusion             an I and its W as one B, where nobody waits in between
-    recompute          activations thrown away and made again, as early as memory allows
-    offload            activations that wait in the host's memory, where the link has the time
-    inference          the forwards alone
-    weight_updates     an update per stage
-    consecutive_steps  steps that follow each other without waiting for the optimizer's check
-    transfers          a send and a receive for what crosses between devices
+    fusion          a B as its I and its W, where that gains; an I and its W as one B, where nobody waits in between
+    recompute       activations thrown away and made again, as early as memory allows
+    offload         activations that wait in the host's memory, where the link has the time
+    inference       the forwards alone
+    weight_updates  an update per stage; steps that follow each other without waiting for the optimizer's check
+    transfers       a send and a receive for what crosses between devices
 """
 
 from collections.abc import Collection
@@ -18,14 +16,12 @@ from dataclasses import dataclass
 
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.lower.consecutive_steps import add_verdicts, consecutive
-from gapless.schedule.lower.fusion import fuse
+from gapless.schedule.lower.fusion import fuse, split
 from gapless.schedule.lower.inference import forward_only
 from gapless.schedule.lower.offload import add_offload
 from gapless.schedule.lower.recompute import add_recompute
-from gapless.schedule.lower.splitting import split
 from gapless.schedule.lower.transfers import add_transfers
-from gapless.schedule.lower.weight_updates import add_updates
+from gapless.schedule.lower.weight_updates import add_updates, add_verdicts, consecutive
 
 __all__ = [
     "Passes",

@@ -1,9 +1,12 @@
-"""An I and the W right behind it as one B, where nobody waits in between."""
+"""An I and the W right behind it as one B, where nobody waits in between; and a B as its I and its W, where the stage
+before gains by getting its gradient earlier.
+"""
 
 from collections.abc import Collection
 
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs
+from gapless.schedule.dependencies import completes
 from gapless.schedule.simulate import simulate
 
 
@@ -42,3 +45,18 @@ def with_whole_backwards(schedule: Schedule, stages: Collection[int]) -> Schedul
         [whole(action) for action in row if not (action.kind is Kind.WEIGHT_GRAD and action.stage in stages)]
         for row in schedule.rows
     )
+
+
+def split(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Run a B as I W and send in between, where that gains: the stage before need not wait for this one's weights."""
+    if Kind.BACKWARD not in schedule.kinds:
+        return schedule
+    costs = costs or Costs()
+    made = fuse(in_halves(schedule), costs)
+    before, after = simulate(schedule, costs), simulate(made, costs)
+    return made if (after.makespan, after.span) < (before.makespan, before.span) else schedule
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Every B as its I and its W."""
+    return schedule.with_rows([half for action in row for half in completes(action)] for row in schedule.rows)

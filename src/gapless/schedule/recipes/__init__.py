@@ -14,10 +14,9 @@ optimal         proven best, by a solver
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from gapless.errors import ConfigError, ScheduleError
+from gapless.errors import ConfigError, ScheduleError, did_you_mean
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.recipes import auto, line, loop, pipedream, vee, zero_bubble
@@ -150,8 +149,7 @@ def find_recipe(name: str) -> Recipe:
             f"{name[:60]!r} is a file, and here a schedule is given by its name: `gapless show` and `simulate` read "
             "files, and Schedule.parse(text) makes a schedule for Pipeline"
         )
-    near = get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else "`gapless schedules` lists them."
+    hint = did_you_mean(name, RECIPES, "`gapless schedules` lists them.", 0.4)
     raise ScheduleError(f"there is no schedule named {name[:60]!r}; {hint}")
 
 

@@ -17,8 +17,7 @@ from operator import add
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.lower.fusion import fuse, with_whole_backwards
-from gapless.schedule.lower.splitting import in_halves
+from gapless.schedule.lower.fusion import fuse, in_halves, with_whole_backwards
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
 from gapless.schedule.recipes import line, loop, vee, zero_bubble

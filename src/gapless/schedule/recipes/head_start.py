@@ -11,3 +11,10 @@ def one_ahead_of_each(forwards: Sequence[Action], w: int, groups: Iterable[Itera
     for number, group in enumerate(groups):
         row += [*forwards[number + w : number + w + 1], *group]
     return tuple(row)
+
+
+def forwards_ahead(replicas: Sequence[int]) -> list[int]:
+    """How many forwards a replica of each stage runs before its first backward: of the minibatches that the devices
+    after it, and its own other replicas, have under way, its share.
+    """
+    return [(sum(replicas[stage:]) - 1) // count for stage, count in enumerate(replicas)]

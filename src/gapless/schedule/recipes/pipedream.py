@@ -6,8 +6,9 @@ Letters: K devices, M microbatches, r = device 0..K-1, R_s replicas of stage s, 
 from collections.abc import Sequence
 
 from gapless.errors import ScheduleError
-from gapless.schedule.action import Schedule
-from gapless.schedule.asynchronous.endless import flow
+from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.placement import line, replicated
+from gapless.schedule.recipes.head_start import forwards_ahead, one_ahead_of_each
 from gapless.units import show_count
 
 
@@ -25,7 +26,7 @@ def pipedream(num_devices: int, num_microbatches: int, replicas: Sequence[int] |
             f"replicas {','.join(map(str, replicas))} use {show_count(sum(replicas), 'device')}, but there are "
             f"{num_devices}: give one number of at least 1 per stage, in all as many as there are devices"
         )
-    return flow("pipedream", replicas).unrolled(num_microbatches)
+    return _flow("pipedream", replicas, num_microbatches)
 
 
 def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: int = 8) -> Schedule:
@@ -42,4 +43,25 @@ def two_buffered_weights(num_devices: int, num_microbatches: int, minibatches: i
             f"2bw needs at least as many microbatches as devices, but M = {M} < K = {K}: two versions of the "
             "weights are not enough"
         )
-    return flow("2bw", [1] * K, M).unrolled(minibatches)
+    return _flow("2bw", [1] * K, minibatches, M)
+
+
+def _flow(name: str, replicas: Sequence[int], minibatches: int, microbatches: int = 1) -> Schedule:
+    """Every device is some forwards ahead, and then runs one forward and one backward; an update follows the last
+    backward of each minibatch of `microbatches`. Replicas take minibatches of one in turn.
+    """
+    rows = []
+    for stage, (count, ahead) in enumerate(zip(replicas, forwards_ahead(replicas), strict=True)):
+        for replica in range(count):
+            numbers = range(replica, minibatches * microbatches, count)
+            forwards = [Action(stage, Kind.FORWARD, number) for number in numbers]
+            rows.append(one_ahead_of_each(forwards, ahead, [_backward(stage, each, microbatches) for each in numbers]))
+    placement = line(len(rows)) if len(rows) == len(replicas) else replicated(replicas)
+    return Schedule(tuple(rows), placement, name)
+
+
+def _backward(stage: int, number: int, microbatches: int) -> list[Action]:
+    made = [Action(stage, Kind.BACKWARD, number)]
+    if number % microbatches == microbatches - 1:
+        made.append(Action(stage, Kind.UPDATE, number // microbatches))
+    return made

@@ -16,38 +16,18 @@ Every fault is told at once, with its key and what is allowed there.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gapless.errors import ConfigError
 from gapless.train.config import tables
-from gapless.train.config.keys import read_tables
+from gapless.train.config.keys import Part, read_tables
 from gapless.user_file import read_user_file
 
 _OWN_LOSS = {"gpt": "next_token", "transformer": "translation", "resnet": "cross_entropy", "unet": "cross_entropy"}
 BROUGHT_BY_A_PLAN = ("schedule", "microbatches", "stages_per_device", "partition", "remat")
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is made by calling a function with arguments.
-
-    key    the table of the config that says so
-    name   as it stands there
-    where  "package.module:function", or "file.py:function"
-    """
-
-    key: str
-    name: str
-    where: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_own(self) -> bool:
-        """A function of the user's, of which nothing is known."""
-        return self.where == self.name
 
 
 @dataclass(frozen=True)
@@ -56,14 +36,11 @@ class Config:
 
     folder: Path
     name: str
-    model: Part
-    data: Part
-    loss: Part | None
-    optimizer: Part
-    scheduler: Part
-    validation: Part | None
-    rows: tables.DataKeys
-    rate: tables.SchedulerKeys
+    model: tables.ModelKeys
+    data: tables.DataKeys
+    loss: tables.LossKeys | None
+    optimizer: tables.OptimizerKeys
+    scheduler: tables.SchedulerKeys
     pipeline: tables.Layout
     train: tables.TrainKeys
     evaluate: tables.EvaluateKeys
@@ -71,21 +48,14 @@ class Config:
     run: tables.RunKeys
 
     @property
+    def validation(self) -> tables.EvaluateKeys | None:
+        """Other data to evaluate on, if there is some."""
+        return None if self.evaluate.name is None else self.evaluate
+
+    @property
     def num_devices(self) -> int:
         devices = self.pipeline.devices
         return devices if isinstance(devices, int) else len(devices)
-
-    @property
-    def minibatch(self) -> int:
-        return self.rows.minibatch
-
-    @property
-    def steps(self) -> int:
-        return self.train.steps
-
-    @property
-    def seed(self) -> int:
-        return self.train.seed
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -99,22 +69,14 @@ class Config:
             given = {**dict.fromkeys(BROUGHT_BY_A_PLAN), **given}
         return replace(
             self,
-            rows=self.rows if minibatch is None else replace(self.rows, minibatch=minibatch),
+            data=self.data if minibatch is None else replace(self.data, minibatch=minibatch),
             train=self.train if steps is None else replace(self.train, steps=steps),
             pipeline=replace(self.pipeline, **given),
         )
 
     def as_json(self) -> dict[str, dict[str, Any]]:
         """The tables with all that holds, also what the file leaves out; what is None there is left out here."""
-        loss = {} if self.loss is None else {"name": self.loss.name, "arguments": self.loss.arguments}
-        found = {
-            "model": {"name": self.model.name, "arguments": self.model.arguments},
-            "data": asdict(self.rows),
-            "loss": loss,
-            "optimizer": {"name": self.optimizer.name, "arguments": self.optimizer.arguments},
-            "scheduler": asdict(self.rate),
-            **{key: asdict(getattr(self, key)) for key in ("pipeline", "train", "evaluate", "checkpoint", "run")},
-        }
+        found = {name: {} if (table := getattr(self, name)) is None else asdict(table) for name in tables.TABLES}
         return {name: {key: value for key, value in each.items() if value is not None} for name, each in found.items()}
 
 
@@ -139,23 +101,12 @@ def parse_config(text: str, folder: Path, name: str = "run", settings: Sequence[
     for setting in settings:
         _set(data, setting)
     found = read_tables(data, tables.TABLES)
-    model = _part("model", found["model"], tables.MODELS)
-    loss = None
-    if "loss" in data or model.name in _OWN_LOSS:
-        loss = _part("loss", found["loss"], tables.LOSSES, _OWN_LOSS.get(model.name, ""))
-    config = Config(
-        folder,
-        name,
-        model,
-        _part("data", found["data"], tables.DATA),
-        loss,
-        _part("optimizer", found["optimizer"], tables.OPTIMIZERS),
-        _part("scheduler", found["scheduler"], tables.SCHEDULERS),
-        None if found["evaluate"].name is None else _part("evaluate", found["evaluate"], tables.DATA),
-        found["data"],
-        found["scheduler"],
-        *(found[name] for name in ("pipeline", "train", "evaluate", "checkpoint", "run")),
-    )
+    usual = _OWN_LOSS.get(found["model"].name)
+    if "loss" not in data and usual is None:
+        found["loss"] = None
+    elif found["loss"].name is None:
+        found["loss"] = replace(found["loss"], name=usual)
+    config = Config(folder, name, **found)
     if faults := list(_contradictions(config)):
         raise ConfigError("; ".join(faults))
     return config
@@ -178,15 +129,9 @@ def _set(data: dict[str, Any], setting: str) -> None:
         table[words[-1]] = value.strip()
 
 
-def _part(key: str, table: Any, known: Mapping[str, str], usual: str = "") -> Part:
-    name = table.name or usual
-    name = {where: short for short, where in known.items()}.get(name, name)  # the same, and as much is known of it
-    return Part(key, name, known.get(name, name), table.arguments)
-
-
 def _contradictions(config: Config) -> Iterator[str]:
     """Keys that are right one by one, but not together."""
-    layout, loss, rate, evaluate = config.pipeline, config.loss, config.rate, config.evaluate
+    layout, loss, rate, evaluate = config.pipeline, config.loss, config.scheduler, config.evaluate
     if loss is not None:
         if not loss.name:
             yield "loss.name is missing: next_token or cross_entropy, or 'file.py:function'"
@@ -197,13 +142,13 @@ def _contradictions(config: Config) -> Iterator[str]:
         for key in ("stages_per_device", "partition", "remat"):
             if getattr(layout, key) is not None:
                 yield f"pipeline.{key} is given, but plan = 'auto' chooses it: leave one of them out"
-    if config.scheduler.name not in tables.OUR_RATES:
+    if rate.name not in tables.OUR_RATES:
         for key, usual in (("warmup", 0), ("steps", None), ("floor", 0.0)):
             if getattr(rate, key) != usual:
                 ours = ", ".join(tables.OUR_RATES)
-                yield f"scheduler.{key} is for {ours}, but scheduler.name is {config.scheduler.name}: leave one out"
+                yield f"scheduler.{key} is for {ours}, but scheduler.name is {rate.name}: leave one out"
     elif rate.arguments:
-        yield f"scheduler.arguments is given, but {config.scheduler.name} takes none: use warmup, steps and floor"
+        yield f"scheduler.arguments is given, but {rate.name} takes none: use warmup, steps and floor"
     if evaluate.every is not None and config.validation is None:
         if config.data.is_own:
             yield "evaluate.name is missing: of data of your own nothing can be held out, so name other data"

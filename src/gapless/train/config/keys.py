@@ -13,17 +13,35 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from functools import cache
 from inspect import cleandoc
-from typing import Any, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 from gapless import units
-from gapless.errors import ConfigError, ScheduleError, printable
+from gapless.errors import ConfigError, ScheduleError, did_you_mean, printable
 from gapless.schedule.recipes import find_recipe
 
 Reader = Callable[[Any], Any]
 _ENTRY = re.compile(r"(\w+) = (.*?)  (.*?)(?: \| (needed: )?(.*))?")
+
+
+class Part:
+    """What is made by calling a function with arguments; `key` is the table of the config that says so."""
+
+    key: ClassVar[str]
+    known: ClassVar[Mapping[str, str]]
+    name: Any
+    arguments: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        """ "package.module:function", or "file.py:function"."""
+        return str(self.known.get(self.name, self.name))
+
+    @property
+    def is_own(self) -> bool:
+        """A function of the user's, of which nothing is known."""
+        return self.name not in self.known
 
 
 class Key(NamedTuple):
@@ -93,15 +111,10 @@ def _misnamed(
     table: str, given: Mapping[str, Any], known: Mapping[str, Any], kinds: Mapping[str, type]
 ) -> Iterator[str]:
     """A key that stands in the wrong table is as good as one that is spelt wrong."""
-    elsewhere = {f"{name}.{word}" for name, kind in kinds.items() if name != table for word in keys_of(kind)}
-    for word in given:
-        if word in known:
-            continue
-        near = get_close_matches(word, known, n=1)
-        there = sorted(each for each in elsewhere if each.partition(".")[2] == word)
-        if there and not (near and table):
-            near = there[:1]
-        hint = f"did you mean {near[0]}?" if near else f"{table or 'a config'} takes {', '.join(known)}"
+    for word in (word for word in given if word not in known):
+        there = sorted(f"{name}.{word}" for name, kind in kinds.items() if name != table and word in keys_of(kind))
+        hint = f"did you mean {there[0]}?" if there else f"{table or 'a config'} takes {', '.join(known)}"
+        hint = hint if there and not table else did_you_mean(word, known, hint)
         yield f"{f'{table}.' if table else ''}{printable(word[:60])} is not understood; {hint}"
 
 
@@ -150,8 +163,7 @@ def one_of(*allowed: str) -> Reader:
     def read(value: Any) -> str:
         word: str = text(value)
         if word not in allowed:
-            near = get_close_matches(word.lower(), allowed, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it is {', '.join(allowed)}"
+            hint = did_you_mean(word, allowed, f"it is {', '.join(allowed)}")
             raise ConfigError(f"is {word[:60]!r}, which is not known; {hint}")
         return word
 
@@ -160,17 +172,15 @@ def one_of(*allowed: str) -> Reader:
 
 def named(known: Mapping[str, str]) -> Reader:
     """A name from the list, or a function of the user's."""
+    short = {where: each for each, where in known.items()}
 
     def read(value: Any) -> str:
         name: str = text(value)
         module, colon, function = name.rpartition(":")
         if not (colon and module and function.isidentifier()) and name not in known:
-            alike = {each.lower(): each for each in known}
-            near = get_close_matches(name.lower(), alike, n=1)
-            allowed = f"it is {', '.join(known)}, or your own as 'file.py:function'"
-            hint = f"did you mean {alike[near[0]]}?" if near else allowed
+            hint = did_you_mean(name, known, f"it is {', '.join(known)}, or your own as 'file.py:function'")
             raise ConfigError(f"is {name[:60]!r}, which is not known; {hint}")
-        return name
+        return short.get(name, name)  # the same, and as much is known of it
 
     return read
 

@@ -14,18 +14,11 @@ This page is made from the definitions that `gapless train` reads a config with:
 _START = """# A config for `gapless train`. Lines behind a # may be left out: docs/config.md has all keys.
 """
 _SHOWN = {  # what the commented config says without a #
-    "model.name",
-    "model.arguments",
-    "data.name",
-    "data.arguments",
-    "data.minibatch",
-    "optimizer.name",
-    "optimizer.arguments",
-    "pipeline.devices",
-    "pipeline.schedule",
-    "pipeline.microbatches",
-    "train.steps",
-    "train.clip",
+    "model": ("name", "arguments"),
+    "data": ("name", "arguments", "minibatch"),
+    "optimizer": ("name", "arguments"),
+    "pipeline": ("devices", "schedule", "microbatches"),
+    "train": ("steps", "clip"),
 }
 _OF_THE_EXAMPLE = {"model.arguments": "{ width = 64, depth = 8, heads = 4, context = 64 }"}
 
@@ -48,7 +41,7 @@ def example() -> str:
         lines = []
         for name, key in keys_of(kind).items():
             value = _OF_THE_EXAMPLE.get(f"{table}.{name}", key.example)
-            lines.append(f"{'' if f'{table}.{name}' in _SHOWN else '# '}{name} = {value}")
+            lines.append(f"{'' if name in _SHOWN.get(table, ()) else '# '}{name} = {value}")
         parts.append("\n".join([f"[{table}]  # {_says(kind)[:1].lower()}{_says(kind)[1:].rstrip('.')}", *lines, ""]))
     return "\n".join(parts)
 

@@ -69,7 +69,7 @@ DataName = Annotated[str, keys.named(DATA)]
 
 
 @dataclass(frozen=True)
-class ModelKeys:
+class ModelKeys(keys.Part):
     """What is trained.
 
     name = "gpt"  `gpt`, `resnet`, `transformer` or `unet`; `huggingface`, a config or folder of `transformers`; or your
@@ -78,12 +78,13 @@ class ModelKeys:
     arguments = { width = 64, depth = 8, heads = 4 }  a table that is passed to it by name
     """
 
+    key, known = "model", MODELS
     name: Annotated[str, keys.named(MODELS)]
     arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataKeys:
+class DataKeys(keys.Part):
     """What it is trained on.
 
     name = "python-source"  `python-source`, `text`, `records` or `tokens`, or your own, as `"file.py:function"` or
@@ -95,6 +96,7 @@ class DataKeys:
     passes = 1  training ends after so many passes over the data, if that comes before `train.steps` | no limit
     """
 
+    key, known = "data", DATA
     name: DataName
     arguments: Arguments = field(default_factory=dict)
     minibatch: Whole
@@ -103,7 +105,7 @@ class DataKeys:
 
 
 @dataclass(frozen=True)
-class LossKeys:
+class LossKeys(keys.Part):
     """The training objective.
 
     name = "next_token"  `next_token`, `translation`, a loss of `torch.nn.functional` such as `cross_entropy`, or your
@@ -113,12 +115,13 @@ class LossKeys:
     arguments = {}  a table that is passed to it by name
     """
 
+    key, known = "loss", LOSSES
     name: Annotated[str, keys.named(LOSSES)] | None = None
     arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class OptimizerKeys:
+class OptimizerKeys(keys.Part):
     """What changes the weights.
 
     name = "AdamW"  a class of `torch.optim` (but not `LBFGS` and `SparseAdam`), or a function of your own that takes
@@ -126,12 +129,13 @@ class OptimizerKeys:
     arguments = { lr = 3e-3 }  a table that is passed to it by name
     """
 
+    key, known = "optimizer", OPTIMIZERS
     name: Annotated[str, keys.named(OPTIMIZERS)] = "AdamW"
     arguments: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SchedulerKeys:
+class SchedulerKeys(keys.Part):
     """How the learning rate changes, update by update.
 
     name = "cosine"  `constant`, `linear` (down to `floor`), `cosine` (the same in a curve), a class of
@@ -142,6 +146,7 @@ class SchedulerKeys:
     floor = 0.1  where these end, as a share of the full rate
     """
 
+    key, known = "scheduler", SCHEDULERS
     name: Annotated[str, keys.named(SCHEDULERS)] = "constant"
     arguments: Arguments = field(default_factory=dict)
     warmup: Count = 0
@@ -177,9 +182,7 @@ class Layout:
     schedule: Annotated[str, keys.schedule] | None = None
     microbatches: Whole | None = None
     stages_per_device: Whole | None = None
-    partition: Annotated[tuple[int, ...], keys.listed(keys.whole(), "a list of whole numbers, as [3, 3, 2]")] | None = (
-        None
-    )
+    partition: Counts | None = None
     remat: Annotated[Remat | tuple[Remat, ...], keys.of_stages(*get_args(Remat))] | None = None
     offload: Annotated[Offload | tuple[Offload, ...], keys.of_stages("none", "activations")] = "none"
     threads: Whole | None = None
@@ -208,7 +211,7 @@ class TrainKeys:
 
 
 @dataclass(frozen=True)
-class EvaluateKeys:
+class EvaluateKeys(keys.Part):
     """The loss on data that is not trained on.
 
     every = 50  evaluate after so many updates | never
@@ -219,6 +222,7 @@ class EvaluateKeys:
     patience = 5  stop after so many evaluations without a better one | no early stop
     """
 
+    key, known = "evaluate", DATA
     every: Whole | None = None
     batches: Whole = 8
     held_out: Annotated[float, keys.share(below=True)] = 0.1

@@ -9,7 +9,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -18,9 +17,10 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from gapless.errors import ConfigError, GaplessError, noted_place
+from gapless.errors import ConfigError, GaplessError, did_you_mean, noted_place
 from gapless.model.code_origin import is_users
-from gapless.train.config.config import Config, Part
+from gapless.train.config.config import Config
+from gapless.train.config.keys import Part
 
 Files = dict[Path, ModuleType]  # those that a job has loaded
 
@@ -51,9 +51,8 @@ def load(part: Part, config: Config, files: Files) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
         return function  # type: ignore[no-any-return]
-    near = get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{part.key}.name is {part.name!r}, but {home} has no function {name}{hint}")
+    hint = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)], "")
+    raise ConfigError(f"{part.key}.name is {part.name!r}, but {home} has no function {name}{hint and f'; {hint}'}")
 
 
 def _from_file(part: Part, file: Path, files: Files) -> ModuleType:
@@ -106,9 +105,8 @@ def fitting(function: Callable[..., Any], part: Part, *given: Any, **offered: An
     if len(names) == len(signature.parameters):
         for key in part.arguments:
             if key not in names:
-                near = get_close_matches(key, names, n=1)
                 takes = ", ".join(name for name in names[len(given) :] if name not in offered)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {takes or 'none'}"
+                hint = did_you_mean(key, names, f"it takes {takes or 'none'}")
                 raise ConfigError(f"{part.key}.arguments has {key!r}, which {part.name} does not take; {hint}")
     arguments = {**{key: value for key, value in offered.items() if key in names}, **part.arguments}
     try:
@@ -116,14 +114,6 @@ def fitting(function: Callable[..., Any], part: Part, *given: Any, **offered: An
     except TypeError as error:
         raise ConfigError(f"{part.key}.arguments do not fit {part.name}: {error}") from None
     return arguments
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether it has a parameter of that name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except ValueError:  # one written in C
-        return False
 
 
 @contextmanager

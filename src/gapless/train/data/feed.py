@@ -20,7 +20,8 @@ from gapless.errors import ConfigError
 from gapless.guards.batches_and_losses import RESUMED_DATA
 from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
-from gapless.train.config.config import Config, Part
+from gapless.train.config.config import Config
+from gapless.train.config.keys import Part
 from gapless.train.data.sources import Corpus
 from gapless.units import show_count
 
@@ -34,7 +35,7 @@ class Feed(ABC):
     def __init__(self, config: Config, share: tuple[int, int]) -> None:
         self._config, self._share = config, share
         self._pass = self._batch = 0
-        self.samples = config.minibatch  # in the batch that came last, with those of other replicas
+        self.samples = config.data.minibatch  # in the batch that came last, with those of other replicas
 
     def __iter__(self) -> "Feed":
         return self
@@ -57,7 +58,7 @@ class Feed(ABC):
         self._pass, self._batch = position["pass"], position["batch"]
 
     def _check_passes(self) -> None:
-        most = self._config.rows.passes
+        most = self._config.data.passes
         if most is not None and self._pass >= most:
             raise StopIteration
 
@@ -65,22 +66,14 @@ class Feed(ABC):
 class WindowFeed(Feed):
     """Windows of a corpus. `span` are the first and the last of them that are used, as shares of all.
 
-    as_dict   for models that take the labels themselves: {"input_ids", "labels"}, and no target
     vocab     the first number that is no token of the model
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        config: Config,
-        *,
-        share: tuple[int, int],
-        span: tuple[float, float],
-        as_dict: bool,
-        vocab: int | None,
+        self, corpus: Corpus, config: Config, share: tuple[int, int], span: tuple[float, float], vocab: int | None
     ) -> None:
         super().__init__(config, share)
-        self._corpus, self._as_dict, self._vocab, self._minibatch = corpus, as_dict, vocab, config.minibatch
+        self._corpus, self._vocab, self._minibatch = corpus, vocab, config.data.minibatch
         self._ends = list(accumulate(corpus.windows)) or [0]
         total = self._ends[-1]
         self._first = round(span[0] * total)
@@ -121,7 +114,7 @@ class WindowFeed(Feed):
             self._pass, self._batch = self._pass + 1, 0
         self._check_passes()
         if self._order[0] != self._pass:
-            drawn = torch.Generator().manual_seed(self._config.seed + self._pass)
+            drawn = torch.Generator().manual_seed(self._config.train.seed + self._pass)
             self._order = self._pass, torch.randperm(self._count, generator=drawn)
         first = self._batch * self._minibatch
         return self._order[1][first : first + self._minibatch]
@@ -142,7 +135,7 @@ class WindowFeed(Feed):
         return found
 
     def _pair(self, windows: Tensor) -> Batch:
-        if self._as_dict:
+        if self._config.model.name == "huggingface":  # such models take the labels themselves
             ids = windows[:, :-1].contiguous()
             return {"input_ids": ids, "labels": ids.clone()}, None
         return windows[:, :-1], windows[:, 1:]
@@ -188,7 +181,7 @@ class FunctionFeed(Feed):
             if self._batch == 0:
                 raise ConfigError(f"{self._part.key}: {self._part.name} gave no batch in pass {self._pass + 1}")
             self._pass, self._batch, self._batches = self._pass + 1, 0, None
-        asked = self._config.minibatch
+        asked = self._config.data.minibatch
         if not self._checked and (size := mb.batch_size(batch[0])) != asked:
             raise ConfigError(f"data.minibatch is {asked}, but the first batch of {self._part.name} has {size} samples")
         self._checked = True
@@ -197,8 +190,8 @@ class FunctionFeed(Feed):
     def _begun(self) -> Iterator[Batch]:
         """The batches of this pass, from the one that is next."""
         config, done = self._config, self._batch
-        offered = {"minibatch": config.minibatch, "seed": config.seed + self._pass, "skip": done}
-        skips = done > 0 and own.takes(self._function, "skip")
+        offered = {"minibatch": config.data.minibatch, "seed": config.train.seed + self._pass, "skip": done}
+        skips = done > 0 and "skip" in own.fitting(self._function, self._part, **offered)
         found = self._each(own.call(self._function, self._part, config, **offered), done if skips else 0)
         for number in range(0 if skips else done):
             if next(found, None) is None:
@@ -237,12 +230,11 @@ def make_feeds(
     config: Config, files: own.Files, *, share: tuple[int, int] = (0, 1), vocab: int | None = None
 ) -> tuple[Feed, Feed | None]:
     """What is trained on, and what is evaluated on: other data, or what is held out at the end of it."""
-    as_dict = config.model.name == "huggingface"
 
     def made(part: Part, corpus: Corpus | None, *span: float) -> Feed:
         if corpus is None:
             return FunctionFeed(part, config, files, share)
-        return WindowFeed(corpus, config, share=share, span=(span[0], span[1]), as_dict=as_dict, vocab=vocab)
+        return WindowFeed(corpus, config, share, (span[0], span[1]), vocab)
 
     evaluated, other = config.evaluate.every is not None, config.validation
     trained = 1.0 - (config.evaluate.held_out if evaluated and other is None else 0.0)
@@ -259,7 +251,7 @@ def _corpus_of(part: Part, config: Config, files: own.Files) -> Corpus | None:
     """What windows are cut from; None for a function of the user's."""
     if part.is_own:
         return None
-    offered = {"tokenizer": config.rows.tokenizer, "folder": config.folder}
+    offered = {"tokenizer": config.data.tokenizer, "folder": config.folder}
     corpus = own.call(own.load(part, config, files), part, config, **offered)
     assert isinstance(corpus, Corpus)
     return corpus

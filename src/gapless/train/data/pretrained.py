@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, optional
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -20,10 +20,7 @@ def causal_language_model(
     """`path` is a folder with a config.json, and the weights if it has some, or a config.json; `settings` are those of
     a config: `{ model_type = "gpt2", n_layer = 4 }`. `weights = false` starts from new ones.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError("model: huggingface needs the package transformers: pip install transformers") from None
+    library = optional("transformers", "model: huggingface needs the package transformers: pip install transformers")
     given: dict[str, Any] = {}
     place = None if path is None else folder / path
     if place is not None:
@@ -43,16 +40,16 @@ def causal_language_model(
             "model.arguments: model_type is missing: gpt2, llama or another of transformers, or give path"
         )
     try:
-        config = AutoConfig.for_model(kind, **given)
+        config = library.AutoConfig.for_model(kind, **given)
     except ValueError:
         raise ConfigError(f"model: transformers knows no model_type {kind!r:.60}") from None
     stored = place is not None and place.is_dir() and any((place / name).is_file() for name in _WEIGHTS)
     if weights and not stored:
         raise ConfigError(f"model.arguments: weights is true, but {place} has no {_WEIGHTS[0]}: leave it out")
     if stored and weights is not False:
-        made: nn.Module = AutoModelForCausalLM.from_pretrained(
+        made: nn.Module = library.AutoModelForCausalLM.from_pretrained(
             str(place), config=config, local_files_only=True, dtype=torch.float32
         )
     else:
-        made = AutoModelForCausalLM.from_config(config)
+        made = library.AutoModelForCausalLM.from_config(config)
     return made

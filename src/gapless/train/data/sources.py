@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, optional
 from gapless.train.host_memory import refuse_above
 from gapless.units import show_bytes
 
@@ -36,6 +36,14 @@ class Corpus:
     context: int
     mask: int | None = None
 
+    def __post_init__(self) -> None:
+        context, most = self.context, max(map(len, self.pieces), default=0)
+        if type(context) is not int or not 0 < context < max(2, most):
+            raise ConfigError(
+                f"data.arguments: context is {context!r:.40}, but it must be a whole number from 1 to "
+                f"{max(1, most - 1):,}, which is how many tokens there are, less one"
+            )
+
     @property
     def windows(self) -> Sequence[int]:
         """How many each piece has: they follow each other, and the last token of one is the first of the next."""
@@ -52,7 +60,7 @@ def python_source(tokenizer: str, folder: Path, context: int = 64) -> Corpus:
     piece = standard_library()
     if tokenizer != BYTES:
         piece = _encoded([bytes(piece.numpy(force=True)).decode("utf-8", "replace")], tokenizer, folder)
-    return _checked(Corpus("python-source", [piece], context))
+    return Corpus("python-source", [piece], context)
 
 
 def text(tokenizer: str, folder: Path, files: Any = None, context: int = 64, pattern: str = "*.txt") -> Corpus:
@@ -60,8 +68,8 @@ def text(tokenizer: str, folder: Path, files: Any = None, context: int = 64, pat
     found = _found("text", files, folder, pattern)
     _check_room(found)
     if tokenizer == BYTES:
-        return _checked(Corpus("text", _joined(file.read_bytes() for file in found), context))
-    return _checked(Corpus("text", [_encoded(map(_text_of, found), tokenizer, folder)], context))
+        return Corpus("text", _joined(file.read_bytes() for file in found), context)
+    return Corpus("text", [_encoded(map(_text_of, found), tokenizer, folder)], context)
 
 
 def records(
@@ -72,8 +80,8 @@ def records(
     _check_room(found)
     texts = (each + "\n" for file in found for each in _field_of(file, field))
     if tokenizer == BYTES:
-        return _checked(Corpus("records", _joined(each.encode("utf-8", "replace") for each in texts), context))
-    return _checked(Corpus("records", [_encoded(texts, tokenizer, folder)], context))
+        return Corpus("records", _joined(each.encode("utf-8", "replace") for each in texts), context)
+    return Corpus("records", [_encoded(texts, tokenizer, folder)], context)
 
 
 def tokens(folder: Path, files: Any = None, context: int = 64, pattern: str = "*.bin", dtype: str = "uint16") -> Corpus:
@@ -97,7 +105,7 @@ def tokens(folder: Path, files: Any = None, context: int = 64, pattern: str = "*
     if len(kinds) > 1:
         there = " and ".join(f"{kind} in {file}" for kind, file in kinds.items())
         raise ConfigError(f"data: the tokens are {there}: write all files with one of these")
-    return _checked(Corpus("tokens", pieces, context, _MASKS.get(next(iter(kinds)))))
+    return Corpus("tokens", pieces, context, _MASKS.get(next(iter(kinds))))
 
 
 def standard_library() -> Tensor:
@@ -202,12 +210,8 @@ def _parsed(file: Path, number: int, words: str) -> Any:
 
 
 def _rows_of_parquet(file: Path) -> Iterator[Any]:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f"data: {file} is Parquet, which pyarrow reads: pip install pyarrow, or write JSON Lines"
-        ) from None
+    missing = f"data: {file} is Parquet, which pyarrow reads: pip install pyarrow, or write JSON Lines"
+    parquet = optional("pyarrow.parquet", missing)
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
@@ -216,12 +220,7 @@ def _rows_of_parquet(file: Path) -> Iterator[Any]:
 
 
 def _mapped_array(file: Path) -> tuple[Tensor, str]:
-    try:
-        import numpy
-    except ImportError:
-        raise ConfigError(
-            f"data: {file} is read with NumPy: pip install numpy, or write the tokens raw, as .bin"
-        ) from None
+    numpy = optional("numpy", f"data: {file} is read with NumPy: pip install numpy, or write the tokens raw, as .bin")
     try:
         array = numpy.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -246,14 +245,10 @@ def _tokenizer(name: str, folder: Path) -> Any:
         raise ConfigError(
             f"data.tokenizer is {name!r}, but there is no file {file}: it is 'bytes', or a tokenizer.json"
         )
+    missing = f"data.tokenizer is {name!r}, which the package tokenizers reads: pip install tokenizers"
+    tokenizers = optional("tokenizers", missing)
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError(
-            f"data.tokenizer is {name!r}, which the package tokenizers reads: pip install tokenizers"
-        ) from None
-    try:
-        return Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # it raises Exception itself
         raise ConfigError(f"data.tokenizer: {file} can't be read: {str(error)[:200]}") from None
 
@@ -261,13 +256,3 @@ def _tokenizer(name: str, folder: Path) -> Any:
 def _encoded(texts: Any, name: str, folder: Path) -> Tensor:
     tokenizer = _tokenizer(name, folder)
     return torch.cat([torch.tensor(tokenizer.encode(each).ids, dtype=torch.int32) for each in texts])
-
-
-def _checked(corpus: Corpus) -> Corpus:
-    context, most = corpus.context, max(map(len, corpus.pieces), default=0)
-    if type(context) is not int or not 0 < context < max(2, most):
-        raise ConfigError(
-            f"data.arguments: context is {context!r:.40}, but it must be a whole number from 1 to {max(1, most - 1):,}"
-            ", which is how many tokens there are, less one"
-        )
-    return corpus

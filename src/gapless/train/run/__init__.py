@@ -6,7 +6,6 @@ step_monitor  timelines, bubbles and memory of every n-th step
 metrics       JSON lines, TensorBoard, Weights & Biases
 display       what one sees while it runs
 interrupts    SIGTERM and Ctrl-C
-machine_load  whether other programs keep the machine busy
 run_folder    where all of it is kept
 saver         when it is saved, and how it goes on
 run_report    its report

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from gapless.errors import printable
@@ -59,8 +60,7 @@ class Lines(Callback):
         self._last = step
         if step.skipped:
             self._say(f"{_place(trainer, step.number)} left the weights as they were: {step.skipped}")
-        first = self._told == 0
-        if first or step.number == trainer.steps or time.monotonic() - self._shown >= _EVERY:
+        if self._told == 0 or step.number == trainer.steps or time.monotonic() - self._shown >= _EVERY:
             self._tell(trainer, step)
 
     def on_evaluate(self, trainer: Trainer, loss: float, seconds: float) -> None:
@@ -144,10 +144,11 @@ class Live(Callback):
         rows = Table.grid(padding=(0, 2))
         step = self._step
         if step is not None:
-            left = (self._steps - step.number) * self._pace.seconds
+            left = timedelta(seconds=round((self._steps - step.number) * self._pace.seconds))
             rows.add_row("loss", f"{step.loss:.4g}  {curve(tuple(self._losses))}")
             rows.add_row(
-                "speed", f"{self._pace.speed()}, {1000 * self._pace.seconds:.4g} ms per step, {_clock(left)} left"
+                "speed",
+                f"{self._pace.speed()}, {1000 * self._pace.seconds:.4g} ms per step, {left} left",
             )
             norm = "" if step.norm is None else f", gradient norm {step.norm:.3g}"
             rows.add_row("learning rate", f"{step.rate:.3g}{norm}")
@@ -173,8 +174,3 @@ def curve(values: Sequence[float]) -> str:
     low, high = min(known), max(known)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in known)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -6,6 +6,7 @@ On ranks the pipeline takes care of SIGTERM, since all of them must end after th
 import os
 import signal
 import threading
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,27 +21,24 @@ class Interrupts(Callback):
     def __init__(self, *, alone: bool = True) -> None:
         self._alone = alone
         self._before: dict[int, Any] = {}
-        self._trainer: Trainer | None = None
         self.interrupted = False
 
     def on_start(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._trainer = trainer
         mine = (signal.SIGINT, signal.SIGTERM) if self._alone else (signal.SIGINT,)
-        self._before = {each: signal.signal(each, self._hear) for each in mine}
+        self._before = {each: signal.signal(each, partial(self._hear, trainer)) for each in mine}
 
     def on_end(self, trainer: Trainer) -> None:
         self._restore()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        assert self._trainer is not None
+    def _hear(self, trainer: Trainer, number: int, frame: FrameType | None) -> None:
         self._restore()  # the next one is not ours
         self.interrupted = self.interrupted or number == signal.SIGINT
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            self._trainer.stop(CTRL_C if number == signal.SIGINT else SIGTERM)
+            trainer.stop(CTRL_C if number == signal.SIGINT else SIGTERM)
 
     def _restore(self) -> None:
         for each, handler in self._before.items():

@@ -110,18 +110,9 @@ class Metrics(Callback):
 
 def facts_of(step: Step, monitor: StepMonitor | None) -> dict[str, Any]:
     """A step as the lines have it; what is None is left out."""
-    facts: dict[str, Any] = {
-        "step": step.number,
-        "loss": step.loss,
-        "rate": step.rate,
-        "norm": step.norm,
-        "samples": step.samples,
-        "tokens": step.tokens,
-        "seconds": step.seconds,
-        "waited": step.waited,
-        "updated": step.updated,
-        "skipped": step.skipped or None,
-    }
+    names = ("loss", "rate", "norm", "samples", "tokens", "seconds", "waited", "updated")
+    facts: dict[str, Any] = {"step": step.number, **{name: getattr(step, name) for name in names}}
+    facts["skipped"] = step.skipped or None
     if monitor is not None and monitor.reading is not None and monitor.reading.step == step.number:
         reading = monitor.reading
         facts |= {"bubble": reading.bubble, "predicted_bubble": reading.predicted, "memory": reading.memory}

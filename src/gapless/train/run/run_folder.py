@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,12 @@ _MAY_CHANGE = ("pipeline", "evaluate", "checkpoint", "run", "train.steps", "trai
 _THREADS = "threads of a device"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Where everything of a run is."""
 
-    path: Path
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoints, self.tensorboard = path, path / "checkpoints", path / "tensorboard"
+        self.metrics, self.plan, self.report = path / "metrics.jsonl", path / "plan.json", path / "report.html"
 
     @property
     def has_checkpoints(self) -> bool:
@@ -65,33 +57,9 @@ class RunFolder:
         return found if type(found) is int and found > 0 else None
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
     def missing(self) -> list[Path]:
         """What of it is not there yet, the innermost first."""
         return [each for each in (self.checkpoints, self.path, *self.path.parents) if not each.exists()]
-
-    def look(self, config: Config) -> HeldFolder | None:
-        """Hold it if it is there, as `open` does. One that is not is only made once nothing can be refused any more:
-        here it is asked whether it could be.
-        """
-        if self.path.exists():
-            return self.open(config)
-        nearest = next(each for each in self.path.absolute().parents if each.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            reason = "can't be written to" if nearest.is_dir() else "is no folder"
-            raise ConfigError(f"run.folder: {self.path} can't be made: {nearest} {reason}")
-        return None
 
     def open(self, config: Config) -> HeldFolder:
         """Make it, and hold it, where the file system has locks. One that holds a run of something else is refused: its

@@ -16,8 +16,9 @@ from gapless.train.run.metrics import RunPart, parts_of, read_metrics
 from gapless.train.run.run_folder import RunFolder
 from gapless.units import show_bytes, show_count, show_seconds
 from gapless.view import run_page
+from gapless.view.curves import Points
 from gapless.view.figures import Units
-from gapless.view.run_page import Curve, Points, RunReport
+from gapless.view.run_page import Curve, RunReport
 
 Line = dict[str, Any]
 

@@ -79,13 +79,14 @@ def prepared(
     progress: Progress | None = None,
 ) -> Iterator[Training]:
     """Everything that a run needs, made in the order in which it can fail. A run that the folder holds goes on; `start`
-    is a checkpoint of another one to begin with. Nothing is written before all of it is there.
+    is a checkpoint of another one to begin with. Nothing is left behind of a run that is refused.
     """
     _check(config, ranks)
     ranks.together(partial(_check_writers, config))
     with ExitStack() as stack:
-        held = ranks.together(partial(folder.look, config))
-        if held is not None:
+        missing = folder.missing if ranks.first else []
+        stack.callback(_remove_empty, missing)
+        if (held := ranks.together(partial(folder.open, config))) is not None:
             stack.callback(held.close)
         config = config.changed(threads=config.pipeline.threads or ranks.decided(folder.threads))
         threads = threads_of(config)
@@ -96,11 +97,6 @@ def prepared(
         job = build(config, ranks)
         plan = _plan(job, folder, progress)
         pipe = stack.enter_context(job.pipeline(plan))
-        missing = folder.missing if ranks.first else []
-        opened = ranks.together(lambda: held or folder.open(config))
-        if opened is not None:
-            stack.callback(opened.close)
-        stack.callback(_remove_empty, missing)
         keys = config.checkpoint
         store = stack.enter_context(
             Checkpoints(folder.checkpoints, pipe, keep=keys.keep, best=int(keys.best), background=keys.background)
@@ -148,9 +144,9 @@ def _check(config: Config, ranks: Ranks) -> None:
             f"pipeline.schedule is {schedule}, which updates weights on the way and has no steps: choose one with a "
             "flush, or write a program with pipe.stream()"
         )
-    if config.minibatch < ranks.replicas:
+    if config.data.minibatch < ranks.replicas:
         raise ConfigError(
-            f"data.minibatch is {config.minibatch}, but there are {ranks.replicas} replicas: make it larger"
+            f"data.minibatch is {config.data.minibatch}, but there are {ranks.replicas} replicas: make it larger"
         )
 
 
@@ -183,7 +179,7 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
         pipe,
         optimizer,
         job.batches,
-        steps=config.steps,
+        steps=config.train.steps,
         scheduler=job.scheduler(optimizer),
         clip=config.train.clip,
         accumulate=config.train.accumulate,

@@ -130,7 +130,7 @@ class _Drawing:
         yield f'<text class="name" x="{_MARGIN}" y="{top + 20}">{escape(shown)}'
         figures = (
             f"makespan {figure(timeline.makespan)} · bubble {percent(timeline.bubble, 2)}"
-            f" · peak {figure(max((timeline.of or timeline).peak, default=0))}"
+            f" · peak {figure(max(timeline.of.peak, default=0))}"
         )
         if len(shown) * 9 + len(figures) * 7 + 40 < self.width:
             yield f'<tspan class="muted" dx="12" font-size="12" font-weight="400">{figures}</tspan>'

@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from gapless.errors import ConfigError
+from gapless.errors import optional
 from gapless.schedule.action import Action, Kind, Schedule
 from gapless.schedule.dependencies import completes
 from gapless.schedule.memory import changes
@@ -32,11 +32,8 @@ _GRACE = 0.5  # seconds for the solver to see that its time is up
 
 def solver_module() -> Any:
     """OR-tools' CP-SAT, which only the extra `optimal` installs."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise ConfigError("`optimal` needs OR-tools, which is not installed: pip install gapless[optimal]") from None
-    return cp_model
+    missing = "`optimal` needs OR-tools, which is not installed: pip install gapless[optimal]"
+    return optional("ortools.sat.python.cp_model", missing)
 
 
 def _unit(numbers: Iterable[Fraction], whole: Fraction, most: int) -> tuple[Fraction, bool]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from gapless.errors import ScheduleError
 from gapless.schedule.action import Action, Kind, Schedule
-from gapless.schedule.costs import Costs, Number
+from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.memory import peaks
 from gapless.schedule.placement import Placement
@@ -37,11 +37,6 @@ def exact(costs: Costs) -> Costs:
     """All costs as fractions."""
     values: dict[str, Any] = {name: fraction(value) for name, value in vars(costs).items()}
     return replace(costs, **values)
-
-
-def plain(number: Fraction) -> Number:
-    """An int where it is one, a float otherwise."""
-    return int(number) if number.denominator == 1 else float(number)
 
 
 @dataclass(frozen=True)

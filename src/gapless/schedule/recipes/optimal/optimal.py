@@ -27,9 +27,9 @@ from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.placement import Placement
 from gapless.schedule.recipes.optimal.cp_sat import Model, search, solver_module
-from gapless.schedule.recipes.optimal.exact_problem import ExactProblem, exact, fraction, plain
+from gapless.schedule.recipes.optimal.exact_problem import ExactProblem, exact, fraction
 from gapless.schedule.simulate import simulate
-from gapless.schedule.timeline import Objective
+from gapless.schedule.timeline import Objective, plain
 
 _ROUNDING = 1e-6  # a gap below this comes from costs too fine for whole numbers
 
