@@ -3,18 +3,19 @@
 Not yet lowered and not yet judged, so that many can be made to find one that fits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
 from gapless.plan.plan import Remat
 from gapless.plan.predict.breakdown import step_seconds
-from gapless.plan.predict.footprint import Footprint, footprints, over_limit
+from gapless.plan.predict.footprint import Footprint, footprints, levels, over_limit
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
@@ -22,6 +23,7 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
+from gapless.schedule.lower.offload import relieved
 from gapless.schedule.memory import peaks
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
@@ -74,15 +76,26 @@ class Draft:
         return simulate(self.schedule, self.stages.costs)
 
     @cached_property
-    def held(self) -> tuple[Footprint, ...]:
+    def fitted(self) -> "Fitted":
         """Asked for only where there is a limit, or a plan is made of it."""
-        return self._drafts.held(self.choice, self.stages, self.timeline)
+        return self._drafts.fitted(self.choice, self.stages, self.timeline)
+
+    @property
+    def held(self) -> tuple[Footprint, ...]:
+        return self.fitted.held
 
     @cached_property
     def seconds(self) -> float:
         """Of a step, with what comes behind the last action."""
         profile = self._drafts.profile(self.choice.samples)
         return step_seconds(profile, self.stages, self.timeline, self.choice.mesh)
+
+
+class Fitted(NamedTuple):
+    """A step as it would run, with what leaves for the host's memory; and what each device holds."""
+
+    timeline: Timeline
+    held: tuple[Footprint, ...]
 
 
 class Drafts:
@@ -100,9 +113,12 @@ class Drafts:
         """`minibatch`: samples in a step, where microbatches may not divide them."""
         self.devices, self.minibatch, self._options = devices, minibatch, options
         self.slack = profile.slack if options.slack is None else options.slack
+        self.host = profile.host if options.offload in ("activations", "both") else None
+        self.offloads_optimizer = options.offload in ("optimizer", "both")
+        profile = profile.with_offloaded_optimizer() if self.offloads_optimizer else profile
         self.again: tuple[Remat, ...] = ("stage", "layer") if options.layer_remat else ("stage",)
         self.effort = 0
-        self.profile = cache(profile.scaled)  # by the samples in a microbatch
+        self.profile = cache(replace(profile, host=self.host).scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
         self._on = cache(self._positions)
         self._plain: dict[tuple[Choice, tuple[int, ...], tuple[Any, ...]], Schedule] = {}
@@ -117,7 +133,24 @@ class Drafts:
         schedule = lowered(plain, stages.costs, Passes(recompute=again, early=False)) if again else plain
         return Draft(choice, counts, modes, stages, plain, schedule, self)
 
-    def held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
+    def fitted(self, choice: Choice, stages: Stages, timeline: Timeline) -> Fitted:
+        """As it is, if it fits; or with as little offloaded as each device needs to fit, if it may be."""
+        held = self._held(choice, stages, timeline)
+        if self.host is None or not over_limit(held, self.limits(choice)):
+            return Fitted(timeline, held)
+        grown = 1 + self.slack
+        rooms = [
+            math.inf if limit is None else (limit - each.fixed) / grown - 1
+            for each, limit in zip(held, self.limits(choice), strict=True)
+        ]
+        made = relieved(timeline, rooms, levels(timeline, stages), host_memory=self.host.memory)
+        if not made.has_copies:
+            return Fitted(timeline, held)
+        self.effort += 4 * made.num_actions
+        after = simulate(made, stages.costs)
+        return Fitted(after, self._held(choice, stages, after))
+
+    def _held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
         profile = self.profile(choice.samples)
         self.effort += timeline.schedule.num_actions
         return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
@@ -207,7 +240,8 @@ class Drafts:
             return {}
         self.effort += draft.schedule.num_actions
         surely = {}
-        pairs = zip(peaks(draft.schedule, draft.alone.memory_costs), limits, strict=True)
+        sure = peaks(draft.schedule, draft.alone.memory_costs) if self.host is None else [0] * len(limits)
+        pairs = zip(sure, limits, strict=True)
         for device, (peak, limit) in enumerate(pairs):
             kept = sum(layer.kept(shards) for layer in draft.alone.of_device(device))
             held = self.profile(draft.choice.samples).reserved + kept + (1 + self.slack) * float(peak)

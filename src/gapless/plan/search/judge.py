@@ -13,7 +13,8 @@ from itertools import product
 from gapless.errors import GaplessError
 from gapless.plan.cut.partition import every_cut, held_together
 from gapless.plan.plan import Plan, Remat
-from gapless.plan.predict.footprint import over_limit, sent
+from gapless.plan.predict.footprint import over_limit
+from gapless.plan.predict.messages import sent
 from gapless.plan.search.bounds.bound import CutBounds
 from gapless.plan.search.bounds.lower_bounds import LowerBounds
 from gapless.plan.search.choices import Choice

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gapless.errors import ConfigError, GaplessError, PlanError
 from gapless.plan.explain import explained
 from gapless.plan.plan import Plan, Searched
-from gapless.plan.profile.machine import Device, Mesh, check_devices, check_layers, check_reach
+from gapless.plan.profile.machine import Device, Mesh, check_devices, check_host, check_layers, check_reach
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search import choices as options
 from gapless.plan.search.choices import Choice
@@ -43,9 +43,7 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """All plans, the quickest first; all that was rejected; in two sentences why the first is the first; and how far
-    was searched.
-    """
+    """All plans, the quickest first; what was rejected; why the first is the first; and how far was searched."""
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
@@ -83,8 +81,10 @@ def search(
             f"{show_count(wanted.microbatches, 'microbatch')}: use fewer"
         )
     check_reach(profile, len(there))
-    check_layers(profile, there)
-    judge = Judge(Drafts(profile, there, wanted, minibatch))
+    check_host(profile, wanted.offload)
+    drafts = Drafts(profile, there, wanted, minibatch)
+    check_layers(drafts.profile(profile.samples), there)
+    judge = Judge(drafts)
     tries = _Attempts(judge, wanted, minibatch, len(profile.layers), progress)
     everything = tuple(range(len(there)))
     if not wanted.mesh and not options.every_machine(there):
@@ -143,7 +143,6 @@ class _Attempts:
         return over
 
     def try_machine(self, meshes: Sequence[Mesh]) -> None:
-        drafts = self.judge.drafts
         counts = {mesh: options.microbatches(mesh, self.minibatch, self.microbatches) for mesh in meshes}
         asked = {
             choice: self.judge.least.estimate(choice)
@@ -151,7 +150,7 @@ class _Attempts:
         }
         ranked = sorted(asked, key=lambda choice: (asked[choice], choice.num_actions))  # of equals the first stays
         quick = [choice for choice in ranked if choice.recipe == "1f1b" and choice.num_actions <= _QUICK][:_FIRST]
-        until = drafts.effort + _BUDGET
+        until = self.judge.drafts.effort + _BUDGET
         here: list[tuple[Choice, Plan]] = []
         for number, choice in enumerate(dict.fromkeys((*quick, *ranked))):
             said = f"best {show_seconds(self.step)}" if self.best else "nothing fits yet"
@@ -177,16 +176,13 @@ class _Attempts:
             return None
         over = self.out_of_time()
         if (over and self.tried) or (self.judge.drafts.effort > until and self.found):
-            self.least = min(self.least, least)
-            self.untried += 1
             why = f"the time limit of {self.time_limit:g} s was over" if over else "the budget of the search was spent"
-            self._reject(choice, f"not tried: {why}")
+            self._leave_untried(choice, least, f"not tried: {why}")
             return None
         most = _MOST_ACTIONS // _SLOWER.get(choice.recipe, 1)
         if choice.num_actions > most:
-            self.least = min(self.least, least)
-            self.untried += 1
-            self._reject(choice, f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long")
+            why = f"it has about {choice.num_actions:,} actions, and more than {most:,} take too long"
+            self._leave_untried(choice, least, why)
             return None
         least = max(least, self.judge.least.in_order(choice))
         if self._is_slower(choice, least):
@@ -198,6 +194,11 @@ class _Attempts:
         if plan is not None or choice.mesh.num_devices > 1:
             self.least = min(self.least, least)
         return plan
+
+    def _leave_untried(self, choice: Choice, least: float, reason: str) -> None:
+        self.least = min(self.least, least)
+        self.untried += 1
+        self._reject(choice, reason)
 
     def _is_slower(self, choice: Choice, least: float) -> bool:
         """Whether it is rejected since it can't be below the best so far."""
