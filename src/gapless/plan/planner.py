@@ -92,7 +92,7 @@ def planned(
     else:
         assert isinstance(model, nn.Module)
         source, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
-        wanted = replace(wanted, layer_remat=False)  # a piece of a graph is one layer to its stage
+        wanted = replace(wanted, remat=("stage",))  # a piece of a graph is one layer to its stage
     measured |= {
         "loss": loss,
         "device": there[0],

@@ -116,7 +116,7 @@ class Drafts:
         self.host = profile.host if options.offload in ("activations", "both") else None
         self.offloads_optimizer = options.offload in ("optimizer", "both")
         profile = profile.with_offloaded_optimizer() if self.offloads_optimizer else profile
-        self.again: tuple[Remat, ...] = ("stage", "layer") if options.layer_remat else ("stage",)
+        self.again = options.remat
         self.effort = 0
         self.profile = cache(replace(profile, host=self.host).scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
@@ -124,11 +124,12 @@ class Drafts:
         self._plain: dict[tuple[Choice, tuple[int, ...], tuple[Any, ...]], Schedule] = {}
         self._cuts: dict[Any, tuple[int, ...]] = {}
 
-    def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None) -> Draft:
+    def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None, *, free: bool = False) -> Draft:
+        """`free`: an order that `auto` makes need not keep within the memory, since what is too much may leave."""
         modes = nothing_again(len(counts)) if remat is None else remat
         profile = self.profile(choice.samples)
         stages = make_stages(profile, counts, choice.placement, choice.mesh, self.speeds(choice), modes)
-        plain = self._ordered(choice, counts, stages, modes)
+        plain = self._ordered(choice, counts, stages, modes, free)
         again = [stage for stage, mode in enumerate(modes) if mode == "stage"]
         schedule = lowered(plain, stages.costs, Passes(recompute=again, early=False)) if again else plain
         return Draft(choice, counts, modes, stages, plain, schedule, self)
@@ -159,15 +160,16 @@ class Drafts:
         """Its order, if no cost changes it."""
         return None if choice.recipe in _WEIGHT else self._named(choice.recipe, **choice.sizes)
 
-    def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes) -> Schedule:
+    def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes, free: bool) -> Schedule:
         if (fixed := self.fixed_order(choice)) is not None:
             return fixed
         # The orders of vees depend on times, which recomputes inside backwards change.
-        key = (choice, counts, modes if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
+        key = (choice, counts, (*modes, free) if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
         if key not in self._plain:
             self.effort += self.weight(choice)
             if choice.recipe == "auto":
-                self._plain[key] = auto_order(stages, self._rooms(choice, stages), choice.sizes)
+                rooms = [None] * choice.mesh.num_devices if free else self._rooms(choice, stages)
+                self._plain[key] = auto_order(stages, rooms, choice.sizes)
             else:
                 self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **choice.sizes)
         return self._plain[key]

@@ -223,12 +223,13 @@ class Judge:
                 tried.append(_changed(tried[0], {s: again for d in some for s in choice.placement.stages[d]}))
         found: list[Draft] = []
         missed: GaplessError | None = None
-        for modes in dict.fromkeys(tried):
+        orders = (False, True) if self.drafts.host is not None else (False,)
+        for modes, free in product(dict.fromkeys(tried), orders):
             if self.least.recomputed(choice, counts, modes) >= best:
                 missed = missed or TooSlowError("with the recomputes that it needs it can't be the quickest")
                 continue
             try:
-                made = self.drafts.make(choice, counts, modes)
+                made = self.drafts.make(choice, counts, modes, free=free)
             except GaplessError as error:
                 missed = missed or error
                 continue

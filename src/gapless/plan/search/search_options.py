@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gapless.errors import ConfigError
+from gapless.plan.plan import Remat
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.search.choices import check_recipes
 
@@ -24,7 +25,7 @@ class SearchOptions:
     shard_optimizer  the optimizer's state is shared out among replicas
     slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
     time_limit       in seconds; what was found until then is the answer
-    layer_remat      a stage may be recomputed layer by layer
+    remat            how a stage may be recomputed
     offload          what is in the host's memory: "activations" where that helps and nobody has to wait for them, the
                      state of the "optimizer", "both" or "none"
     """
@@ -36,7 +37,7 @@ class SearchOptions:
     shard_optimizer: bool = False
     slack: float | None = None
     time_limit: float | None = 60.0
-    layer_remat: bool = True
+    remat: tuple[Remat, ...] = ("stage", "layer")
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
