@@ -56,11 +56,13 @@ def check(plan: Plan, profile: Profile) -> None:
 
 
 def never_slower(seed: int) -> bool:
-    """True where something was offloaded."""
+    """With more memory of device or host, exactly; with more bandwidth within what is printed, as with all speeds. True
+    where something was offloaded.
+    """
     chance = random.Random(seed)
     layers = [
         profiles.layer(
-            *(chance.choice(each) for each in ((1.0, 2.0, 3.0, 5.0), (0, MIB, 4 * MIB), (9 * MIB, 40 * MIB)))
+            chance.choice((1.0, 2.0, 3.0, 5.0)), chance.choice((0, 1, 4)) * MIB, chance.choice((9, 40)) * MIB
         )
         for _ in range(chance.randint(4, 6))
     ]
@@ -77,16 +79,17 @@ def never_slower(seed: int) -> bool:
         larger = replace(host, memory=int((host.memory or 0) * chance.choice((1.1, 1.5, 4))))
     else:
         more += chance.choice((1, 5 * MIB, 40 * MIB))
-    plans = []
+    plans, gap = [], 0.0
     for each, room in ((None, memory), (host, memory), (larger, more)):
         profile = replace(plain, host=each)
         found = found_for(profile, [Device(room)] * K, [recipe], M, offload="activations" if each else "none")
         plans.append(None if found is None else found.best)
+        gap = 0.0 if found is None or larger.bandwidth == host.bandwidth else found.searched.gap
         if plans[-1] is not None and each is not None:
             check(plans[-1], profile)
     steps = [float("inf") if plan is None else plan.step_seconds for plan in plans]
     assert steps[1] <= steps[0] * (1 + 1e-9), (seed, "offload", steps)
-    assert steps[2] <= steps[1] * (1 + 1e-9), (seed, "more", steps)
+    assert steps[2] * (1 - gap) <= steps[1] * (1 + 1e-9), (seed, "more", steps)
     return any(plan is not None and plan.schedule.has_copies for plan in plans)
 
 
@@ -113,10 +116,10 @@ def with_copies(row: tuple[Action, ...]) -> Iterator[list[Action]]:
     forwards = [action for action in row if action.kind is Kind.FORWARD]
     for chosen in product(*stays):
         before: dict[int, list[Action]] = {}
-        for action, place in zip(forwards, chosen, strict=True):
-            if place is not None:
-                before.setdefault(place, []).append(action._replace(kind=Kind.LOAD))
-        away = {action[::2] for action, place in zip(forwards, chosen, strict=True) if place is not None}
+        for action, until in zip(forwards, chosen, strict=True):
+            if until is not None:
+                before.setdefault(until, []).append(action._replace(kind=Kind.LOAD))
+        away = {action[::2] for action, until in zip(forwards, chosen, strict=True) if until is not None}
         made: list[Action] = []
         for place, action in enumerate(row):
             made += (*before.get(place, ()), action)
@@ -188,6 +191,7 @@ def test_a_quick_link_takes_the_place_of_recomputes(recipe: str) -> None:
         assert found is not None
         steps.append(found.best.step_seconds)
     assert steps[0] == steps[1] > 1.04 * steps[2]
+    assert found is not None
     assert "offload" in found.best.title
     assert "in its host's memory" in str(found.best)
     assert set(found.best.offload) == {"none", "activations"}

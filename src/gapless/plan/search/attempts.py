@@ -205,8 +205,7 @@ class Attempts:
                 continue
             if choice.recipe not in seen and len(seen) < _REFINED:
                 seen.add(choice.recipe)
-                done = self.judge.few_cuts(choice) and self.judge.drafts.host is None
-                if done or self.out_of_time():
+                if self.judge.few_cuts(choice) or self.out_of_time():
                     continue
                 better = refined(self.judge, choice, plan, self.out_of_time)
                 if better is not plan:

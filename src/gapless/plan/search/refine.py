@@ -5,19 +5,15 @@ devices have time to spare while a pipeline fills, only a simulation tells.
 """
 
 from collections.abc import Callable
-from itertools import permutations, product
+from itertools import permutations
 
 from gapless.errors import GaplessError
 from gapless.plan.plan import Plan
 from gapless.plan.search.choices import Choice
-from gapless.plan.search.drafts import Draft
 from gapless.plan.search.finish import finished
 from gapless.plan.search.judge import Judge
 
 _EFFORT = 200_000  # actions that are simulated
-
-
-_MOST_STAGES = 8  # of which all ways to recompute some are tried
 
 
 def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], bool]) -> Plan:
@@ -34,9 +30,7 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
     seen = {best.counts}
     # From one stage to another: all cuts between them move by a layer. Neighbours come first.
     stages = sorted(permutations(range(len(plan.partition)), 2), key=lambda pair: (abs(pair[0] - pair[1]), min(pair)))
-    if drafts.host is not None:
-        best = _other_recomputes(judge, best, until)
-    moved = not judge.few_cuts(choice)  # of those with few, all were looked at
+    moved = True
     while moved and not out_of_time():
         moved = False
         for gains, loses in stages:
@@ -57,14 +51,3 @@ def refined(judge: Judge, choice: Choice, plan: Plan, out_of_time: Callable[[], 
                 best, moved = draft, True
     better = finished(drafts, best)
     return better if better.step_seconds < plan.step_seconds * (1 - 1e-9) else plan
-
-
-def _other_recomputes(judge: Judge, best: Draft, until: int) -> Draft:
-    """The same cuts with other stages recomputed: what a device can offload depends on how long the others take."""
-    drafts, choice, words = judge.drafts, best.choice, ("none", *judge.drafts.again[:1])
-    for modes in product(words, repeat=len(best.counts)) if len(best.counts) <= _MOST_STAGES else ():
-        if drafts.effort < until and judge.least.recomputed(choice, best.counts, modes, best.plain) < best.seconds:
-            draft = drafts.make(choice, best.counts, modes)
-            if draft.seconds < best.seconds * (1 - 1e-9) and drafts.fits(draft):
-                best = draft
-    return best
