@@ -80,7 +80,7 @@ def run(
         if gpu:
             until = started + 60 * minutes * len(rows) / len(_WAYS)
             rows[-1] |= _tried(sizes, model, rows[-1], limit, until, progress)
-    same = next(row["layers"] for row in rows if row["way"] == "offload")
+    same = (rows[0]["layers"] + rows[1]["layers"] + 1) // 2  # between what fits plain and with remat
     for row, sizes in zip(rows, ways, strict=True):
         plan = sizes.plan(same) if same else None
         row["same"] = None if plan is None else plan.step_seconds

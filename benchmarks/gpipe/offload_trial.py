@@ -128,18 +128,19 @@ def _trained(
 
 
 def _train(rank: int, ranks: int, folder: str, model: Model, depth: int, plan: Plan, memory: int) -> None:
-    place = rank % torch.cuda.device_count()
-    torch.cuda.set_device(place)
-    share = memory / torch.cuda.get_device_properties(place).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-    join_group(rank, ranks, folder, _SECONDS, "cpu:gloo,cuda:nccl")
-    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("pp",))
+    on_gpu = torch.cuda.is_available()  # without one everything fits
+    if on_gpu:
+        place = rank % torch.cuda.device_count()
+        torch.cuda.set_device(place)
+        share = memory / torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    join_group(rank, ranks, folder, _SECONDS, "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,), mesh_dim_names=("pp",))
     with torch.device("meta"):
         layers = model.layers(depth)
-    ids = model.ids(model.microbatches).to(torch.device("cuda", place))
-    pipe = Pipeline(
-        layers, mesh=mesh, schedule=plan, loss=model.loss, init="reset_parameters", transport="memory", timeout=_SECONDS
-    )
+    ids = model.ids(model.microbatches)
+    more: Any = {"transport": "memory" if on_gpu else "auto", "timeout": _SECONDS}
+    pipe = Pipeline(layers, mesh=mesh, schedule=plan, loss=model.loss, init="reset_parameters", **more)
     optimizer = torch.optim.AdamW([each for each in pipe.parameters() if each.numel()])
     if plan.offload_optimizer:
         offload_optimizer(optimizer)
@@ -147,4 +148,5 @@ def _train(rank: int, ranks: int, folder: str, model: Model, depth: int, plan: P
         pipe.step(ids, ids)
         optimizer.step()
         optimizer.zero_grad()
-    torch.cuda.synchronize()
+    if on_gpu:
+        torch.cuda.synchronize()

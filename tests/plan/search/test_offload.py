@@ -208,7 +208,8 @@ def test_an_optimizer_on_the_host_leaves_room_and_takes_the_time_of_its_copies()
     state = usual.best.memory[0].optimizer_state
     assert (state, away.best.memory[0].optimizer_state) == (2 * 2 * 512 * MIB, 0)
     assert away.best.breakdown.update == pytest.approx(state / 2**30 / 32)
-    assert away.best.memory[0].reserved - usual.best.memory[0].reserved == 256 * MIB  # of two pieces
+    small = found_for(profile, [Device(4480 * MIB)] * 4, ["1f1b"], 8, offload="optimizer", remat=())
+    assert small is not None  # parameters, gradients and activations: the update needs no more, in pieces
     assert away.best.title.endswith("optimizer offloaded")
     assert Plan.from_json(away.best.to_json()).offload_optimizer
 

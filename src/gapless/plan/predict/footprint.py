@@ -72,6 +72,7 @@ def footprints(
         layers = stages.of_device(device)
         # Between two steps nothing of a microbatch is left.
         update = sum(layer.update_workspace for layer in layers)
+        update = update if profile.most_update is None else min(update, profile.most_update)
         total, activations, buffers, workspace = max((*row, (update, 0, 0, update)), key=itemgetter(0))
         found.append(
             Footprint(

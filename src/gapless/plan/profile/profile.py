@@ -203,6 +203,7 @@ class Profile:
     reserved    bytes of each device that are taken by others: the driver, other programs
     slack       what the device's allocator loses, as a share of what comes and goes
     host        of each device, for what is offloaded; None where that is not known
+    most_update bytes that an optimizer step takes at the most, where it steps pieces; None: all layers together
     """
 
     name: str
@@ -217,6 +218,7 @@ class Profile:
     entry: EntryTime = EntryTime()
     contention: Contention = ALONE
     host: Host | None = None
+    most_update: int | None = None
 
     def scaled(self, samples: int) -> "Profile":
         """The same model with microbatches of another size: what is not overhead grows with it."""
@@ -228,23 +230,23 @@ class Profile:
 
     def with_offloaded_optimizer(self) -> "Profile":
         """The optimizer's state is in the host's memory. Its step brings it through the device in pieces, two of which
-        are there at a time.
+        are there at a time; a piece ends with a whole parameter, which is no larger than its layer.
         """
         assert self.host is not None
-        sums = {name: sum(getattr(layer, name) for layer in self.layers) for name in _OPTIMIZER}
-        share = PIECE / sums["parameters"] if sums["parameters"] else 1.0
-        pieces = min(1.0, 2 * share) * sums["optimizer_state"] + min(1.0, share) * sums["update_workspace"]
+        parameters, state, workspace = (sum(getattr(each, name) for each in self.layers) for name in _OPTIMIZER)
+        piece = PIECE + max(layer.parameters for layer in self.layers)
+        most = math.ceil(piece * (2 * state + workspace) / parameters) if parameters else None
         link = Link("host", None, self.host.latency, self.host.bandwidth)
         layers = tuple(
             replace(
                 layer,
                 optimizer_state=0,
-                update_workspace=0,
+                update_workspace=layer.update_workspace + layer.optimizer_state,
                 update=Seconds(layer.update.median + link.seconds(layer.optimizer_state), layer.update.spread),
             )
             for layer in self.layers
         )
-        return replace(self, layers=layers, reserved=self.reserved + math.ceil(pieces))
+        return replace(self, layers=layers, most_update=most)
 
     def link(self, one: int, other: int) -> Link:
         """What connects two devices: the innermost level that has both, or the outermost there is."""
