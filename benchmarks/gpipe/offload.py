@@ -6,7 +6,7 @@
     both         the planner chooses for each stage
     optimizer    the same, and the optimizer's state is in the host's memory
 
-All as a pipeline under 1f1b. By prediction: layers are counted without data, and the planner says what fits, and how
+All as a pipeline under 1f1b or interleaved. By prediction: layers are counted without data, and the planner says what fits, and how
 long a step takes. With --gpu it is measured too: as many ranks as devices share an NVIDIA GPU, each may allocate so
 much of its memory, and ever larger models are trained for two steps until one does not fit. Layers and the link to the
 host, which all ranks share, are measured there first.
@@ -73,7 +73,9 @@ def run(
     ways: list[_Sizes] = []
     for way, wanted in _WAYS.items():
         progress(f"{way}: planning")
-        wanted = replace(wanted, schedules=("1f1b",), microbatches=microbatches, mesh=Mesh(1, devices), time_limit=10.0)
+        wanted = replace(
+            wanted, schedules=("1f1b", "interleaved"), microbatches=microbatches, mesh=Mesh(1, devices), time_limit=10.0
+        )
         sizes = _Sizes(small, wanted, [Device(limit)] * devices)
         ways.append(sizes)
         rows.append({"way": way, **sizes.largest()})
@@ -94,10 +96,10 @@ def _counted(model: Model, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
     profile = transformer_profile(1, model.samples, model.width, model.tokens)
     ratio = OPERATIONS_PER_SECOND / speed
-    layers = [
-        replace(each, **{name: Seconds(ratio * getattr(each, name).median) for name in _TIMES})
-        for each in profile.layers
+    scaled: list[dict[str, Any]] = [
+        {name: Seconds(ratio * getattr(e, name).median) for name in _TIMES} for e in profile.layers
     ]
+    layers = [replace(each, **times) for each, times in zip(profile.layers, scaled, strict=True)]
     return replace(profile, layers=tuple(layers), host=Host(bandwidth))
 
 

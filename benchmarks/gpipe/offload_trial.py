@@ -90,7 +90,7 @@ class Trial:
                 assert isinstance(connection, Connection)
                 left.remove(connection)
                 try:
-                    said = connection.recv()
+                    said = str(connection.recv())
                 except EOFError:
                     said = "a rank has gone"
                 if said == _TOO_LARGE:

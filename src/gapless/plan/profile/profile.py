@@ -173,9 +173,11 @@ ANY_HOST = Host()
 
 def read_host(bandwidth: float | str | None, memory: int | str | None, marks: str = "host_") -> Host:
     """As they are given, by arguments or options whose names begin with `marks`."""
+    name = "bandwidth"
     try:
-        name, speed = "bandwidth", None if bandwidth is None else units.read(bandwidth, units.BANDWIDTH)
-        name, size = "memory", None if memory is None else units.read_bytes(memory)
+        speed = None if bandwidth is None else units.read(bandwidth, units.BANDWIDTH)
+        name = "memory"
+        size = None if memory is None else units.read_bytes(memory)
     except ConfigError as error:
         raise ConfigError(f"{marks}{name} {error}") from None
     return Host(speed, memory=size)
