@@ -6,12 +6,13 @@
     both         the planner chooses for each stage
     optimizer    the same, and the optimizer's state is in the host's memory
 
-All as a pipeline under 1f1b or interleaved. By prediction: layers are counted without data, and the planner says what fits, and how
-long a step takes. With --gpu it is measured too: as many ranks as devices share an NVIDIA GPU, each may allocate so
-much of its memory, and ever larger models are trained for two steps until one does not fit. Layers and the link to the
-host, which all ranks share, are measured there first.
+All as a pipeline under 1f1b or interleaved. By prediction: layers are counted without data, and the planner says what
+fits, and how long a step takes. With --gpu it is measured too: as many ranks as devices share an NVIDIA GPU, each may
+allocate so much of its memory, and models from the predicted size on are trained for two steps, until the largest that
+fits and the smallest that does not are known. Layers and the link to the host, which all ranks share, are measured
+there first.
 
-example: python -m benchmarks offload --gpu --memory 4
+example: python -m benchmarks offload --gpu --devices 4 --width 1024 --samples 4 --memory 4
 """
 
 import time
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, transformer_profile
-from benchmarks.gpipe.offload_trial import Model, Trial
+from benchmarks.gpipe.offload_trial import TOO_LARGE, Model, Trial
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
@@ -165,6 +166,8 @@ def _tried(sizes: _Sizes, model: Model, row: Found, memory: int, until: float, p
         progress(f"{row['way']}: training {show_count(depth, 'layer')}")
         with Trial(model, depth, plan, memory) as trial:
             reason = trial.reason()
+        if reason not in ("", TOO_LARGE):
+            break
         if reason:
             too_large, depth = depth, depth - each
         else:
@@ -209,7 +212,8 @@ def told(found: Found) -> Told:
         note += (
             f"Predicted for {found['speed']:g} TFLOP/s and {found['bandwidth']:g} GB/s between a device and its host."
         )
-    return Told(figures, [tabulated("The largest GPT", rows, columns, note=note, in_docs=True)])
+    failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
+    return Told(figures, [tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)])
 
 
 _COLOURS = {"plain": "#8a8f98", "remat": "#d9822b", "offload": "#2b7bba", "both": "#3a9d5d", "optimizer": "#7a5bb5"}

@@ -28,7 +28,7 @@ from gapless.zoo.gpt import gpt, next_token_loss
 _VOCABULARY = 32_000
 _STEPS = 2
 _SECONDS = 90.0  # of a trial
-_TOO_LARGE = "out of memory"
+TOO_LARGE = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Trial:
                     said = str(connection.recv())
                 except EOFError:
                     said = "a rank has gone"
-                if said == _TOO_LARGE:
+                if said == TOO_LARGE:
                     return said
                 if said and not failed:  # others may say that it was memory
                     failed, until = said, min(until, time.monotonic() + 3.0)
@@ -122,8 +122,8 @@ def _trained(
     except BaseException as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        out = isinstance(error, torch.OutOfMemoryError) or _TOO_LARGE in str(error)
-        answer.send(_TOO_LARGE if out else f"rank {rank}: {type(error).__name__}: {str(error)[:300]}")
+        out = isinstance(error, torch.OutOfMemoryError) or TOO_LARGE in str(error)
+        answer.send(TOO_LARGE if out else f"rank {rank}: {type(error).__name__}: {str(error)[:300]}")
     os._exit(0)  # no farewell between ranks: the others may have gone
 
 
