@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import torch
 
 from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, transformer_profile
-from benchmarks.gpipe.offload_trial import TOO_LARGE, Model, Trial
+from benchmarks.gpipe.offload_trial import TOO_LARGE, GptOfAnyDepth, MemoryTrial
 from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
 from benchmarks.runner.rounds import Progress, silent
 from benchmarks.runner.told import Figure, Found, Told, tabulated
@@ -68,16 +68,16 @@ def run(
     if gpu and not torch.cuda.is_available():
         raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
     check_width(width, heads=width // 64 or 64)
-    model, limit, started = Model(width, tokens, samples, microbatches), int(memory * 2**30), time.monotonic()
+    model, limit, started = GptOfAnyDepth(width, tokens, samples, microbatches), int(memory * 2**30), time.monotonic()
     small = _measured(model, devices, progress) if gpu else _counted(model, speed * 1e12, bandwidth * 1e9)
     rows: list[Found] = []
-    ways: list[_Sizes] = []
+    ways: list[_Depths] = []
     for way, wanted in _WAYS.items():
         progress(f"{way}: planning")
         wanted = replace(
             wanted, schedules=("1f1b", "interleaved"), microbatches=microbatches, mesh=Mesh(1, devices), time_limit=10.0
         )
-        sizes = _Sizes(small, wanted, [Device(limit)] * devices)
+        sizes = _Depths(small, wanted, [Device(limit)] * devices)
         ways.append(sizes)
         rows.append({"way": way, **sizes.largest()})
         if gpu:
@@ -93,7 +93,7 @@ def run(
     return {"rows": rows, "same": same, "device": torch.cuda.get_device_name() if gpu else ""}
 
 
-def _counted(model: Model, speed: float, bandwidth: float) -> Profile:
+def _counted(model: GptOfAnyDepth, speed: float, bandwidth: float) -> Profile:
     """A GPT of one block, without data; a device computes so many operations in a second."""
     profile = transformer_profile(1, model.samples, model.width, model.tokens)
     ratio = OPERATIONS_PER_SECOND / speed
@@ -104,7 +104,7 @@ def _counted(model: Model, speed: float, bandwidth: float) -> Profile:
     return replace(profile, layers=tuple(layers), host=Host(bandwidth))
 
 
-def _measured(model: Model, ranks: int, progress: Progress) -> Profile:
+def _measured(model: GptOfAnyDepth, ranks: int, progress: Progress) -> Profile:
     """The same on a GPU, with what messages between ranks keep there. All ranks share the link to the host."""
     from gapless.plan.profile.measure import measure
     from gapless.run.ranks.wire.gpu_memory.slots import most_bytes
@@ -120,7 +120,7 @@ def _measured(model: Model, ranks: int, progress: Progress) -> Profile:
     return replace(found, reserved=found.reserved + kept, host=Host(bandwidth / ranks, latency))
 
 
-class _Sizes:
+class _Depths:
     """Models of all depths, planned in one way."""
 
     def __init__(self, small: Profile, wanted: SearchOptions, machine: Sequence[Device]) -> None:
@@ -153,7 +153,7 @@ class _Sizes:
         return found | {"seconds": plan.step_seconds, "throughput": plan.throughput, "host": away}
 
 
-def _tried(sizes: _Sizes, model: Model, row: Found, memory: int, until: float, progress: Progress) -> Found:
+def _tried(sizes: _Depths, model: GptOfAnyDepth, row: Found, memory: int, until: float, progress: Progress) -> Found:
     """From what is predicted on, one step at a time: the largest that was trained, and the smallest that was not."""
     each = max(1, row["layers"] // _STEP)
     fits: int | None = None
@@ -164,7 +164,7 @@ def _tried(sizes: _Sizes, model: Model, row: Found, memory: int, until: float, p
         if plan is None:
             break
         progress(f"{row['way']}: training {show_count(depth, 'layer')}")
-        with Trial(model, depth, plan, memory) as trial:
+        with MemoryTrial(model, depth, plan, memory) as trial:
             reason = trial.reason()
         if reason not in ("", TOO_LARGE):
             break

@@ -32,7 +32,7 @@ TOO_LARGE = "out of memory"
 
 
 @dataclass(frozen=True)
-class Model:
+class GptOfAnyDepth:
     """A GPT of any depth, and what it is trained with."""
 
     width: int
@@ -54,15 +54,15 @@ class Model:
     loss = staticmethod(next_token_loss)
 
 
-class Trial:
+class MemoryTrial:
     """Of one depth, for as long as the context lasts."""
 
-    def __init__(self, model: Model, depth: int, plan: Plan, memory: int) -> None:
+    def __init__(self, model: GptOfAnyDepth, depth: int, plan: Plan, memory: int) -> None:
         self._asked = model, depth, json.dumps(plan.to_json()), memory
         self._ranks = plan.num_devices
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Trial":
+    def __enter__(self) -> "MemoryTrial":
         start_server()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         context = get_context("forkserver")
@@ -106,7 +106,7 @@ def _ended(process: Any) -> None:
 
 
 def _trained(
-    rank: int, ranks: int, folder: str, answer: Connection, model: Model, depth: int, plan: str, memory: int
+    rank: int, ranks: int, folder: str, answer: Connection, model: GptOfAnyDepth, depth: int, plan: str, memory: int
 ) -> None:
     """What a rank does: it answers with what went wrong, or with nothing."""
     os.setsid()  # Ctrl-C is for whoever started it
@@ -127,7 +127,7 @@ def _trained(
     os._exit(0)  # no farewell between ranks: the others may have gone
 
 
-def _train(rank: int, ranks: int, folder: str, model: Model, depth: int, plan: Plan, memory: int) -> None:
+def _train(rank: int, ranks: int, folder: str, model: GptOfAnyDepth, depth: int, plan: Plan, memory: int) -> None:
     on_gpu = torch.cuda.is_available()  # without one everything fits
     if on_gpu:
         place = rank % torch.cuda.device_count()
