@@ -68,9 +68,10 @@ docs: $(VENV)/.docs
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(or $(NAME),all --html benchmarks.html)
 
-# The tables of docs/results.md, from the results that are stored in docs/results/bench.
+# The tables of docs/results.md and docs/memory.md, from the results that are stored in docs/results.
 bench-tables: $(STAMP)
 	$(BIN)/python -m benchmarks.runner.docs_tables docs/results.md docs/results/bench
+	$(BIN)/python -m benchmarks.runner.docs_tables docs/memory.md docs/results/memory
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(EMPTY)
 	$(PIP) $(PINS) 'mkdocs-material>=9.6'

@@ -15,7 +15,7 @@ timeline     what recording costs, and whether a simulation agrees with the reco
 saving       what a save in the background costs
 staleness    what delayed gradients cost, on real text
 compile      compiled layers against eager ones
-gpipe/       the tables of GPipe and of zero bubble: largest, throughput, breakdown, bubbles,
+gpipe/       the tables of GPipe and of zero bubble: largest, offload, throughput, breakdown, bubbles,
              overlap
 planner/     is the planner right? plan and replicas
 
@@ -44,6 +44,7 @@ BENCHMARKS = {
     "split": "the host cost of F + I + W against a plain F + B, and torch's own halves",
     "scale": "generate, verify and simulate ever larger schedules",
     "largest": "GPipe's table of the largest model per device, predicted and measured",
+    "offload": "the largest GPT per device with remat, offload, both, and the optimizer's state on the host",
     "throughput": "GPipe's tables of normalised throughput, over fast and slow links, on emulated devices",
     "breakdown": "where the time of a step goes, as measured: compute, recompute, bubble, transfer, update",
     "bubbles": "zero bubble's table of bubble rates for published times, theirs beside ours",

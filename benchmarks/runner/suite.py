@@ -37,6 +37,7 @@ ENTRIES: Mapping[str, Entry] = {
     "peers": Entry("peers", "--microbatches 4 --layers 2 --schedules 1f1b --sizes light --rounds 2"),
     "matrix": Entry("matrix", "--devices 2 --microbatches 8 --times 1 --rounds 2"),
     "largest": Entry("largest", "--models Transformer --no-predicted --width 16 --layers 3 --devices 2"),
+    "offload": Entry("offload", "--devices 2 --microbatches 4 --width 1024 --tokens 64 --memory 1.3"),
     "throughput": Entry("throughput", "--milliseconds 8 --devices 2 --microbatches 1,4 --no-slow --rounds 2"),
     "breakdown": Entry("breakdown", "--width 16 --depth 2 --devices 2 --milliseconds 1 --rounds 2"),
     "bubbles": Entry("bubbles", "--lines 1"),

@@ -436,3 +436,39 @@ def test_what_auto_costs_in_memory_is_told_against_1f1b(gapless: Command) -> Non
     small = Path(__file__).parent.parent.parent / "examples" / "profiles" / "small_gpt.json"
     out = gapless(f"plan {small} --devices 4 --memory 8GiB --microbatches 16 --schedules 1f1b,auto").out
     assert re.search(told, out, re.MULTILINE)
+
+
+def test_host_memory_is_used_where_that_is_faster(gapless: Command, profile: str, tmp_path: Path) -> None:
+    asked = f"plan {profile} --devices 3 --memory 72MiB --schedules 1f1b --microbatches 8"
+    usual = json.loads(gapless(f"{asked} --json")[1])
+    code, out, err = gapless(f"{asked} --offload --host-bandwidth 50GB/s --write {tmp_path / 'plan.json'}")
+    assert (code, err) == (0, f"wrote {tmp_path / 'plan.json'}\n")
+    plan = Plan.read(tmp_path / "plan.json")
+    assert plan.schedule.has_copies
+    assert plan.step_seconds < usual["best"]["step_seconds"]
+    assert "offloaded stages: 0" in out
+    assert "of them in its host's memory" in out
+    scarce = json.loads(gapless(f"{asked} --offload --host-bandwidth 50GB/s --host-memory 1MiB --json")[1])
+    assert scarce["best"]["step_seconds"] == usual["best"]["step_seconds"]
+    Path(profile).write_text(json.dumps(PROFILE | {"host": {"bandwidth": "50 GB/s"}}))
+    assert json.loads(gapless(f"{asked} --offload --json")[1])["best"]["step_seconds"] == plan.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--offload",
+            "how fast the link to the host is, which the profile does not say: give --host-bandwidth, as 25GB/s",
+        ),
+        ("--host-memory 1GiB", "--host-bandwidth and --host-memory are for --offload: give that too"),
+        (
+            "--offload --host-bandwidth fast",
+            "--host-bandwidth is 'fast', but it must be a bandwidth such as '100 GB/s'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_said(gapless: Command, profile: str, words: str, said: str) -> None:
+    code, _, err = gapless(f"plan {profile} --devices 2 {words}")
+    assert code == 2
+    assert said in err

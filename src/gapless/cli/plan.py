@@ -18,16 +18,16 @@ from gapless.errors import ConfigError
 from gapless.plan.asynchronous.alternatives import Alternative, alternatives
 from gapless.plan.asynchronous.stage_times import FORMS
 from gapless.plan.profile.file import read_profile, write_profile
-from gapless.plan.profile.profile import SLACK, Link, Profile
+from gapless.plan.profile.profile import ANY_HOST, SLACK, Host, Link, Profile, read_host
 from gapless.plan.search.search import Found, search
-from gapless.plan.search.search_options import SearchOptions
+from gapless.plan.search.search_options import OFFLOAD, SearchOptions
 from gapless.plan.search.what_if import Answer, read_changes, usual_changes, what_if
 from gapless.view import text
 
 EXAMPLE = "gapless plan profile.json --devices 8 --memory 24GiB, or gapless plan --model gpt2 --memory 80GB"
 _ONLY_WITH_A_FLUSH = (
     *("what_if", "device_profiles", "html", "figure", "perfetto", "write", "speeds"),
-    *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack"),
+    *("schedules", "minibatch", "microbatches", "shard_optimizer", "slack", "host_bandwidth", "host_memory"),
 )
 
 
@@ -56,6 +56,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         ("--microbatches -M", int, None, "M", "number of microbatches (default: try several)"),
         ("--bandwidth", str, None, "X", "of one link between all devices, as 25GB/s, in place of the profile's links"),
         ("--latency", str, None, "T", "of that link, as 20us (default 0)"),
+        ("--host-bandwidth", str, None, "X", "between a device and its host, as 25GB/s (default: the profile's)"),
+        ("--host-memory", str, None, "SIZE", "that a device may use on its host, as 64GiB (default: no limit)"),
     )
     model_options.add(parser)
     asked.add_values(
@@ -81,6 +83,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="CHANGE,CHANGE",
         help="plan again for a machine with memory+8GiB (each), devices+1, bandwidth*2, latency/2, speed*1.5 or "
         "minibatch*2, and report the gain of each (default: 8 GiB more, a device more, links twice as fast)",
+    )
+    searched.add_argument(
+        "--offload",
+        nargs="?",
+        const="activations",
+        default="none",
+        choices=OFFLOAD,
+        help="use host memory for activations (the default), where that helps, for the optimizer's state, or for both",
     )
     searched.add_argument("--shard-optimizer", action="store_true", help="split the optimizer's state between replicas")
     slack = f"share of memory that the allocator loses (default: the profile's, or {SLACK})"
@@ -178,11 +188,21 @@ def _answers(arguments: argparse.Namespace, profile: Profile, found: Found) -> l
 def _profile(arguments: argparse.Namespace) -> Profile:
     """The profile of the file, with the link that was asked for."""
     profile = read_profile(arguments.source) if arguments.model is None else model_options.read_model(arguments)
+    given = _host(arguments)
+    if given != ANY_HOST:
+        known = profile.host or ANY_HOST
+        profile = replace(profile, host=replace(given, bandwidth=given.bandwidth or known.bandwidth))
     if arguments.bandwidth is None and arguments.latency is None:
         return profile
     bandwidth = _quantity(arguments, "bandwidth", units.BANDWIDTH)
     link = Link("link", None, _quantity(arguments, "latency", units.LATENCY) or 0.0, bandwidth)
     return replace(profile, links=(link,))
+
+
+def _host(arguments: argparse.Namespace) -> Host:
+    if arguments.offload == "none" and (arguments.host_bandwidth or arguments.host_memory):
+        raise ConfigError("--host-bandwidth and --host-memory are for --offload: give that too")
+    return read_host(arguments.host_bandwidth, arguments.host_memory, "--host-")
 
 
 def _quantity(arguments: argparse.Namespace, name: str, quantity: units.Quantity) -> float | None:
@@ -233,6 +253,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[Profile, Found]:
         memory=memories(arguments.memory or None, count),
         speeds=speeds_of(arguments.speeds or None, count),
         wanted=SearchOptions(**asked.given(arguments, SearchOptions)),
+        host=_host(arguments),
         seconds=10.0 if arguments.seconds is None else arguments.seconds,
         progress=terminal.show_progress,
     )

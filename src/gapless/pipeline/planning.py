@@ -16,9 +16,9 @@ from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.profile.measure import cores
-from gapless.plan.profile.profile import Link
+from gapless.plan.profile.profile import Link, read_host
 from gapless.plan.profile.task import Optimizer
-from gapless.plan.search.search_options import SearchOptions
+from gapless.plan.search.search_options import Offload, SearchOptions
 from gapless.slow_work import slow_work
 from gapless.stage.compiled import uncompiled
 from gapless.stage.devices import Devices
@@ -52,6 +52,9 @@ def make_plan(
     slack: float | None = None,
     seconds: float = 10.0,
     flops: float | None = None,
+    offload: Offload = "none",
+    host_bandwidth: float | str | None = None,
+    host_memory: int | str | None = None,
     time_limit: float = 60.0,
     timeout: float = 600.0,
     progress: Progress | None = None,
@@ -79,13 +82,17 @@ def make_plan(
     seconds       about how long to measure, up to three times
     flops         what a device computes in a second, such as 4e14: nothing is run, times are FLOPs at this speed, and
                   sizes are those of tensors without data. The model may be on the meta device
+    offload       what may be in the host's memory: "activations" where that helps, the state of the "optimizer" (train
+                  with `gapless.offload_optimizer` then), or "both"
+    host_bandwidth  of the link between a device and its host, such as "25GB/s"; by default it is measured
+    host_memory   what each device may have there, such as "64GiB"; by default there is no limit
     time_limit    seconds to search, each time
     timeout       under a mesh: seconds without a sign of life or progress from some rank before all give up
     progress      called with a line of text now and then
     """
     check_where(devices, mesh)
     model, _ = uncompiled(model)
-    wanted = SearchOptions(microbatches, schedules, replicas, slack=slack, time_limit=time_limit)
+    wanted = SearchOptions(microbatches, schedules, replicas, slack=slack, time_limit=time_limit, offload=offload)
     make = partial(
         planned,
         model,
@@ -98,6 +105,7 @@ def make_plan(
         batch_dims=batch_dims,
         seconds=seconds,
         flops=flops,
+        host=read_host(host_bandwidth, host_memory),
         progress=progress,
     )
     with nullcontext() if progress else slow_work("measuring layers and searching for a plan"):

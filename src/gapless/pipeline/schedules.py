@@ -115,7 +115,8 @@ class Schedules:
 
     def offloaded_of(self, num_stages: int) -> list[int]:
         """The stages whose activations may leave."""
-        return [stage for stage, word in enumerate(_of_each("offload", self.offload, num_stages)) if word != "none"]
+        asked = self.asked.offload if isinstance(self.asked, Plan) and self.offload == "none" else self.offload
+        return [stage for stage, word in enumerate(_of_each("offload", asked, num_stages)) if word != "none"]
 
     def remat_of(self, num_stages: int) -> list[Remat]:
         """Of each stage."""

@@ -58,6 +58,7 @@ class Plan:
     memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
     cuts       of a module that is traced: where its graph is cut
     caution    why the step may well differ from what is predicted, where that is known
+    offload_optimizer  the plan is for an optimizer whose state is in the host's memory (`gapless.offload_optimizer`)
     batch      samples in a step, where microbatches of `samples` do not divide them: some are then smaller
     searched   how far it was searched, and how good it is known to be
     """
@@ -74,6 +75,7 @@ class Plan:
     limits: tuple[int | None, ...]
     cuts: GraphCuts | None = None
     caution: str = ""
+    offload_optimizer: bool = False
     batch: int | None = None
     searched: Searched | None = None
 
@@ -101,6 +103,12 @@ class Plan:
     @property
     def microbatches(self) -> int:
         return self.schedule.num_microbatches
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """Per stage "none" or "activations": whether some of them wait in the host's memory."""
+        leaving = {stage for stage, _ in self.schedule.offloaded}
+        return tuple("activations" if stage in leaving else "none" for stage in range(self.schedule.num_stages))
 
     @property
     def minibatch(self) -> int:
@@ -135,10 +143,10 @@ class Plan:
         if self.stages_per_device > 1:
             parts.append(f"{self.stages_per_device} stages each")
         parts.append(f"{show_count(self.microbatches, 'microbatch')} of {self.samples}")
-        for kind, words in (("stage", "remat"), ("layer", "remat layer by layer")):
-            if again := self.remat.count(kind):
-                parts.append(words if again == len(self.remat) else f"{words} of {again} of {len(self.remat)} stages")
-        return ", ".join(parts)
+        for kind, words in (("stage", "remat"), ("layer", "remat layer by layer"), ("activations", "offload")):
+            if some := (*self.remat, *self.offload).count(kind):
+                parts.append(words if some == len(self.remat) else f"{words} of {some} of {len(self.remat)} stages")
+        return ", ".join([*parts, "optimizer offloaded"] if self.offload_optimizer else parts)
 
     @property
     def how_good(self) -> str:
@@ -165,10 +173,12 @@ class Plan:
         fullest = max(range(self.num_devices), key=lambda device: self.memory[device].total)
         limit = self.limits[fullest]
         room = "" if limit is None else f" of {show_bytes(limit)}"
+        away = max(self.timeline.host_peak) if self.schedule.has_copies else 0
         lines = [
             f"{self.title}: {show_seconds(self.step_seconds)} a step, {self.throughput:.4g} samples/s",
             f"layers per stage: {','.join(map(str, self.partition))}",
             f"the fullest device holds {show_bytes(self.memory[fullest].total)}{room}",
+            f"a device has up to {show_bytes(float(away))} in its host's memory" if away else "",
             self.how_good,
             f"caution: {self.caution}" if self.caution else "",
         ]
@@ -190,6 +200,7 @@ class Plan:
             **({} if self.cuts is None else {"cuts": self.cuts.to_json()}),
             **({"caution": self.caution} if self.caution else {}),
             "remat": list(self.remat),
+            **({"offload_optimizer": True} if self.offload_optimizer else {}),
             "step_seconds": self.step_seconds,
             **({} if self.searched is None else {"searched": asdict(self.searched)}),
             "breakdown": asdict(self.breakdown),
@@ -215,6 +226,7 @@ class Plan:
                 limits=tuple(None if limit is None else int(limit) for limit in data["limits"]),
                 cuts=GraphCuts.from_json(data["cuts"]) if "cuts" in data else None,
                 caution=printable(str(data.get("caution", ""))),
+                offload_optimizer=bool(data.get("offload_optimizer", False)),
                 batch=_batch(data),
                 searched=_searched(data),
             )

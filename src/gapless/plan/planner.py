@@ -17,12 +17,13 @@ from gapless.plan.plan import Plan, Searched
 from gapless.plan.profile import profile as profiled
 from gapless.plan.profile.machine import Device
 from gapless.plan.profile.measure import hop, measure_layers
-from gapless.plan.profile.profile import Link, Profile
+from gapless.plan.profile.profile import ANY_HOST, Host, Link, Profile
 from gapless.plan.profile.traced import Graph, Tracer
 from gapless.plan.search.search import Found, search
 from gapless.plan.search.search_options import ANYTHING, SearchOptions, check_number
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.devices import Devices, torch_devices
+from gapless.stage.offload.host_link import link_speed
 
 Memory = int | str | Sequence[int | str]
 Progress = Callable[[str], None]
@@ -57,6 +58,7 @@ def planned(
     seconds: float = 10.0,
     flops: float | None = None,
     name: str | None = None,
+    host: Host = ANY_HOST,
     progress: Progress | None = None,
     **measured: Any,
 ) -> Planned:
@@ -68,6 +70,7 @@ def planned(
     side_by_side  how many of the devices share this machine's processors; all of them unless given
     slots         what messages keep on a device, in bytes, by the size of the largest of them
     name          of the profile
+    host          what is known of it; its link is measured unless that has a bandwidth
     measured      what else `measure` takes
     """
     told = progress or (lambda line: None)
@@ -89,7 +92,7 @@ def planned(
     else:
         assert isinstance(model, nn.Module)
         source, loss = Tracer(model, there[0], len(there)), own_loss if loss is None else loss
-        wanted = replace(wanted, layer_remat=False)  # a piece of a graph is one layer to its stage
+        wanted = replace(wanted, remat=("stage",))  # a piece of a graph is one layer to its stage
     measured |= {
         "loss": loss,
         "device": there[0],
@@ -99,7 +102,9 @@ def planned(
         "flops": flops,
         "name": name or type(model).__name__,
     }
-    known = {"links": tuple(links), "minibatch": pipelines * size}
+    known: dict[str, Any] = {"links": tuple(links), "minibatch": pipelines * size}
+    if wanted.offload != "none":
+        known["host"] = _measured_host(host, there[0], flops)
     profiles = _Profiles(source, part, told, measured, known, slots or (lambda largest: 0))
     made = _best_of_all_sizes(profiles, machine, wanted, size, pipelines, told)
     if flops is None:
@@ -243,6 +248,15 @@ def _of_all(best: Plan, founds: Collection[Found]) -> Searched:
         tried=sum(part.tried for part in parts),
         untried=sum(part.untried for part in parts),
     )
+
+
+def _measured_host(host: Host, device: torch.device, flops: float | None) -> Host:
+    if host.bandwidth is not None:
+        return host
+    if flops is not None:
+        raise ConfigError("with flops= nothing is measured: give host_bandwidth= too to offload, as '25GB/s'")
+    latency, bandwidth = link_speed(device)
+    return replace(host, latency=latency, bandwidth=bandwidth)
 
 
 def _devices(devices: Devices) -> list[torch.device]:

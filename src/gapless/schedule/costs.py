@@ -38,6 +38,7 @@ class Costs:
     host_bandwidth        of the link between a device and its host, each way, for offload; no limit unless given
     host_latency          time of a copy there, whatever its size
     host_share            how many devices share such a link: 0 to n - 1, n to 2 n - 1, and so on
+    offloaded             memory that leaves for the host with an O; unless given all that waits there
     """
 
     forward: PerStage = 1
@@ -54,6 +55,7 @@ class Costs:
     host_bandwidth: Number | None = None
     host_latency: Number = 0
     host_share: Number = 1
+    offloaded: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -21,7 +21,10 @@ Times = Sequence[Sequence[Number]]  # per device, in the order of its row
 
 
 def sizes(schedule: Schedule, costs: Costs) -> Callable[[Action], Number]:
-    """What a copy moves: the activations, or the kept input where these are recomputed."""
+    """What a copy moves: what the costs say; or the activations, and the kept input where these are recomputed."""
+    if costs.offloaded is not None:
+        given = costs.per_stage("offloaded", schedule.placement)
+        return lambda copy: given[copy.stage]
     activation, boundary = (costs.per_stage(name, schedule.placement) for name in ("activation", "boundary"))
     again = schedule.recomputed
     return lambda copy: (boundary if (copy.stage, copy.microbatch) in again else activation)[copy.stage]

@@ -15,6 +15,7 @@ from gapless.pipeline.planning import make_plan
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Memory, Planned, Progress, planned
 from gapless.plan.profile.measure import cores
+from gapless.plan.profile.profile import ANY_HOST, Host
 from gapless.plan.profile.task import Optimizer
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.stage.batch import microbatch as mb
@@ -53,6 +54,7 @@ class Job:
         memory: Memory | None = None,
         speeds: Sequence[float] | None = None,
         seconds: float = 10.0,
+        host: Host = ANY_HOST,
         progress: Progress | None = None,
     ) -> Planned:
         """Measured and planned, with what the config allows where nothing is given."""
@@ -70,6 +72,7 @@ class Job:
                 seconds=seconds,
                 progress=progress,
                 name=self.config.model.name,
+                host=host,
             )
 
     def made_plan(
@@ -90,6 +93,7 @@ class Job:
                 microbatches=wanted.microbatches,
                 schedules=wanted.schedules,
                 optimizer=self.optimizer,
+                offload=wanted.offload,
                 seconds=seconds,
                 progress=progress,
                 timeout=self.config.pipeline.timeout,
@@ -102,6 +106,7 @@ class Job:
                 wanted,
                 microbatches=wanted.microbatches or layout.microbatches,
                 schedules=wanted.schedules or (None if layout.schedule is None else [layout.schedule]),
+                offload="activations" if wanted.offload == "none" != layout.offload else wanted.offload,
             )
         self._check(wanted.microbatches)
         return wanted
@@ -155,7 +160,7 @@ class Job:
                 stages_per_device=layout.stages_per_device,
                 partition=layout.partition,
                 remat=layout.remat or "none",
-                offload=layout.offload,
+                offload="none" if layout.plan == "auto" else layout.offload,  # the plan says what leaves
                 loss=self.loss,
                 loss_weight=loss_weight(self.config.loss),
                 seed=self.config.train.seed,

@@ -9,7 +9,7 @@ import pytest
 from gapless.errors import ConfigError
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.file import parse_profile, profile_text, read_profile, write_profile
-from gapless.plan.profile.profile import EntryTime, Layer, Link, Profile, Seconds
+from gapless.plan.profile.profile import EntryTime, Host, Layer, Link, Profile, Seconds
 
 BLOCK = {"name": "block", "forward": "1.5 ms", "parameters": "12 MiB", "activation": "6 MiB", "boundary": "1 MiB"}
 
@@ -79,6 +79,7 @@ def full_profile() -> Profile:
         slack=0.25,
         entry=EntryTime(1e-4, 2e-4),
         contention=Contention(1.5, 1.25, 1.125, 1.5),
+        host=Host(2.5e10, 1e-5, 2**30),
     )
 
 

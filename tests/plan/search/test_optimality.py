@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -160,10 +161,10 @@ def test_more_devices_never_slow_twelve_equal_layers_down() -> None:
 # -- what plans left behind -------------------------------------------------------------------------------------------
 
 
-def limited(memory: int, recipes: list[str], **more: bool) -> Found:
+def limited(memory: int, recipes: list[str], **more: Any) -> Found:
     """Eight blocks on 4 devices, whose activations fill them."""
     profile = profiles.even(8, seconds=30 * MS, parameters=16 * MIB, activation=100 * MIB, boundary=4 * MIB)
-    wanted = SearchOptions(schedules=recipes, microbatches=16, time_limit=None, **more)  # type: ignore[arg-type]
+    wanted = SearchOptions(schedules=recipes, microbatches=16, time_limit=None, **more)
     return search(profile, [Device(memory * MIB)] * 4, wanted, 16)
 
 
@@ -177,7 +178,7 @@ def test_auto_recomputes_where_that_is_quicker() -> None:
 
 def test_stages_are_recomputed_layer_by_layer_where_nothing_else_fits() -> None:
     with pytest.raises(PlanError, match="nothing fits"):
-        limited(310, ["1f1b"], layer_remat=False)
+        limited(310, ["1f1b"], remat=("stage",))
     best = limited(310, ["1f1b"]).best
     assert "layer" in best.remat
     assert "remat layer by layer" in best.title

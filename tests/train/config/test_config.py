@@ -130,6 +130,11 @@ def test_every_fault_is_told_at_once(tmp_path: Path) -> None:
         ("seed = 7", "seed = = 7", "it is not TOML: Invalid value (at line 25, column 8)"),
         (
             "microbatches = 4",
+            "plan = 'auto'\noffload = ['none', 'activations']",
+            "pipeline.offload lists stages, but plan = 'auto' chooses them: write offload = 'activations'",
+        ),
+        (
+            "microbatches = 4",
             "plan = 'auto'\npartition = [3, 3]",
             "pipeline.partition is given, but plan = 'auto' chooses it: leave one of them out",
         ),

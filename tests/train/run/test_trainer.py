@@ -58,6 +58,9 @@ def test_the_losses_with_a_plan_are_those_of_the_plain_loop(config: Config) -> N
     asked = config.changed(plan="auto", microbatches=3, schedule="1f1b")
     found = build(asked).planned(seconds=0.01)
     assert (found.profile.name, found.profile.minibatch) == ("mine.py:make", 6)
+    assert found.profile.host is None
+    host = build(asked.changed(offload="activations")).planned(seconds=0.01).profile.host
+    assert host is not None  # it was measured, since the plan may offload
     assert {plan.recipe for plan in found.found.plans} == {"1f1b"}
     assert [step.loss for step in trained(asked, found.found.best)] == plain_losses(config, 3)
 

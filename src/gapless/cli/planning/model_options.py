@@ -71,7 +71,7 @@ def plan_model(
 ) -> Found:
     """The plans for these devices, which say what they assume, and how many devices it takes."""
     minibatch = arguments.minibatch or 4 * len(machine)
-    wanted = replace(wanted, layer_remat=False)  # a piece of a graph is one layer to its stage
+    wanted = replace(wanted, remat=("stage",))  # a piece of a graph is one layer to its stage
     memory = set(memories(arguments.memory, len(machine)) or ())
     fits = _first_fit(profile, memory.pop(), wanted, minibatch) if len(memory) == 1 else ""
     try:

@@ -126,10 +126,12 @@ def _stages(plan: Plan) -> list[tuple[str, ...]]:
     device_of = {stage: device for device, stages in enumerate(plan.schedule.placement.stages) for stage in stages}
     found: list[tuple[str, ...]] = []
     first = 0
-    for stage, (count, remat) in enumerate(zip(plan.partition, plan.remat, strict=True)):
+    for stage, (count, remat, offload) in enumerate(zip(plan.partition, plan.remat, plan.offload, strict=True)):
         device = device_of[stage]
         own = plan.mesh.order[device] if plan.mesh.order else device
         span = f"{first} to {first + count - 1}" if count > 1 else str(first)
-        found.append((str(stage), str(own), f"{span} ({count})", words.get(remat, remat)))
+        found.append(
+            (str(stage), str(own), f"{span} ({count})", words[remat] + (", offloaded" if offload != "none" else ""))
+        )
         first += count
     return found

@@ -135,14 +135,14 @@ def best_of_each_kind(plans: Sequence[Plan], most: int) -> list[Plan]:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    again = len(plan.remat) - plan.remat.count("none")
+    again, away = (len(words) - words.count("none") for words in (plan.remat, plan.offload))
     waits = (plan.breakdown.bubble + plan.breakdown.communication) / plan.step_seconds
     return (
         plan.recipe,
         f"{plan.mesh.replicas} x {plan.num_devices}" if plan.mesh.replicas > 1 else str(plan.num_devices),
         str(plan.schedule.num_stages),
         f"{plan.microbatches} of {plan.samples}",
-        f"{again}/{len(plan.remat)}" if again else "-",
+        (f"{again}/{len(plan.remat)}" if again else "-") + (f", offload {away}" if away else ""),
         units.show_seconds(plan.step_seconds),
         f"{plan.throughput:.4g}",
         text.percent(waits),
@@ -152,9 +152,17 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 def _cuts(plan: Plan) -> str:
     lines = [f"layers per stage: {','.join(map(str, plan.partition))}"]
-    for kind, words in (("stage", "recomputed stages"), ("layer", "stages recomputed layer by layer")):
-        if again := [str(stage) for stage, word in enumerate(plan.remat) if word == kind]:
-            lines.append(f"{words}: {','.join(again)}")
+    kinds = {
+        "stage": "recomputed stages",
+        "layer": "stages recomputed layer by layer",
+        "activations": "offloaded stages",
+    }
+    for kind, words in kinds.items():
+        if some := [str(s) for s, each in enumerate(zip(plan.remat, plan.offload, strict=True)) if kind in each]:
+            lines.append(f"{words}: {','.join(some)}")
+    if plan.schedule.has_copies:
+        most = float(max(plan.timeline.host_peak))
+        lines.append(f"a device has up to {units.show_bytes(most)} of them in its host's memory")
     if plan.mesh.order:
         lines.append(f"devices, in the order of the pipeline: {','.join(map(str, plan.mesh.order))}")
     if plan.mesh.replicas > 1:

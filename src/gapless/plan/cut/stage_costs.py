@@ -68,6 +68,14 @@ def make_stages(
     )
     if "layer" in modes:
         costs = _layer_by_layer(costs, layers, boundary, modes)
+    if profile.host is not None:
+        # A stage's input stays, unless it is all that is kept.
+        kept = zip(modes, costs.per_stage("activation", placement), boundary, strict=True)
+        moved = [
+            size if mode == "layer" else into if mode == "stage" else max(0, size - into) for mode, size, into in kept
+        ]
+        host = profile.host
+        costs = replace(costs, host_bandwidth=host.bandwidth, host_latency=host.latency, offloaded=moved)
     return Stages(layers, placement, _with_links(costs, profile, placement, mesh, boundary), boundary, modes)
 
 

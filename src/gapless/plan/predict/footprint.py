@@ -14,20 +14,20 @@ A transfer takes no memory ahead on a GPU: what comes in is there when it is tak
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import product
+from operator import itemgetter
 from typing import NamedTuple
 
 from gapless.plan.cut.stage_costs import Stages
+from gapless.plan.predict.messages import Crossing, crossing_messages, largest_sent, waiting_bytes
 from gapless.plan.profile.profile import Profile
 from gapless.schedule import memory
-from gapless.schedule.action import Action, Kind, Schedule
+from gapless.schedule.action import Kind, Schedule
 from gapless.schedule.costs import Number
-from gapless.schedule.routes import MAKERS, Channel, Route, Routes
+from gapless.schedule.host_copies import sizes
 from gapless.schedule.timeline import Timeline
 
 
@@ -55,6 +55,11 @@ class Footprint:
     def total(self) -> int:
         return int(sum(astuple(self)))
 
+    @property
+    def fixed(self) -> int:
+        """What does not come and go."""
+        return self.parameters + self.gradients + self.optimizer_state + self.reserved
+
 
 def footprints(
     profile: Profile, stages: Stages, timeline: Timeline, *, optimizer_shards: int = 1, slack: float | None = None
@@ -62,31 +67,26 @@ def footprints(
     """Of each device. `optimizer_shards`: among how many replicas the optimizer's state is shared out."""
     share = profile.slack if slack is None else slack
     found = []
-    for device, peak in enumerate(_peaks(timeline, stages)):
+    leaving = {stage for stage, _ in timeline.schedule.offloaded}
+    for device, row in enumerate(_running(timeline, stages, leaving)):
         layers = stages.of_device(device)
         # Between two steps nothing of a microbatch is left.
-        peak = max(peak, _Held(0, 0, sum(layer.update_workspace for layer in layers)), key=sum)
+        update = sum(layer.update_workspace for layer in layers)
+        update = update if profile.most_update is None else min(update, profile.most_update)
+        total, activations, buffers, workspace = max((*row, (update, 0, 0, update)), key=itemgetter(0))
         found.append(
             Footprint(
                 parameters=sum(layer.parameters for layer in layers),
                 gradients=sum(layer.gradients for layer in layers),
                 optimizer_state=math.ceil(sum(layer.optimizer_state for layer in layers) / optimizer_shards),
-                activations=peak.activations,
-                buffers=peak.buffers,
-                workspace=peak.workspace,
-                slack=math.ceil(share * sum(peak)),
+                activations=math.ceil(activations),
+                buffers=buffers,
+                workspace=workspace,
+                slack=math.ceil(share * math.ceil(total)),
                 reserved=profile.reserved + max((layer.libraries for layer in layers), default=0),
             )
         )
     return tuple(found)
-
-
-class _Held(NamedTuple):
-    """What comes and goes, while one action runs."""
-
-    activations: int
-    buffers: int
-    workspace: int
 
 
 class _Beside(NamedTuple):
@@ -99,40 +99,59 @@ class _Beside(NamedTuple):
     after: Number  # from its end on
 
 
-_Crossing = dict[tuple[int, Kind], tuple[Route, int]]  # messages to other devices, by who makes them
+def levels(timeline: Timeline, stages: Stages) -> list[list[Number]]:
+    """What comes and goes, per device while each of its actions runs, where nothing that is sent is held anyway: what
+    else may leave for the host's memory is then no longer there.
+    """
+    every = range(len(stages.layers))
+    return [[held for held, *_ in row] for row in _running(timeline, stages, every)]
 
 
-def _peaks(timeline: Timeline, stages: Stages) -> Iterator[_Held]:
+_Level = tuple[Number, Number, int, int]  # in all, activations, buffers, workspace
+
+
+def _running(timeline: Timeline, stages: Stages, leaving: Iterable[int]) -> Iterator[list[_Level]]:
+    """Per device, while each of its actions runs. What is on its way to the host counts until its copy has ended when
+    the device gets to the action, and what comes back from when the device gets to the copy.
+    """
     schedule = timeline.schedule
     recomputed = schedule.recomputed
-    crossing = _crossing(schedule, stages)
-    each = zip(memory.changes(schedule, stages.memory_costs), _waiting(timeline, crossing), strict=True)
+    crossing = crossing_messages(schedule, stages, leaving)
+    moved = sizes(schedule, timeline.costs)
+    each = zip(memory.changes(schedule, stages.memory_costs), waiting_bytes(timeline, crossing), strict=True)
     for device, (changes, waits) in enumerate(each):
         plain, remade = _beside(schedule, stages, crossing, device)
         held: Number = 0
-        most: Number = 0
-        peak = _Held(0, 0, 0)
-        for (stage, kind, microbatch), (takes, gives), waiting in zip(
-            schedule.rows[device], changes, waits, strict=True
-        ):
+        free: Number = 0
+        leaves: list[tuple[Number, Number]] = []  # when, and how much
+        row: list[_Level] = []
+        for (action, _, end), (takes, gives), waiting in zip(timeline.spans(device), changes, waits, strict=True):
+            stage, kind, microbatch = action
+            if kind is Kind.OFFLOAD:
+                heappush(leaves, (end, moved(action)))
+                continue
+            if kind is Kind.LOAD:
+                held += moved(action)
+                continue
+            while leaves and leaves[0][0] <= free:
+                held -= heappop(leaves)[1]
             table = remade if recomputed and (stage, microbatch) in recomputed else plain
             before, again, last, workspace, after = table[stage, kind]
             buffers = max(last, waiting)
             held += takes + before
-            if held + again + buffers + workspace > most:
-                most = held + again + buffers + workspace
-                peak = _Held(math.ceil(held + again), buffers, workspace)
+            row.append((held + again + buffers + workspace, held + again, buffers, workspace))
             held += after - gives
-        yield peak
+            free = end
+        yield row
 
 
 _Table = dict[tuple[int, Kind], _Beside]
 
 
-def _beside(schedule: Schedule, stages: Stages, crossing: _Crossing, device: int) -> tuple[_Table, _Table]:
+def _beside(schedule: Schedule, stages: Stages, crossing: Crossing, device: int) -> tuple[_Table, _Table]:
     """By stage and kind: of microbatches that are not recomputed, and of those that are."""
     activations = stages.memory_costs.per_stage("activation", stages.placement)
-    after_forward, after_backward = _sent(crossing, device)
+    after_forward, after_backward = largest_sent(crossing, device)
     plain: _Table = {}
     remade: _Table = {}
     halved = {stage for stage, kind, _ in schedule.rows[device] if kind is Kind.WEIGHT_GRAD}
@@ -225,63 +244,6 @@ def _workspaces(stages: Stages, stage: int, *, halves: bool) -> dict[Kind, int]:
         Kind.INPUT_GRAD: backward,
         Kind.WEIGHT_GRAD: weight,
     }
-
-
-def sent(schedule: Schedule, stages: Stages) -> list[int]:
-    """Bytes of the messages that may leave each device while an action runs, at the least."""
-    crossing = _crossing(schedule, stages)
-    return [max(_sent(crossing, device)) for device in range(schedule.num_devices)]
-
-
-def _sent(crossing: _Crossing, device: int) -> tuple[int, int]:
-    """Bytes of the messages that leave a device: the largest of each channel, after forwards and after backwards."""
-    largest: dict[Channel, int] = defaultdict(int)
-    for route, size in crossing.values():
-        if route.channel[0] == device:
-            largest[route.channel] = max(largest[route.channel], size)
-    forward, back = (
-        sum(size for (_, _, name), size in largest.items() if name == wanted) for wanted in ("activation", "gradient")
-    )
-    return forward, back
-
-
-def _waiting(timeline: Timeline, crossing: _Crossing) -> Iterator[list[int]]:
-    """Per device, for each action of its row: bytes of what it has sent and nobody has taken when the action starts."""
-    schedule = timeline.schedule
-    routes = Routes(schedule.placement)
-    taken: dict[tuple[Route, int], Number] = {}  # when the next stage takes it
-    for action, start, _ in timeline.all_spans:
-        if (arriving := routes.arriving(action)) is not None:
-            taken[arriving, action.microbatch] = start
-    for device in range(schedule.num_devices):
-        waiting: list[tuple[Number, int]] = []  # until when, and how much
-        held = 0
-        levels = []
-        for (stage, kind, microbatch), start, _ in timeline.spans(device):
-            while waiting and waiting[0][0] <= start:
-                held -= heappop(waiting)[1]
-            levels.append(held)
-            if (stage, kind) in crossing:
-                route, size = crossing[stage, kind]
-                heappush(waiting, (taken[route, microbatch], size))
-                held += size
-        yield levels
-
-
-def _crossing(schedule: Schedule, stages: Stages) -> _Crossing:
-    """The messages to other devices, by who makes them: their way, and their bytes. Of what a forward sends, only that
-    which its stage does not hold anyway.
-    """
-    remade = {stage for stage, _ in schedule.recomputed} | {s for s, mode in enumerate(stages.remat) if mode == "layer"}
-    routes = Routes(schedule.placement)
-    found = {}
-    for stage, kind in product(range(schedule.num_stages), MAKERS):
-        route = routes.leaving(Action(stage, kind, 0))
-        if route is not None and route.crosses:
-            held = stages.layers[stage][-1].held_output if kind is Kind.FORWARD and stage not in remade else 0
-            if size := max(0, stages.boundary[max(route.source, route.target)] - held):
-                found[stage, kind] = route, size
-    return found
 
 
 def over_limit(held: Sequence[Footprint], limits: Sequence[int | None]) -> list[int]:

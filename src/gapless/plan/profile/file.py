@@ -25,7 +25,7 @@ from gapless import units
 from gapless.errors import ConfigError, printable
 from gapless.plan.profile.contention import ALONE, Contention
 from gapless.plan.profile.pipedream_graph import is_graph, parse_graph
-from gapless.plan.profile.profile import SLACK, EntryTime, Layer, Link, Profile, Seconds, Sizes
+from gapless.plan.profile.profile import SLACK, EntryTime, Host, Layer, Link, Profile, Seconds, Sizes
 from gapless.user_file import read_user_file
 
 _MOST_LAYERS = 1_000_000
@@ -35,7 +35,7 @@ _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "backward", "upda
 _SIZES = tuple(each.name for each in fields(Sizes))
 _LAYER_KEYS = ("layer", "name", "repeat", *_TIMES, "overhead", *_SIZES)
 _HEAD = ("device", "samples", "minibatch", "input", "reserved", "slack")
-_PROFILE_KEYS = ("profile", *_HEAD, "entry", "contention", "layers", "links")
+_PROFILE_KEYS = ("profile", *_HEAD, "entry", "contention", "host", "layers", "links")
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -55,7 +55,7 @@ def _of_text(text: str, name: str) -> Profile:
 def profile_text(profile: Profile) -> str:
     """JSON with a line per layer and link; `parse_profile` gives the same profile back."""
     head = {"profile": profile.name, **{key: getattr(profile, key) for key in _HEAD}}
-    for key, usual in (("entry", EntryTime()), ("contention", ALONE)):
+    for key, usual in (("entry", EntryTime()), ("contention", ALONE), ("host", None)):
         if getattr(profile, key) != usual:
             head[key] = _there(getattr(profile, key))
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items() if value is not None]
@@ -151,6 +151,7 @@ def _profile(data: Any, faults: list[str]) -> Profile:
         slack=row.get("slack", _number(0, "of at least 0"), SLACK),
         entry=_entry(row.inner("entry", EntryTime)),
         contention=_contention(row.inner("contention", Contention)),
+        host=_host(row.inner("host", Host)) if "host" in data else None,
     )
     if not faults and not any(layer.forward.median for layer in made.layers):
         faults.append("no time was measured: the forwards of all layers take 0 seconds")
@@ -164,6 +165,11 @@ def _entry(row: _Object) -> EntryTime:
 def _contention(row: _Object) -> Contention:
     times = {key: row.get(key, _number(1, "of at least 1"), 1.0) for key in ("forward", "backward", "halves")}
     return Contention(**times, at_once=row.get("at_once", _number(math.ulp(0), "above 0"), None))
+
+
+def _host(row: _Object) -> Host:
+    latency, memory = row.get("latency", _latency, 0.0), row.get("memory", units.read_bytes, None)
+    return Host(row.get("bandwidth", _bandwidth, None), latency, memory)
 
 
 def _layers(rows: list[Any], faults: list[str]) -> Iterable[Layer]:

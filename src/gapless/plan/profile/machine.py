@@ -46,6 +46,15 @@ def check_reach(profile: Profile, num_devices: int) -> None:
         )
 
 
+def check_host(profile: Profile, offload: str) -> None:
+    """Raises where something is to be offloaded and nobody knows how fast."""
+    if offload != "none" and (profile.host is None or profile.host.bandwidth is None):
+        raise ConfigError(
+            "to offload, a plan must know how fast the link to the host is, which the profile does not say: give "
+            "--host-bandwidth, as 25GB/s"
+        )
+
+
 def check_layers(profile: Profile, devices: Sequence[Device]) -> None:
     """A layer that no device can hold is said first: no choice would help."""
     memories = [device.memory for device in devices]

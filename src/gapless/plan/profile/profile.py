@@ -9,8 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from gapless import units
+from gapless.errors import ConfigError
 from gapless.plan.profile.contention import ALONE, Contention
+from gapless.stage.offload import PIECE
 
+_OPTIMIZER = ("parameters", "optimizer_state", "update_workspace")
 SLACK = 0.05  # what an allocator loses between blocks that come and go, as a share of them
 
 
@@ -154,6 +158,32 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What a device has of its host: the link there, in bytes per second each way (None: without a limit), what a copy
+    takes whatever its size, and bytes of memory (None: without a limit).
+    """
+
+    bandwidth: float | None = None
+    latency: float = 0.0
+    memory: int | None = None
+
+
+ANY_HOST = Host()
+
+
+def read_host(bandwidth: float | str | None, memory: int | str | None, marks: str = "host_") -> Host:
+    """As they are given, by arguments or options whose names begin with `marks`."""
+    name = "bandwidth"
+    try:
+        speed = None if bandwidth is None else units.read(bandwidth, units.BANDWIDTH)
+        name = "memory"
+        size = None if memory is None else units.read_bytes(memory)
+    except ConfigError as error:
+        raise ConfigError(f"{marks}{name} {error}") from None
+    return Host(speed, memory=size)
+
+
+@dataclass(frozen=True)
 class EntryTime:
     """Seconds that it takes to begin an action of a stage, however many layers it has: a forward (F, R) or a backward
     (I, B).
@@ -174,6 +204,8 @@ class Profile:
     minibatch   samples in all, where the profile says so
     reserved    bytes of each device that are taken by others: the driver, other programs
     slack       what the device's allocator loses, as a share of what comes and goes
+    host        of each device, for what is offloaded; None where that is not known
+    most_update bytes that an optimizer step takes at the most, where it steps pieces; None: all layers together
     """
 
     name: str
@@ -187,6 +219,8 @@ class Profile:
     slack: float = SLACK
     entry: EntryTime = EntryTime()
     contention: Contention = ALONE
+    host: Host | None = None
+    most_update: int | None = None
 
     def scaled(self, samples: int) -> "Profile":
         """The same model with microbatches of another size: what is not overhead grows with it."""
@@ -195,6 +229,26 @@ class Profile:
         ratio = samples / self.samples
         layers = tuple(layer.scaled(ratio) for layer in self.layers)
         return replace(self, layers=layers, samples=samples, input=math.ceil(self.input * ratio))
+
+    def with_offloaded_optimizer(self) -> "Profile":
+        """The optimizer's state is in the host's memory. Its step brings it through the device in pieces, two of which
+        are there at a time; a piece ends with a whole parameter, which is no larger than its layer.
+        """
+        assert self.host is not None
+        parameters, state, workspace = (sum(getattr(each, name) for each in self.layers) for name in _OPTIMIZER)
+        piece = PIECE + max(layer.parameters for layer in self.layers)
+        most = math.ceil(piece * (2 * state + workspace) / parameters) if parameters else None
+        link = Link("host", None, self.host.latency, self.host.bandwidth)
+        layers = tuple(
+            replace(
+                layer,
+                optimizer_state=0,
+                update_workspace=layer.update_workspace + layer.optimizer_state,
+                update=Seconds(layer.update.median + link.seconds(layer.optimizer_state), layer.update.spread),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, most_update=most)
 
     def link(self, one: int, other: int) -> Link:
         """What connects two devices: the innermost level that has both, or the outermost there is."""

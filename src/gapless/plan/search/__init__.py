@@ -10,7 +10,8 @@ recomputes  what is held at the peak, and what may be recomputed on a device tha
 finish      from a draft to a plan, lowered and simulated
 judge       from a choice to the quickest plan that fits
 refine      the last per cent: cuts moved layer by layer
-search      all choices, ranked
+attempts    all choices, one after another
+search      the best of them
 what_if     what a change of the machine would bring
 heterogeneous  devices of several kinds, each with a profile of its own
 """

@@ -3,18 +3,19 @@
 Not yet lowered and not yet judged, so that many can be made to find one that fits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from gapless.errors import PlanError
 from gapless.plan.cut.partition import partition
 from gapless.plan.cut.stage_costs import Stages, make_stages
 from gapless.plan.plan import Remat
 from gapless.plan.predict.breakdown import step_seconds
-from gapless.plan.predict.footprint import Footprint, footprints, over_limit
+from gapless.plan.predict.footprint import Footprint, footprints, levels, over_limit
 from gapless.plan.profile.machine import Device, Mesh
 from gapless.plan.profile.profile import Profile
 from gapless.plan.search.auto_order import auto_order, rebuilt
@@ -22,6 +23,7 @@ from gapless.plan.search.choices import Choice
 from gapless.plan.search.search_options import ANYTHING, SearchOptions
 from gapless.schedule.action import Schedule
 from gapless.schedule.lower import Passes, lowered
+from gapless.schedule.lower.offload import relieved
 from gapless.schedule.memory import peaks
 from gapless.schedule.recipes import make_schedule
 from gapless.schedule.simulate import simulate
@@ -74,15 +76,26 @@ class Draft:
         return simulate(self.schedule, self.stages.costs)
 
     @cached_property
-    def held(self) -> tuple[Footprint, ...]:
+    def fitted(self) -> "Fitted":
         """Asked for only where there is a limit, or a plan is made of it."""
-        return self._drafts.held(self.choice, self.stages, self.timeline)
+        return self._drafts.fitted(self.choice, self.stages, self.timeline)
+
+    @property
+    def held(self) -> tuple[Footprint, ...]:
+        return self.fitted.held
 
     @cached_property
     def seconds(self) -> float:
         """Of a step, with what comes behind the last action."""
         profile = self._drafts.profile(self.choice.samples)
         return step_seconds(profile, self.stages, self.timeline, self.choice.mesh)
+
+
+class Fitted(NamedTuple):
+    """A step as it would run, with what leaves for the host's memory; and what each device holds."""
+
+    timeline: Timeline
+    held: tuple[Footprint, ...]
 
 
 class Drafts:
@@ -100,24 +113,45 @@ class Drafts:
         """`minibatch`: samples in a step, where microbatches may not divide them."""
         self.devices, self.minibatch, self._options = devices, minibatch, options
         self.slack = profile.slack if options.slack is None else options.slack
-        self.again: tuple[Remat, ...] = ("stage", "layer") if options.layer_remat else ("stage",)
+        self.host = profile.host if options.offload in ("activations", "both") else None
+        self.offloads_optimizer = options.offload in ("optimizer", "both")
+        profile = profile.with_offloaded_optimizer() if self.offloads_optimizer else profile
+        self.again = options.remat
         self.effort = 0
-        self.profile = cache(profile.scaled)  # by the samples in a microbatch
+        self.profile = cache(replace(profile, host=self.host).scaled)  # by the samples in a microbatch
         self._named = cache(make_schedule)
         self._on = cache(self._positions)
         self._plain: dict[tuple[Choice, tuple[int, ...], tuple[Any, ...]], Schedule] = {}
         self._cuts: dict[Any, tuple[int, ...]] = {}
 
-    def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None) -> Draft:
+    def make(self, choice: Choice, counts: tuple[int, ...], remat: Modes | None = None, *, free: bool = False) -> Draft:
+        """`free`: an order that `auto` makes need not keep within the memory, since what is too much may leave."""
         modes = nothing_again(len(counts)) if remat is None else remat
         profile = self.profile(choice.samples)
         stages = make_stages(profile, counts, choice.placement, choice.mesh, self.speeds(choice), modes)
-        plain = self._ordered(choice, counts, stages, modes)
+        plain = self._ordered(choice, counts, stages, modes, free)
         again = [stage for stage, mode in enumerate(modes) if mode == "stage"]
         schedule = lowered(plain, stages.costs, Passes(recompute=again, early=False)) if again else plain
         return Draft(choice, counts, modes, stages, plain, schedule, self)
 
-    def held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
+    def fitted(self, choice: Choice, stages: Stages, timeline: Timeline) -> Fitted:
+        """As it is, if it fits; or with as little offloaded as each device needs to fit, if it may be."""
+        held = self._held(choice, stages, timeline)
+        if self.host is None or not over_limit(held, self.limits(choice)):
+            return Fitted(timeline, held)
+        grown = 1 + self.slack
+        rooms = [
+            math.inf if limit is None else (limit - each.fixed) / grown - 1
+            for each, limit in zip(held, self.limits(choice), strict=True)
+        ]
+        made = relieved(timeline, rooms, levels(timeline, stages), host_memory=self.host.memory)
+        if not made.has_copies:
+            return Fitted(timeline, held)
+        self.effort += 4 * made.num_actions
+        after = simulate(made, stages.costs)
+        return Fitted(after, self._held(choice, stages, after))
+
+    def _held(self, choice: Choice, stages: Stages, timeline: Timeline) -> tuple[Footprint, ...]:
         profile = self.profile(choice.samples)
         self.effort += timeline.schedule.num_actions
         return footprints(profile, stages, timeline, optimizer_shards=self.shards(choice), slack=self.slack)
@@ -126,15 +160,16 @@ class Drafts:
         """Its order, if no cost changes it."""
         return None if choice.recipe in _WEIGHT else self._named(choice.recipe, **choice.sizes)
 
-    def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes) -> Schedule:
+    def _ordered(self, choice: Choice, counts: tuple[int, ...], stages: Stages, modes: Modes, free: bool) -> Schedule:
         if (fixed := self.fixed_order(choice)) is not None:
             return fixed
         # The orders of vees depend on times, which recomputes inside backwards change.
-        key = (choice, counts, modes if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
+        key = (choice, counts, (*modes, free) if choice.recipe == "auto" else tuple(mode == "layer" for mode in modes))
         if key not in self._plain:
             self.effort += self.weight(choice)
             if choice.recipe == "auto":
-                self._plain[key] = auto_order(stages, self._rooms(choice, stages), choice.sizes)
+                rooms = [None] * choice.mesh.num_devices if free else self._rooms(choice, stages)
+                self._plain[key] = auto_order(stages, rooms, choice.sizes)
             else:
                 self._plain[key] = make_schedule(choice.recipe, costs=stages.costs, **choice.sizes)
         return self._plain[key]
@@ -207,7 +242,8 @@ class Drafts:
             return {}
         self.effort += draft.schedule.num_actions
         surely = {}
-        pairs = zip(peaks(draft.schedule, draft.alone.memory_costs), limits, strict=True)
+        sure = peaks(draft.schedule, draft.alone.memory_costs) if self.host is None else [0] * len(limits)
+        pairs = zip(sure, limits, strict=True)
         for device, (peak, limit) in enumerate(pairs):
             kept = sum(layer.kept(shards) for layer in draft.alone.of_device(device))
             held = self.profile(draft.choice.samples).reserved + kept + (1 + self.slack) * float(peak)

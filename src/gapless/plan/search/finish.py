@@ -18,17 +18,17 @@ _FINISHED = 3  # drafts that are lowered
 def finished(drafts: Drafts, draft: Draft) -> Plan:
     """As it is, or lowered: whatever is quickest, and fits."""
     choice, stages = draft.choice, draft.stages
-    found = [(draft.timeline, draft.held)]
+    found = [draft.fitted]
     again = [stage for stage, mode in enumerate(draft.remat) if mode == "stage"]
     for early in (True, False) if again else (True,):  # early if there is room for it, or late
         passes = Passes(split=True, fuse=True, recompute=again, early=early)
         timeline = simulate(lowered(draft.plain, stages.costs, passes), stages.costs)
         drafts.effort += 8 * timeline.schedule.num_actions
-        held = drafts.held(choice, stages, timeline)
-        if not over_limit(held, drafts.limits(choice)):
-            found.append((timeline, held))
+        fitted = drafts.fitted(choice, stages, timeline)
+        if not over_limit(fitted.held, drafts.limits(choice)):
+            found.append(fitted)
     # The plain one last of equals: what is lowered has fewer actions.
-    return _plan(drafts, draft, *min(reversed(found), key=lambda pair: pair[0].makespan))
+    return _plan(drafts, draft, *min(reversed(found), key=lambda fitted: fitted.timeline.makespan))
 
 
 def quickest(drafts: Drafts, found: Iterable[Draft], best: float) -> Plan:
@@ -36,7 +36,7 @@ def quickest(drafts: Drafts, found: Iterable[Draft], best: float) -> Plan:
     ranked = sorted(found, key=lambda draft: draft.seconds)
     near = [draft for draft in ranked if draft.seconds <= _FAR * min(best, ranked[0].seconds)]
     if not near:
-        return _plan(drafts, ranked[0], ranked[0].timeline, ranked[0].held)
+        return _plan(drafts, ranked[0], *ranked[0].fitted)
     different = {(draft.counts, draft.remat): draft for draft in reversed(near)}
     plans = [finished(drafts, draft) for draft in islice(reversed(different.values()), _FINISHED)]
     return min(plans, key=lambda plan: plan.step_seconds)
@@ -60,5 +60,6 @@ def _plan(drafts: Drafts, draft: Draft, timeline: Timeline, held: tuple[Footprin
         breakdown=breakdown(drafts.profile(choice.samples), stages, timeline, choice.mesh),
         memory=held,
         limits=drafts.limits(choice),
+        offload_optimizer=drafts.offloads_optimizer,
         batch=drafts.minibatch if drafts.minibatch not in (None, whole) else None,
     )

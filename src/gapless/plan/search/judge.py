@@ -13,7 +13,8 @@ from itertools import product
 from gapless.errors import GaplessError
 from gapless.plan.cut.partition import every_cut, held_together
 from gapless.plan.plan import Plan, Remat
-from gapless.plan.predict.footprint import over_limit, sent
+from gapless.plan.predict.footprint import over_limit
+from gapless.plan.predict.messages import sent
 from gapless.plan.search.bounds.bound import CutBounds
 from gapless.plan.search.bounds.lower_bounds import LowerBounds
 from gapless.plan.search.choices import Choice
@@ -222,12 +223,13 @@ class Judge:
                 tried.append(_changed(tried[0], {s: again for d in some for s in choice.placement.stages[d]}))
         found: list[Draft] = []
         missed: GaplessError | None = None
-        for modes in dict.fromkeys(tried):
+        orders = (False, True) if self.drafts.host is not None else (False,)
+        for modes, free in product(dict.fromkeys(tried), orders):
             if self.least.recomputed(choice, counts, modes) >= best:
                 missed = missed or TooSlowError("with the recomputes that it needs it can't be the quickest")
                 continue
             try:
-                made = self.drafts.make(choice, counts, modes)
+                made = self.drafts.make(choice, counts, modes, free=free)
             except GaplessError as error:
                 missed = missed or error
                 continue

@@ -41,7 +41,7 @@ def recomputes(
                 back = max(back, one if word == "layer" else float(sizes[stage]))
         return kept_ - back
 
-    most = max(map(freed, options))
+    most = max(map(freed, options), default=0.0)
     return [each for each in sorted(options, key=cost) if freed(each) >= min(most, _SURE * excess)]
 
 

@@ -3,10 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from gapless.errors import ConfigError
+from gapless.plan.plan import Remat
 from gapless.plan.profile.machine import Mesh
 from gapless.plan.search.choices import check_recipes
+
+Offload = Literal["none", "activations", "optimizer", "both"]
+OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,9 @@ class SearchOptions:
     shard_optimizer  the optimizer's state is shared out among replicas
     slack            what the allocator loses, as a share of what comes and goes; the profile's unless given
     time_limit       in seconds; what was found until then is the answer
-    layer_remat      a stage may be recomputed layer by layer
+    remat            how a stage may be recomputed
+    offload          what is in the host's memory: "activations" where that helps and nobody has to wait for them, the
+                     state of the "optimizer", "both" or "none"
     """
 
     microbatches: int | None = None
@@ -30,13 +37,16 @@ class SearchOptions:
     shard_optimizer: bool = False
     slack: float | None = None
     time_limit: float | None = 60.0
-    layer_remat: bool = True
+    remat: tuple[Remat, ...] = ("stage", "layer")
+    offload: Offload = "none"
 
     def __post_init__(self) -> None:
         check_number("slack", self.slack)
         check_number("time_limit", self.time_limit)
         if self.schedules is not None:
             check_recipes(self.schedules)
+        if self.offload not in OFFLOAD:
+            raise ConfigError(f"offload is {self.offload!r:.40}, but for a plan it must be one of {', '.join(OFFLOAD)}")
 
 
 def check_number(name: str, value: float | None) -> None:

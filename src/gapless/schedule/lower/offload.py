@@ -1,15 +1,15 @@
 """Activations that leave for the host's memory after F, by an O, and come back by an L before they are needed."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import add
 
 from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.host_copies import sizes
-from gapless.schedule.memory import changes
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline
 
@@ -27,22 +27,41 @@ def add_offload(
     `memory_limit` per device no more than it takes to stay below, and without one all that gain. Nothing leaves that
     would have to be waited for, so the schedule takes no longer; whether the limit is met, its peak tells.
     """
-    costs = costs or Costs()
     timeline = simulate(schedule, costs)
+    limits = None if memory_limit is None else [memory_limit] * schedule.num_devices
+    return relieved(timeline, limits, stages=stages)
+
+
+def relieved(
+    timeline: Timeline,
+    limits: Sequence[Number] | None,
+    held: Sequence[Sequence[Number]] | None = None,
+    *,
+    stages: Collection[int] | None = None,
+    host_memory: Number | None = None,
+) -> Schedule:
+    """As `add_offload`, with a limit for each device.
+
+    held         what each device holds while each of its actions runs; unless given what their costs say
+    host_memory  the most that may be there at once of all devices on one link
+    """
+    schedule, costs = timeline.schedule, timeline.costs
     if schedule.has_copies or schedule.kinds.isdisjoint(BACKWARDS):
         return schedule
     wanted = range(schedule.num_stages) if stages is None else stages
     found = [each for each in _stays(timeline, costs) if each.stage in wanted]
     chosen: list[_Stay] = []
     for _, group in groupby(found, lambda stay: stay.device // int(costs.host_share)):
-        link = _Link(timeline)
+        link = _Link(timeline, host_memory)
         stays = sorted(group, key=lambda stay: stay.wait, reverse=True)
-        if memory_limit is None:
+        if limits is None:
             for stay in stays:
                 link.try_to_add(stay)
         else:
             for device in sorted({stay.device for stay in stays if stay.size}):
-                _relieve(link, [each for each in stays if each.device == device and each.size], timeline, memory_limit)
+                own = [each for each in stays if each.device == device and each.size]
+                levels = [level for level, _ in timeline.memory[device]] if held is None else held[device]
+                _relieve(link, own, timeline, levels, limits[device])
         chosen += link.chosen
     return schedule.with_rows(_with_copies(schedule, device, chosen) for device in range(schedule.num_devices))
 
@@ -90,8 +109,8 @@ def _stays(timeline: Timeline, costs: Costs) -> Iterable[_Stay]:
 class _Link:
     """One to the host, and the stays that go through it."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._ends = timeline.ends
+    def __init__(self, timeline: Timeline, host_memory: Number | None) -> None:
+        self._ends, self._host_memory = timeline.ends, host_memory
         self.chosen: list[_Stay] = []
 
     def try_to_add(self, stay: _Stay) -> bool:
@@ -124,34 +143,48 @@ class _Link:
             free = stay.back + stay.copy
             if free > stay.needed:
                 return False
-        return True
+        return self._host_memory is None or self._on_host() <= self._host_memory
+
+    def _on_host(self) -> Number:
+        """The most that is there at once: of a stay from when its O starts until its L has ended."""
+        starts = ((stay.out - stay.copy, stay.size) for stay in self.chosen)
+        ends = ((stay.back + stay.copy, -stay.size) for stay in self.chosen)
+        return max(accumulate(change for _, change in sorted((*starts, *ends))), default=0)
 
     def _when(self, stay: _Stay) -> Number:
         """When the device gets to its L."""
         return self._ends[stay.device][stay.issued - 1]
 
 
-def _relieve(link: _Link, stays: list[_Stay], timeline: Timeline, limit: Number) -> None:
-    """As few of a device's as bring its peak below the limit; where no few do, all that gain."""
-    device = stays[0].device
-    own: list[tuple[Number, int, Number]] = []  # when, in which order, and by how much its memory changes
-    for (takes, gives), (_, start, end) in zip(
-        list(changes(timeline.schedule, timeline.costs))[device], timeline.spans(device), strict=True
-    ):
-        own += (start, 1, takes), (end, 1, -gives)
+def _relieve(link: _Link, stays: list[_Stay], timeline: Timeline, held: Sequence[Number], limit: Number) -> None:
+    """As few of a device's as bring what it holds below the limit; where no few do, all that gain. What leaves counts
+    until its copy has ended when the device gets to an action, and what comes back from its L on.
+    """
+    ends = timeline.ends[stays[0].device]
+    reached = (0, *ends[:-1])  # when the device gets to each action
+
+    def left(away: Iterable[tuple[_Stay, Number, int]]) -> list[Number]:
+        """What is held while each action runs, if these are away from then until that action."""
+        changes: list[Number] = [0] * (len(held) + 1)
+        for stay, out, until in away:
+            if (first := bisect_left(reached, out)) < until:
+                changes[first] -= stay.size
+                changes[until] += stay.size
+        return list(map(add, held, accumulate(changes)))
+
+    at_best = ((stay, stay.made + stay.copy, bisect_right(ends, stay.needed - stay.copy)) for stay in stays)
+    possible = max(left(at_best)) <= limit
     while True:
-        out = {stay for stay in link.chosen if stay.device == device}
-        copies = [each for stay in out for each in ((stay.out, 0, -stay.size), (stay.back, 2, stay.size))]
-        events = sorted(own + copies, key=lambda event: event[:2])
-        held = list(accumulate(change for _, _, change in events))
-        most = max(held)
+        out = {stay for stay in link.chosen if stay.device == stays[0].device}
+        now = left((stay, stay.out, stay.issued) for stay in out)
+        most = max(now)
         if most <= limit:
             return
-        worst = held.index(most)
-        start, end = events[worst][0], events[worst + 1][0]
-        for stay in stays:
-            if stay not in out and stay.made <= start and end <= stay.needed and link.try_to_add(stay):
-                if stay.out <= start and end <= stay.back:
+        worst = now.index(most)
+        for stay in stays if possible else ():
+            early = stay.made + stay.copy <= reached[worst] and worst < stay.place
+            if early and stay not in out and link.try_to_add(stay):
+                if stay.out <= reached[worst] and worst < stay.issued:
                     break
                 link.remove(stay)
         else:

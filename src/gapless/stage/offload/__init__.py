@@ -5,3 +5,5 @@ host_link       the copies there and back
 offloading      the part of a stage that has them made
 optimizer_state  the same for what an optimizer keeps
 """
+
+PIECE = 64 * 2**20  # bytes of parameters that an offloaded optimizer steps at a time

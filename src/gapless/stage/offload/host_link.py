@@ -9,6 +9,7 @@ in it has come back:
 """
 
 import contextlib
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -104,3 +105,31 @@ class CudaLink(CpuLink):
 
 
 Link = CpuLink | CudaLink
+
+
+_LARGE, _SMALL = 64 * 2**20, 4096  # bytes of a copy that is timed
+_ROUNDS = 5
+
+
+def link_speed(device: torch.device) -> tuple[float, float]:
+    """Of copies to the host, while others come back: seconds whatever their size, and bytes per second."""
+    on_gpu = device.type == "cuda"
+    link = CudaLink(device, torch.cuda.current_stream(device)) if on_gpu else CpuLink()
+
+    def seconds(size: int) -> float:
+        there = torch.zeros(size, dtype=torch.uint8, device=device)
+        away, taken = link.out([there]), []
+        for _ in range(1 + _ROUNDS):
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            next_away = link.out([there])
+            link.back(away)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            taken.append((time.perf_counter() - start) / (1 if on_gpu else 2))  # one after the other on a CPU
+            away = next_away
+        return statistics.median(taken[1:])
+
+    latency = seconds(_SMALL)
+    return latency, _LARGE / max(1e-9, seconds(_LARGE) - latency)

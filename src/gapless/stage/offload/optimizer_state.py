@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from gapless.errors import ConfigError
 
-_PIECE = 64 * 2**20  # bytes of parameters
+from . import PIECE
+
 # The step of a parameter depends on nothing of the others.
 _INDEPENDENT = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop"),
@@ -26,7 +27,7 @@ _INDEPENDENT = (
 _Key = tuple[Tensor, Any]  # a parameter, and the name of a state of it
 
 
-def offload_optimizer(optimizer: Optimizer, *, piece: int = _PIECE, independent: bool = False) -> Optimizer:
+def offload_optimizer(optimizer: Optimizer, *, piece: int = PIECE, independent: bool = False) -> Optimizer:
     """Keeps the state of an optimizer in the host's memory, pinned for a GPU. Returns the same optimizer: schedulers,
     GradScaler, clipping and checkpoints use it as before, and its steps have the same bits.
 

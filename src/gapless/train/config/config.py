@@ -142,6 +142,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         for key in ("stages_per_device", "partition", "remat"):
             if getattr(layout, key) is not None:
                 yield f"pipeline.{key} is given, but plan = 'auto' chooses it: leave one of them out"
+        if isinstance(layout.offload, tuple):
+            yield "pipeline.offload lists stages, but plan = 'auto' chooses them: write offload = 'activations'"
     if rate.name not in tables.OUR_RATES:
         for key, usual in (("warmup", 0), ("steps", None), ("floor", 0.0)):
             if getattr(rate, key) != usual:

@@ -169,8 +169,8 @@ class Layout:
     stages_per_device = 2  stages on each device | what the schedule needs
     partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
-    offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host memory
-        | none
+    offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host
+        memory; with `plan = "auto"` a single word, and the plan chooses what leaves | none
     threads = 1  CPU threads of each device. The last bits of a number may depend on it
         | the cores of the machine, shared by its devices; a resumed run keeps what it had
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up

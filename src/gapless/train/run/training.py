@@ -17,6 +17,7 @@ from gapless.plan.plan import Plan
 from gapless.plan.planner import Progress
 from gapless.schedule.recipes import find_recipe
 from gapless.stage.intra_op import intra_op_threads
+from gapless.stage.offload.optimizer_state import offload_optimizer
 from gapless.train.config import user_code as own
 from gapless.train.config.config import Config
 from gapless.train.job import Job, build, threads_of
@@ -103,6 +104,8 @@ def prepared(
         )
         monitor, interrupts = StepMonitor(config.run.timeline, ranks), Interrupts(alone=ranks.mesh is None)
         trainer, early = make_trainer(config, job, pipe), EarlyStop(config.evaluate.patience)
+        if plan is not None and plan.offload_optimizer:
+            offload_optimizer(trainer.optimizer)
         saver = Saver(store, config, early, ranks)
         saver.go_on(trainer, job.batches, start if store.latest is None else None)
         ranks.together(partial(folder.say, config, pipe, threads, ranks.size))

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
 from gapless.plan.profile.contention import Contention
 from gapless.plan.profile.machine import Mesh
+from gapless.plan.profile.profile import Profile
 from gapless.plan.search.bounds.bound import Bounds
 from gapless.plan.search.bounds.fixed_order import followed_at_once, least_in_order
 from gapless.plan.search.bounds.least_work import Limits, layer_works
@@ -21,10 +23,18 @@ class LowerBounds:
 
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
-        self._bounds = cache(lambda samples: Bounds(drafts.profile(samples)))
+        self._profile = cache(self._least_held)
+        self._bounds = cache(lambda samples: Bounds(self._profile(samples)))
         self._totals = cache(lambda samples, shards: Totals.of(drafts.profile(samples), shards))
         self._least_work = cache(self._all_work)
         self._at_once: dict[int, tuple[Schedule, list[int]]] = {}  # by the identity of a schedule, which is kept
+
+    def _least_held(self, samples: int) -> Profile:
+        """Where activations may be offloaded, they may take no memory at all."""
+        profile = self.drafts.profile(samples)
+        if self.drafts.host is None:
+            return profile
+        return replace(profile, layers=tuple(replace(e, activation=0, overlap=0) for e in profile.layers))
 
     def recomputed(
         self,
@@ -66,7 +76,7 @@ class LowerBounds:
         room, plain = self._room(choice), self.drafts.fixed_order(choice)
         if room is None or plain is None or choice.mesh.num_devices == 1:
             return 0.0
-        profile, speeds = self.drafts.profile(choice.samples), self.drafts.speeds(choice)
+        profile, speeds = self._profile(choice.samples), self.drafts.speeds(choice)
         return least_in_order(profile, layer_works(profile, True), plain, self._followed(plain), speeds, room)
 
     def _followed(self, plain: Schedule) -> list[int]:

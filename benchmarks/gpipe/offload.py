@@ -1,0 +1,240 @@
+"""GPipe's first table once more: the largest GPT on devices of one size, with the host's memory too.
+
+    plain        everything is kept
+    remat        stages are recomputed where that is needed
+    offload      activations wait in the host's memory where that is needed, and nobody waits for them
+    both         the planner chooses for each stage
+    optimizer    the same, and the optimizer's state is in the host's memory
+
+All as a pipeline under 1f1b or interleaved. By prediction: layers are counted without data, and the planner says what
+fits, and how long a step takes. With --gpu it is measured too: as many ranks as devices share an NVIDIA GPU, each may
+allocate so much of its memory, and models from the predicted size on are trained for two steps, until the largest that
+fits and the smallest that does not are known. Layers and the link to the host, which all ranks share, are measured
+there first.
+
+example: python -m benchmarks offload --gpu --devices 4 --width 1024 --samples 4 --memory 4
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from benchmarks.gpipe.giants import OPERATIONS_PER_SECOND, transformer_profile
+from benchmarks.gpipe.offload_trial import TOO_LARGE, GptOfAnyDepth, MemoryTrial
+from benchmarks.runner.parameters import Between, Devices, Microbatches, check_width
+from benchmarks.runner.rounds import Progress, silent
+from benchmarks.runner.told import Figure, Found, Told, tabulated
+from gapless.errors import ConfigError, PlanError
+from gapless.plan.plan import Plan
+from gapless.plan.profile.machine import Device, Mesh
+from gapless.plan.profile.profile import Host, Profile, Seconds
+from gapless.plan.search.search import search
+from gapless.plan.search.search_options import SearchOptions
+from gapless.units import show_count
+
+_WAYS: Mapping[str, SearchOptions] = {
+    "plain": SearchOptions(remat=()),
+    "remat": SearchOptions(remat=("stage",)),
+    "offload": SearchOptions(remat=(), offload="activations"),
+    "both": SearchOptions(remat=("stage",), offload="activations"),
+    "optimizer": SearchOptions(remat=("stage",), offload="both"),
+}
+_MOST = 4096  # layers
+_MORE = (1.0, 1.1, 1.25, 1.5, 2.0)  # times the memory that a model which does not fit is planned for
+_STEP = 12  # a trial adds or leaves out one layer of so many
+_TIMES = ("forward", "input_grad", "weight_grad", "recompute")
+
+
+def run(
+    *,
+    devices: Devices = 8,
+    microbatches: Microbatches = 16,
+    samples: Annotated[int, "in a microbatch"] = 1,
+    width: Annotated[int, "of the GPT, a multiple of 64"] = 4096,
+    tokens: Annotated[int, "in a sample"] = 1024,
+    memory: Annotated[float, "GiB of each device", Between(0.1, 1000)] = 40.0,
+    speed: Annotated[float, "TFLOP/s of a device, where nothing is measured", Between(0.001, 1e6)] = 19.5,
+    bandwidth: Annotated[float, "GB/s to the host, where nothing is measured", Between(0.001, 1e6)] = 25.0,
+    gpu: Annotated[bool, "measure on an NVIDIA GPU"] = False,
+    minutes: Annotated[float, "with --gpu: start no trial after so many minutes", Between(0.1, 100)] = 3.0,
+    picture: Annotated[Path | None, "draw the sizes as an SVG"] = None,
+    progress: Progress = silent,
+) -> Found:
+    """A row for each way."""
+    if gpu and not torch.cuda.is_available():
+        raise ConfigError("--gpu measures on an NVIDIA GPU, and there is none here: leave it out")
+    check_width(width, heads=width // 64 or 64)
+    model, limit, started = GptOfAnyDepth(width, tokens, samples, microbatches), int(memory * 2**30), time.monotonic()
+    small = _measured(model, devices, progress) if gpu else _counted(model, speed * 1e12, bandwidth * 1e9)
+    rows: list[Found] = []
+    ways: list[_Depths] = []
+    for way, wanted in _WAYS.items():
+        progress(f"{way}: planning")
+        wanted = replace(
+            wanted, schedules=("1f1b", "interleaved"), microbatches=microbatches, mesh=Mesh(1, devices), time_limit=10.0
+        )
+        sizes = _Depths(small, wanted, [Device(limit)] * devices)
+        ways.append(sizes)
+        rows.append({"way": way, **sizes.largest()})
+        if gpu:
+            until = started + 60 * minutes * len(rows) / len(_WAYS)
+            rows[-1] |= _tried(sizes, model, rows[-1], limit, until, progress)
+    same = (rows[0]["layers"] + rows[1]["layers"] + 1) // 2  # between what fits plain and with remat
+    for row, sizes in zip(rows, ways, strict=True):
+        plan = sizes.plan(same) if same else None
+        row["same"] = None if plan is None else plan.step_seconds
+    progress("")
+    if picture is not None:
+        picture.write_text(drawn(rows), encoding="utf-8", newline="\n")
+    return {"rows": rows, "same": same, "device": torch.cuda.get_device_name() if gpu else ""}
+
+
+def _counted(model: GptOfAnyDepth, speed: float, bandwidth: float) -> Profile:
+    """A GPT of one block, without data; a device computes so many operations in a second."""
+    profile = transformer_profile(1, model.samples, model.width, model.tokens)
+    ratio = OPERATIONS_PER_SECOND / speed
+    scaled: list[dict[str, Any]] = [
+        {name: Seconds(ratio * getattr(e, name).median) for name in _TIMES} for e in profile.layers
+    ]
+    layers = [replace(each, **times) for each, times in zip(profile.layers, scaled, strict=True)]
+    return replace(profile, layers=tuple(layers), host=Host(bandwidth))
+
+
+def _measured(model: GptOfAnyDepth, ranks: int, progress: Progress) -> Profile:
+    """The same on a GPU, with what messages between ranks keep there. All ranks share the link to the host."""
+    from gapless.plan.profile.measure import measure
+    from gapless.run.ranks.wire.gpu_memory.slots import most_bytes
+    from gapless.stage.offload.host_link import link_speed
+
+    progress("measuring layers")
+    place = torch.device("cuda", 0)
+    ids = model.ids(1).to(place)
+    found = measure(list(model.layers(1)), ids, ids, loss=model.loss, device=place, seconds=2.0)
+    latency, bandwidth = link_speed(place)
+    torch.cuda.empty_cache()
+    kept = most_bytes(max(layer.boundary for layer in found.layers[:-1]))
+    return replace(found, reserved=found.reserved + kept, host=Host(bandwidth / ranks, latency))
+
+
+class _Depths:
+    """Models of all depths, planned in one way."""
+
+    def __init__(self, small: Profile, wanted: SearchOptions, machine: Sequence[Device]) -> None:
+        self._small, self._wanted, self._machine = small, wanted, machine
+
+    def plan(self, depth: int, more: float = 1.0) -> Plan | None:
+        """For so many times the memory; None if it does not fit."""
+        embed, block, *rest = self._small.layers
+        profile = replace(self._small, layers=(embed, *[block] * depth, *rest))
+        machine = [Device(int(more * (device.memory or 0))) for device in self._machine]
+        wanted = self._wanted
+        try:
+            return search(profile, machine, wanted, (wanted.microbatches or 1) * profile.samples).best
+        except PlanError:
+            return None
+
+    def largest(self) -> dict[str, Any]:
+        """The greatest depth that fits, its parameters, step and bytes on the host of a device."""
+        low, high = 0, len(self._machine)
+        while high <= _MOST and self.plan(high) is not None:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.plan(middle) is not None else (low, middle)
+        if (plan := self.plan(low)) is None:
+            return {"layers": 0, "parameters": 0}
+        embed, block, *rest = (layer.parameters // 4 for layer in self._small.layers)
+        away = max(map(float, plan.timeline.host_peak)) if plan.schedule.has_copies else 0.0
+        found = {"layers": low, "parameters": embed + low * block + sum(rest)}
+        return found | {"seconds": plan.step_seconds, "throughput": plan.throughput, "host": away}
+
+
+def _tried(sizes: _Depths, model: GptOfAnyDepth, row: Found, memory: int, until: float, progress: Progress) -> Found:
+    """From what is predicted on, one step at a time: the largest that was trained, and the smallest that was not."""
+    each = max(1, row["layers"] // _STEP)
+    fits: int | None = None
+    too_large: int | None = None
+    reason, depth = "", max(1, row["layers"])
+    while time.monotonic() < until and depth > 0:
+        plan = next(filter(None, (sizes.plan(depth, more) for more in _MORE)), None)
+        if plan is None:
+            break
+        progress(f"{row['way']}: training {show_count(depth, 'layer')}")
+        with MemoryTrial(model, depth, plan, memory) as trial:
+            reason = trial.reason()
+        if reason not in ("", TOO_LARGE):
+            break
+        if reason:
+            too_large, depth = depth, depth - each
+        else:
+            fits, depth = depth, depth + each
+        if fits is not None and too_large is not None:
+            break
+    return {"fits": fits, "too_large": too_large, "reason": reason}
+
+
+# -- told --------------------------------------------------------------------------------------------------------------
+
+
+def told(found: Found) -> Told:
+    """The sizes, and how much larger than plain; with what was trained, where that was measured."""
+    plain = next((row["parameters"] for row in found["rows"] if row["way"] == "plain"), 0)
+    rows = []
+    for row in found["rows"]:
+        cells = {
+            **row,
+            "count": f"{row['parameters'] / 1e9:.2f}B",
+            "larger": row["parameters"] / plain if plain else None,
+        }
+        if "fits" in row:
+            cells["trained"] = "-" if row["fits"] is None else str(row["fits"])
+            cells["failed"] = "-" if row["too_large"] is None else str(row["too_large"])
+        rows.append(cells)
+    figures = [
+        Figure(f"{row['way']}: larger than plain by", row["larger"], "x")
+        for row in rows
+        if row["way"] != "plain" and row["larger"]
+    ]
+    columns = "way | layers | parameters=count | against plain=larger:x | on the host=host:GiB | step=seconds:s"
+    columns += f" | of {found['same']} layers=same:s"
+    columns += " | trained | too large=failed" if any("fits" in row for row in rows) else ""
+    note = (
+        f"{show_count(found['devices'], 'device')} of {found['memory']:g} GiB, {found['microbatches']} microbatches of "
+        f"{found['samples']} samples with {found['tokens']} tokens, width {found['width']}, float32 with AdamW. "
+    )
+    if found["gpu"]:
+        note += f"Layers and the link were measured on {found['device']}, shared by all ranks."
+    else:
+        note += (
+            f"Predicted for {found['speed']:g} TFLOP/s and {found['bandwidth']:g} GB/s between a device and its host."
+        )
+    failed = [f"{row['way']}: {row['reason']}" for row in rows if row.get("reason") not in (None, "", TOO_LARGE)]
+    return Told(figures, [tabulated("The largest GPT", rows, columns, *failed, note=note, in_docs=True)])
+
+
+_COLOURS = {"plain": "#8a8f98", "remat": "#d9822b", "offload": "#2b7bba", "both": "#3a9d5d", "optimizer": "#7a5bb5"}
+
+
+def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A bar for each way, as long as its model is deep; a mark where the largest one that was trained ends."""
+    most = max(max(row["layers"], row.get("fits") or 0) for row in rows) or 1
+    height = 34 * len(rows) + 12
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="640" height="{height}" fill="#ffffff"/>',
+    ]
+    for number, row in enumerate(rows):
+        y, wide = 10 + 34 * number, 400 * row["layers"] / most
+        parts.append(f'<text x="92" y="{y + 17}" text-anchor="end" fill="#222222">{row["way"]}</text>')
+        parts.append(f'<rect x="100" y="{y}" width="{wide:.1f}" height="24" fill="{_COLOURS[row["way"]]}"/>')
+        label = f"{row['layers']} layers, {row['parameters'] / 1e9:.2f}B"
+        if row.get("fits"):
+            x = 100 + 400 * row["fits"] / most
+            parts.append(f'<path d="M{x:.1f} {y - 3}v30" stroke="#222222" stroke-width="2"/>')
+            label += f" ({row['fits']} trained)"
+        parts.append(f'<text x="{108 + wide:.1f}" y="{y + 17}" fill="#222222">{label}</text>')
+    return "\n".join((*parts, "</svg>\n"))
