@@ -1,9 +1,11 @@
 """`gapless simulate`: what a schedule costs, for people and for programs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from gapless.schedule.recipes import make_schedule
 from tests.cli.conftest import Command
 
 
@@ -95,3 +97,21 @@ def test_a_schedule_above_the_memory_limit_is_refused_with_both_numbers(gapless:
     code, out, err = gapless("show gpipe --devices 4 --microbatches 8 --memory-limit 4 --format text")
     assert (code, out.splitlines()[0][:7], err) == (0, "0: 0F0 ", told)  # it was drawn without a word
     assert gapless("show gpipe --devices 4 --microbatches 8 --memory-limit 8").err == ""
+
+
+def test_sizes_of_a_file_are_not_overridden_silently(gapless: Command, tmp_path: Path) -> None:
+    file = tmp_path / "two.txt"
+    file.write_text(make_schedule("1f1b", devices=2, microbatches=4).text())
+    assert gapless(f"simulate {file} --devices 2 --microbatches 4")[0] == 0
+    for option in ("--devices", "--microbatches"):
+        code, _, err = gapless(f"simulate {file} {option} 16")
+        assert code == 2
+        assert "is a schedule of 2 devices, 2 stages, 4 microbatches, 16 actions, not 16" in err
+
+
+def test_what_waits_on_the_host_is_shown(gapless: Command) -> None:
+    offloads = "--offload --host-bandwidth 1.5"
+    assert ["on the host" in gapless(f"simulate 1f1b --devices 4 --fuse {more}")[1] for more in ("", offloads)] == [
+        False,
+        True,
+    ]

@@ -20,13 +20,15 @@ from gapless.schedule.verify import verify
 from gapless.units import show_count
 from gapless.user_file import read_user_file
 
+_DEVICES, _MICROBATCHES = 4, 8  # unless told
+
 
 def add_all(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes schedules: sizes, costs, passes and outputs."""
     add_values(
         parser.add_argument_group("sizes"),
-        ("--devices -K", int, 4, "K", "number of devices"),
-        ("--microbatches -M", int, 8, "M", "number of microbatches"),
+        ("--devices -K", int, _DEVICES, "K", "number of devices"),
+        ("--microbatches -M", int, _MICROBATCHES, "M", "number of microbatches"),
         ("--stages-per-device", int, None, "V", "stages per device (default: the recipe's own)"),
         ("--minibatches", int, 8, "N", "2bw: number of minibatches to show"),
         ("--replicas", _integers, None, "R,R", "pipedream: replicas of each stage"),
@@ -142,6 +144,12 @@ def schedule_of(arguments: argparse.Namespace, name: str) -> tuple[Schedule, Cos
     if name not in recipes.RECIPES and is_file:
         schedule = read_schedule(name)
         verify(schedule).raise_if_wrong()
+        for asked, usual, there in (
+            (arguments.devices, _DEVICES, schedule.num_devices),
+            (arguments.microbatches, _MICROBATCHES, schedule.num_microbatches),
+        ):
+            if asked not in (usual, there):
+                raise ConfigError(f"{name} is a schedule of {shown_size(schedule)}, not {asked}: leave that out")
     else:
         schedule = _solved(arguments, costs) if name == "optimal" else build(name, arguments, costs)
     schedule, costs = passed(schedule, costs, arguments, limit)

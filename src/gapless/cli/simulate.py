@@ -56,9 +56,13 @@ def report(timeline: Timeline) -> str:
     if schedule.num_minibatches > 1:
         lines.append(_line("period", timeline.period, "time per minibatch in steady state"))
     if schedule.num_devices <= 64:
-        figures = zip(timeline.busy, timeline.idle, timeline.peak, strict=True)
-        rows = [(str(device), *map(text.number, each)) for device, each in enumerate(figures)]
-        lines += ["", text.table(("device", "busy", "idle", "peak"), rows, left=0)]
+        figures = {"busy": timeline.busy, "idle": timeline.idle, "peak": timeline.peak}
+        if schedule.has_copies:
+            figures |= {"on the host": timeline.host_peak}
+        rows = [
+            (str(device), *map(text.number, each)) for device, each in enumerate(zip(*figures.values(), strict=True))
+        ]
+        lines += ["", text.table(("device", *figures), rows, left=0)]
     else:
         lines.append(_line("peak", max(timeline.peak), "the most a device holds"))
     return "\n".join(lines)

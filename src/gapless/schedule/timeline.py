@@ -38,7 +38,8 @@ class Timeline:
         sizes = (
             f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
         )
-        shown = {name: f"{plain(getattr(self, name)):.6g}" for name in ("makespan", "span", "work")}
+        unit = f" {self.unit}".rstrip()
+        shown = {name: f"{plain(getattr(self, name)):.6g}{unit}" for name in ("makespan", "span", "work")}
         times = ", ".join(f"{name} {value}" for name, value in shown.items())
         return (
             f"Timeline of {self.name or 'a schedule'}: {sizes}, {schedule.num_actions:,} actions\n"
