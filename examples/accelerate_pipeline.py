@@ -20,7 +20,7 @@ optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
 for x, y in loader:
     with accelerator.autocast():  # mixed_precision="bf16" works as usual
         result = pipe.step(x, y)
-    accelerator.clip_grad_norm_(pipe.parameters(), 1.0)
+    pipe.clip_grad_norm_(1.0)  # the norm of all stages
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()

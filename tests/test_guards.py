@@ -231,6 +231,11 @@ def _() -> None:
 # -- weights and gradients ---------------------------------------------------------------------------------------------
 
 
+@case(weights.NOTHING_TO_TRAIN)
+def _() -> None:
+    step([linear().requires_grad_(False), linear().requires_grad_(False)])
+
+
 @case(weights.FORWARD_WEIGHTS)
 def _() -> None:
     step([nn.Embedding(10, 6, max_norm=1.0), linear()], x=torch.randint(10, (8,)), remat="stage")
@@ -460,6 +465,35 @@ def _() -> None:
     with on_ranks([linear()], mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))) as pipe:
         pipe.step(torch.randn(16, 6), torch.randn(16, 6), sync=False)
         pipe.clip_grad_norm_(1.0)
+
+
+@case(ranks.PARTIAL_STATE, ON_RANKS)
+def _() -> None:
+    torch.manual_seed(0)
+    made = Traced(lambda part, x: part.last(torch.tanh(part.first(x))))
+    with on_ranks(made) as pipe:
+        pipe.step(torch.randn(16, 6), torch.randn(16, 6))
+        whole = pipe.state_dict()
+        assert [*whole] == [*made.state_dict(keep_vars=True)]
+    made.load_state_dict(whole)
+    assert all(torch.equal(each, whole[name]) for name, each in made.state_dict().items())
+    with on_ranks(made) as pipe:
+        pipe.step(torch.randn(16, 6), torch.randn(16, 6))
+        made.state_dict()
+
+
+@case(ranks.NORM_OF_A_PART, ON_RANKS)
+def _() -> None:
+    torch.manual_seed(0)
+    with on_ranks([linear(), linear()]) as pipe:
+        torch.manual_seed(0)
+        pipe.step(torch.randn(16, 6), torch.randn(16, 6))
+        norms = [pipe.clip_grad_norm_(10.0), *(each.grad.norm() for each in pipe.parameters() if each.grad is not None)]
+        assert all(each < norms[0] for each in norms[1:])
+        other = linear()
+        other(torch.randn(2, 6)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which is no pipeline's
+        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
 
 
 @case(ranks.STREAM_ENDS, ON_RANKS)

@@ -63,7 +63,7 @@ def test_a_hook_of_the_loss_is_called_each_time() -> None:
     for microbatch in range(4):
         if microbatch == 2:
             handle = loss.register_forward_hook(lambda *_: calls.append(1))
-        stage.forward(microbatch, torch.ones(2), step=0, target=torch.zeros(2))
+        stage.forward(microbatch, torch.ones(2, requires_grad=True), step=0, target=torch.zeros(2))
         stage.backward(microbatch, None)
     assert handle is not None
     assert len(calls) == 2

@@ -42,6 +42,22 @@ STATIC_SHAPES = Guard(
     "comparing the shapes of batches and of what stages make",
     "give all steps batches of one shape (a DataLoader with drop_last=True does), or leave out static_shapes",
 )
+PARTIAL_STATE = Guard(
+    "state of a part",
+    "model.state_dict() or model.save_pretrained() on a rank, with initial values for what other ranks train",
+    "now and then",
+    "comparing version counters of parameters",
+    "use pipe.state_dict(), or pipe.save_pretrained() for a Hugging Face model, on all ranks",
+    "parameters that are read one by one",
+)
+NORM_OF_A_PART = Guard(
+    "norm of a part",
+    "torch.nn.utils.clip_grad_norm_ on a rank, which would clip the gradients of its stages by their own norm",
+    "now and then",
+    "comparing the identities of gradients",
+    "use pipe.clip_grad_norm_",
+    "norms that are computed in another way",
+)
 STREAM_WEIGHTS = Guard(
     "weights of a stream",
     "weights that are changed, loaded or used from outside while a stream keeps older versions of them",

@@ -19,6 +19,13 @@ SAVED_TENSORS = Guard(
     "let the layer compute with a clone() of it, as in F.linear(x, weight.clone())",
     "an alias from before the step; compiled layers",
 )
+NOTHING_TO_TRAIN = Guard(
+    "a loss without gradients",
+    "a model that is frozen as a whole, of which a step would train nothing",
+    "in every step",
+    "asking the loss",
+    "unfreeze a layer, or use pipe.evaluate",
+)
 BACKWARD_WEIGHTS = Guard(
     "weights that a backward changes",
     "a weight that an optimizer in a hook changes while other microbatches or replicas compute with it",

@@ -38,6 +38,8 @@ class Schedules:
     replicas: Sequence[int] | None = None  # of each stage, where these are on ranks of their own
 
     def __post_init__(self) -> None:
+        if not isinstance(self.remat, Sequence):
+            raise ConfigError(f"remat is {self.remat!r}, but it must be 'none', 'stage', 'layer', or a list of these")
         if self.offload == "none":
             return
         if not isinstance(self.offload, Sequence):

@@ -20,6 +20,7 @@ from gapless.pipeline.arguments.checks import check_compiled, check_data, check_
 from gapless.pipeline.edits import check_stay, taken_over
 from gapless.pipeline.options import Options
 from gapless.pipeline.programs import Programs
+from gapless.pipeline.saved.partial_state import PartialState
 from gapless.run.program import Program
 from gapless.run.world import Ran, World
 from gapless.schedule.action import Kind, Schedule
@@ -60,6 +61,7 @@ class StagedModel:
         self._is_whole = len(world.here) == len(world.devices)
         self._programs = Programs(world, schedule, options)
         self.stages: dict[int, Stage] = {}  # those of this process, by their numbers
+        self._partial = PartialState(nn.Module(), world.holds)
         self.uses: Uses = {}  # which stages use a parameter
         self._split = False  # every backward, whatever the schedule says
         self._called: Makeup | None = None  # what the stages were made of; None: of what was tried in vain
@@ -224,6 +226,8 @@ class StagedModel:
         self._programs.clear()
         self.stages = self._made()
         self._adopt(parts)
+        self._partial.end()
+        self._partial = PartialState(self.module, self._world.holds)
         model, loss = self.model, self._options.loss  # a method in their place would hold the pipeline
         self._called = Makeup(lambda: [*model.called(), loss])
 

@@ -4,12 +4,15 @@ That takes the norm of each gradient, in its dtype, and then the norm of these: 
 the next, in an order of torch's own.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from gapless.guards.between_ranks import NORM_OF_A_PART
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of norms
 
@@ -20,6 +23,33 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm_typ
     if not grads:
         return torch.tensor(0.0)
     return _scale(grads, [norm.to(grads[0].device) for norm in norms_of(grads, norm_type)], max_norm, norm_type)
+
+
+class OwnPart:
+    """The parameters of a rank, as long as somebody holds this: torch's own clip_grad_norm_ would see only theirs."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(each) for each in parameters]
+        if not _parts:
+            _clipping._get_total_norm = _norm_of_all
+        _parts.add(self)
+
+    def has(self, grads: set[int]) -> bool:
+        """Whether one of these, by id, is a gradient of its own."""
+        return any(each is not None and id(each.grad) in grads for each in (ref() for ref in self._parameters))
+
+
+_clipping: Any = torch.nn.utils.clip_grad
+_total_norm = _clipping._get_total_norm
+_parts: weakref.WeakSet[OwnPart] = weakref.WeakSet()
+
+
+def _norm_of_all(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = {id(each) for each in tensors}
+    if any(part.has(given) for part in _parts):
+        raise NORM_OF_A_PART.refusal("torch's clip_grad_norm_ sees only the gradients of this rank's stages")
+    return _total_norm(tensors, *args, **kwargs)
 
 
 def clip_everywhere(

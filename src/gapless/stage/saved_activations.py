@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gapless.errors import GaplessError
 from gapless.guards.passed_tensors import CHANGED_VIEWS
+from gapless.guards.weights_and_gradients import NOTHING_TO_TRAIN
 from gapless.stage.batch import microbatch as mb
 from gapless.stage.batch.aliases import has_history
 from gapless.stage.batch.plain import detach, without_loss
@@ -120,6 +121,8 @@ class Kept:
             if tensor.requires_grad:
                 self.edges.append(get_gradient_edge(tensor))
                 self.starts.append(torch.full_like(tensor, start))
+        if not self.edges and (type(weight) is not float or weight) and torch.is_grad_enabled():
+            raise NOTHING_TO_TRAIN.refusal("the loss depends on no tensor that requires a gradient")
         return detach(outputs) if work.want_outputs else None, loss.detach()
 
     def backward_starts(

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import gapless
 from gapless.model.fidelity.traced_forward import in_forward
 
 
@@ -69,3 +71,24 @@ def test_a_forward_that_fails_leaves_all_that_was_entered(traced: bool, monkeypa
     before = len(seen.calls)
     torch.ones(2).sin()
     assert len(seen.calls) == before
+
+
+def test_a_forward_hook_that_records_is_told_of() -> None:
+    model, seen = Net(), list[int]()
+    model.first.register_forward_hook(lambda _, args, out: seen.append(1))
+    x = torch.randn(8, 6)
+    with (
+        gapless.Pipeline(model, devices=2, microbatches=4, loss=F.mse_loss) as pipe,
+        pytest.warns(UserWarning, match="a forward hook of first runs when the model is traced, not for each"),
+    ):
+        pipe.step(x, x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        return y

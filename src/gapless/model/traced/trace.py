@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from gapless.stage.settings import settings
 
 from .operators import as_called_plainly, draws, kept_nodes
 
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft")  # whose hooks are known to do nothing else
 # Everything dynamic; or what shares its first dimension with the batch; or nothing.
 _ATTEMPTS = ("all", "first", "none")
 
@@ -57,6 +59,7 @@ class Trace:
         self._settings = settings()
         with exclusively():  # while torch traces, functions of its own are replaced for all threads
             self.module, seen = _export(model, flat, spec, attempts)
+        _tell_of_hooks(model)
         self.questions, self.state, self.checkpointed_norms = seen.questions.asked, seen.state, seen.norms.checkpointed
         self.stored = _named_in(model, self.state.stored)
         self.stored_data = _named_in(model, self.state.from_data)
@@ -96,6 +99,20 @@ class Trace:
     def is_for(self, flat: list[Any], spec: pytree.TreeSpec) -> bool:
         """Whether it is for such a batch, but for its sizes and data."""
         return spec == self._spec and self._kinds == [_kind(leaf) for leaf in flat]
+
+
+def _tell_of_hooks(model: nn.Module) -> None:
+    """Forward hooks are traced: what they do to tensors is part of the graph, and nothing else of them comes again."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        own = [each for each in hooks if str(getattr(each, "__module__", "")).partition(".")[0] not in _LIBRARIES]
+        if own:
+            warnings.warn(
+                f"a forward hook of {name or type(model).__name__} runs when the model is traced, not for each "
+                "microbatch: what it does to tensors is kept, what it records or prints is not",
+                stacklevel=2,
+            )
+            return
 
 
 class Observed(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gapless.errors import ConfigError, TransportError
 from gapless.model.uses import tie, uses_of
-from gapless.run.clip import clip_everywhere
+from gapless.run.clip import OwnPart, clip_everywhere
 from gapless.run.execute import execute
 from gapless.run.lanes import make_lane
 from gapless.run.program import Program
@@ -127,6 +127,7 @@ class ManyProcesses:
         self._consistency.adopt(module)
         known, uses = self._homes, uses_of(parts)
         self._homes = Homes(self.position.device, parts, placement.cycles, uses)
+        self._own_part = OwnPart(each for each in uses if self.position.num_devices > 1 and self._homes.holds(each))
         here = [self.position.torch_device] * placement.num_stages
         self._holders, away = shared(self.links, uses, self._homes.devices, self.position.torch_device)
         self._ties = tie(module, stages, uses, here, tied, away)
