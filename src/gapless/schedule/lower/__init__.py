@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
-from gapless.schedule.lower.consecutive_steps import add_verdicts, consecutive
+from gapless.schedule.lower.consecutive_steps import add_verdicts, consecutive, join_steps
 from gapless.schedule.lower.fusion import fuse
 from gapless.schedule.lower.inference import forward_only
 from gapless.schedule.lower.offload import add_offload
@@ -37,6 +37,7 @@ __all__ = [
     "consecutive",
     "forward_only",
     "fuse",
+    "join_steps",
     "lowered",
     "split",
 ]

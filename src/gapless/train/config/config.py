@@ -197,6 +197,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         for key in ("stages_per_device", "partition", "remat"):
             if getattr(layout, key) is not None:
                 yield f"pipeline.{key} is given, but plan = 'auto' chooses it: leave one of them out"
+    if layout.overlap is True and config.train.precision == "fp16":
+        yield "pipeline.overlap is true, but train.precision is fp16, whose scaler must see all gradients: use bf16"
     if config.scheduler.name not in tables.OUR_RATES:
         for key, usual in (("warmup", 0), ("steps", None), ("floor", 0.0)):
             if getattr(rate, key) != usual:
