@@ -177,6 +177,7 @@ class HeldModel:
         parts that other replicas have of it.
         """
         self._options.schedules.check_steps()
+        self._settle()
         return shares_of(self._world, self._staged, batches)
 
     @property

@@ -68,7 +68,7 @@ def test_a_plan_is_made_and_trained_with_on_a_gpu(tmp_path: Path) -> None:
 def test_a_step_says_what_it_took(config: Config) -> None:
     steps = trained(config)
     assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(step.samples == 6 and step.seconds > step.updated > 0 and step.waited > 0 for step in steps)
+    assert all(step.samples == 6 and step.seconds > step.updated > 0 and step.waited >= 0 for step in steps)
     assert all(step.tokens is None and step.norm and step.rate == 0.01 for step in steps)
 
 
@@ -147,8 +147,9 @@ def test_an_optimizer_that_fails_is_told_with_the_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         trained(read_config(write(tmp_path, ("AdamW", "torch.optim:SparseAdam"))))
     assert str(error.value) == (
-        "the update of step 1 with SparseAdam failed with RuntimeError: SparseAdam does not support dense gradients, "
-        "please consider Adam instead"
+        "step 1 with inputs that are a tensor of shape (6, 8) and a target that is a tensor of shape (6,) failed with "
+        "RuntimeError: SparseAdam does not support dense gradients, please consider Adam instead (in the optimizer's "
+        "step)"
     )
 
 

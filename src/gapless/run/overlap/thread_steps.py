@@ -240,8 +240,9 @@ class ThreadSteps:
             start = program.lanes[device].now()
             with intra_op_threads(job.threads):
                 updates.update(job.step, groups)
-            end = program.lanes[device].now()
-            program.marks[device] += [(end if number else start, end) for number, _ in enumerate(updates.stages)]
+            if program.recorded:  # what is stepped of several stages is stepped together
+                end = program.lanes[device].now()
+                program.marks[device] += [(end if number else start, end) for number, _ in enumerate(updates.stages)]
         if updates.due is None:
             self._note(job.step)
 

@@ -233,7 +233,7 @@ class Trainer:
             self.pipe.zero_grad()
         else:
             with own.told(f"the update of step {number} with {type(self.optimizer).__name__}"):
-                norm, wrong = self._change_weights(number)
+                norm, wrong = _change_weights(self, number)
         self.skipped = self.skipped + 1 if wrong else 0
         if self.skipped > self.skip + (_SCALES if self.scaler is not None and math.isfinite(loss) else 0):
             raise NOT_FINITE.refusal(wrong, kind=NotFiniteError)
@@ -244,31 +244,32 @@ class Trainer:
         self._reported = now
         return Step(number, loss, rate, norm, *handed.counts, *times, wrong, last.timeline)
 
-    def _change_weights(self, number: int) -> tuple[float | None, str]:
-        """The norm of the gradients, and why the weights stay as they were, if they do."""
-        norm, scaler = None, self.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        if self.clip is not None or scaler is None:  # a scaler looks for itself whether they are finite
-            norm = float(self.pipe.clip_grad_norm_(math.inf if self.clip is None else self.clip))
-        wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {number} have norm {norm}"
-        if scaler is not None:
-            before = scaler.get_scale()
-            scaler.step(self.optimizer)
-            scaler.update()
-            if scaler.get_scale() < before:
-                wrong = f"the gradients of step {number} overflow float16, at a scale of {before:g}"
-        elif not wrong:
-            self.optimizer.step()
-        self.pipe.zero_grad()
-        return norm, wrong
-
     def _shares(self, batches: Sequence[Batch]) -> list[float | Fraction]:
         """What each minibatch counts in the update."""
         if len(batches) == 1:
             return [1.0]
         with own.told(f"step {self.step + 1}{with_shape(batches[0])}"):
             return self.pipe.shares(batches)
+
+
+def _change_weights(trainer: Trainer, number: int) -> tuple[float | None, str]:
+    """The norm of the gradients, and why the weights stay as they were, if they do."""
+    norm, scaler = None, trainer.scaler
+    if scaler is not None:
+        scaler.unscale_(trainer.optimizer)
+    if trainer.clip is not None or scaler is None:  # a scaler looks for itself whether they are finite
+        norm = float(trainer.pipe.clip_grad_norm_(math.inf if trainer.clip is None else trainer.clip))
+    wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {number} have norm {norm}"
+    if scaler is not None:
+        before = scaler.get_scale()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            wrong = f"the gradients of step {number} overflow float16, at a scale of {before:g}"
+    elif not wrong:
+        trainer.optimizer.step()
+    trainer.pipe.zero_grad()
+    return norm, wrong
 
 
 def _end(trainer: Trainer) -> None:
