@@ -71,7 +71,8 @@ def _without_updates(timeline: Timeline) -> Timeline:
         [each for each in timeline.spans(n) if each[0].kind not in PER_MINIBATCH] for n in range(len(timeline.starts))
     ]
     schedule = timeline.schedule.with_rows([[action for action, _, _ in row] for row in rows])
-    starts, ends = (tuple(tuple(each[place] for each in row) for row in rows) for place in (1, 2))
+    starts = tuple(tuple(start for _, start, _ in row) for row in rows)
+    ends = tuple(tuple(end for _, _, end in row) for row in rows)
     return replace(timeline, schedule=schedule, starts=starts, ends=ends)
 
 
