@@ -52,6 +52,7 @@ _SECTIONS = {
         "gapless.simulate",
         "gapless.Timeline",
         "gapless.costs_of",
+        "gapless.join_steps",
         "gapless.compare",
         "gapless.draw",
     ),

@@ -25,6 +25,7 @@ PUBLIC = [
     "costs_of",
     "defer",
     "draw",
+    "join_steps",
     "make_plan",
     "make_schedule",
     "measure_links",

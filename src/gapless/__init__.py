@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gapless.run.streams.replicas.async_replicas import AsyncReplicas as AsyncReplicas
     from gapless.schedule.action import Schedule as Schedule
     from gapless.schedule.costs import Costs as Costs
+    from gapless.schedule.lower.consecutive_steps import join_steps as join_steps
     from gapless.schedule.recipes import make_schedule as make_schedule
     from gapless.schedule.simulate import simulate as simulate
     from gapless.schedule.timeline import Timeline as Timeline
@@ -65,6 +66,7 @@ _HOMES = {
     "costs_of": "gapless.schedule.timeline",
     "defer": "gapless.stage.split.deferred",
     "draw": "gapless.view.pictures.picture_file",
+    "join_steps": "gapless.schedule.lower.consecutive_steps",
     "make_plan": "gapless.pipeline.planning",
     "make_schedule": "gapless.schedule.recipes",
     "measure_links": "gapless.pipeline.planning",
@@ -90,6 +92,7 @@ __all__ = [
     "costs_of",
     "defer",
     "draw",
+    "join_steps",
     "make_plan",
     "make_schedule",
     "measure_links",

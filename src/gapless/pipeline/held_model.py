@@ -139,7 +139,7 @@ class HeldModel:
         optimizer       made of `parameters()`
         max_norm        clip the norm of all gradients to this
         scheduler       its learning-rate scheduler, stepped after each update
-        skip_nonfinite  if the norm is not finite: no update, and the scheduler does not step
+        skip_nonfinite  if the loss or the norm is not finite: no update, and the scheduler does not step
         """
         self._settle()
         if self._training is not None:
@@ -178,6 +178,7 @@ class HeldModel:
         parts that other replicas have of it.
         """
         self._options.schedules.check_steps()
+        self._settle()
         return shares_of(self._world, self._staged, batches)
 
     def memory(self, optimizer: Any = None) -> HeldMemory:

@@ -31,6 +31,7 @@ from gapless.run.overlap.thread_steps import ThreadSteps
 from gapless.run.overlap.verdict import Check, Verdict
 from gapless.run.program import Program
 from gapless.run.world import Ran, World
+from gapless.schedule.timeline import Timeline
 from gapless.stage.autocast import casts_are_kept
 from gapless.stage.batch.share import Share
 from gapless.stage.settings import settings
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
 
 class PendingResult:
     """A `Result` of a step that may be under way: reading its `loss` waits until that is computed. `norm`, the norm of
-    all gradients before clipping, and `skipped`, whether they were not finite, settle the step first.
+    all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
+    first. `rate` is the learning rate of its update, that of the optimizer's first group.
     """
 
-    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None]) -> None:
-        self._compute, self._settle = compute, settle
+    def __init__(self, compute: Callable[[], Result], settle: Callable[[], None], rate: Any) -> None:
+        self._compute, self._settle, self.rate = compute, settle, rate
         self._verdict: Verdict | None = None
+        self._timeline: Timeline | None = None
 
     @cached_property
     def result(self) -> Result:
@@ -69,10 +72,19 @@ class PendingResult:
     def skipped(self) -> bool:
         return self._judged().skips
 
-    def judge(self, verdict: Verdict | None) -> None:
+    @property
+    def timeline(self) -> Timeline | None:
+        self._judged()
+        return self._timeline or self.result.timeline
+
+    @property
+    def is_settled(self) -> bool:
+        return self._verdict is not None
+
+    def judge(self, verdict: Verdict | None, timeline: Timeline | None) -> None:
         """The step is settled, and what it has computed is about to be let go of."""
         self.result  # noqa: B018
-        self._verdict, self._compute = verdict or Verdict(), _gone
+        self._verdict, self._timeline, self._compute = verdict or Verdict(), timeline, _gone
 
     def _judged(self) -> Verdict:
         if self._verdict is None:
@@ -162,8 +174,6 @@ class OverlappedTraining:
         """
         if "scaler" in batch:
             raise ConfigError("training has no scaler=: use bfloat16, which needs none, or pipe.step(..., scaler=)")
-        if self._pipe.timeline:
-            raise ConfigError("training measures no timeline: set pipe.timeline = False, or measure a pipe.step")
         inputs = batch_of(inputs, batch, "step")
         check_step(None, one_process=self._world.one_process)
         pipe, steps, number = self._pipe, self._steps, self._pipe.steps
@@ -175,7 +185,8 @@ class OverlappedTraining:
                 given = pipe._given(inputs, target, Share.of(weight, sync), cut, outputs, turn=1 + number % 2)
                 self._adopt()
                 ran = steps.run(number, given.program, given.weights, self._take_groups, updates=sync)
-            pending = PendingResult(lambda: given.result(ran()), self.settle)
+            rate = self._groups[0].get("lr") if self._groups else None
+            pending = PendingResult(lambda: given.result(ran()), self.settle, rate)
             self._under_way[number] = pending, self._groups
             pipe.steps = number + 1
             # In the first step layers tell what they draw; what draws from torch's own generators runs while nobody
@@ -248,9 +259,9 @@ class OverlappedTraining:
             made.append(PartUpdates(court, OptimizerPart(self._optimizer, own, numbers), here))
         return made
 
-    def _settled(self, number: int, verdict: Verdict | None) -> None:
+    def _settled(self, number: int, verdict: Verdict | None, timeline: Timeline | None) -> None:
         pending, groups = self._under_way[number]
-        pending.judge(verdict)
+        pending.judge(verdict, timeline)
         if verdict is not None:
             parts = [each.part for each in self._steps.devices]
             merge_groups(self._optimizer, parts, groups)

@@ -8,6 +8,7 @@ from gapless.run.lanes import fenced
 from gapless.run.program import Call, Program
 from gapless.run.team import Team
 from gapless.run.thread_state import CallerState
+from gapless.schedule.action import Schedule
 from gapless.schedule.timeline import Timeline
 
 
@@ -86,14 +87,14 @@ def place_of(program: Program, device: int) -> str:
     return f"on device {device} ({where}), stage {action.stage}, action {action}"
 
 
-def measured(program: Program, name: str) -> Timeline:
-    """The timeline of the step that has just run."""
+def measured(program: Program, name: str, schedule: Schedule | None = None) -> Timeline:
+    """The timeline of the step that has just run; `schedule` has what was measured besides."""
     spans = [
         [(lane.seconds(start), lane.seconds(end)) for start, end in marks]
         for lane, marks in zip(program.lanes, program.marks, strict=True)
     ]
     return Timeline(
-        program.schedule,
+        schedule or program.schedule,
         tuple(tuple(start for start, _ in row) for row in spans),
         tuple(tuple(end for _, end in row) for row in spans),
         name=name,

@@ -221,7 +221,9 @@ class Program:
         def timed(argument: Any) -> Any:
             start = now()
             result = compute(argument)
-            marks.append(link.last if kind in COPIES else (start, now()))
+            end = now()
+            # At a verdict a device waits.
+            marks.append(link.last if kind in COPIES else (end if kind is Kind.VERDICT else start, end))
             return result
 
         return timed

@@ -113,11 +113,16 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             pipe.training(optimizer).step(*batch(), scaler=object())
 
 
-def test_a_timeline_is_not_left_out_without_a_word() -> None:
+def test_timelines_on_other_clocks_are_not_joined() -> None:
     with pipeline(timeline=True) as pipe:
         training = pipe.training(torch.optim.SGD(pipe.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match=r"training measures no timeline: set pipe\.timeline = False"):
-            training.step(*batch())
+        read = [training.step(*batch()).timeline for _ in range(2)]  # which settles each step
+        found = [each for each in read if each is not None]
+        assert len(found) == 2
+        with pytest.raises(ConfigError, match="these timelines are not of consecutive steps on one clock: join those"):
+            gapless.join_steps(found[::-1])
+    with pytest.raises(ConfigError, match="there is no timeline to join"):
+        gapless.join_steps([])
 
 
 def sharded_and_static() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gapless
+from gapless.schedule.lower import consecutive
+from tests.measured_picture import three_steps
 from tests.run.forked import Launch
 from tests.run.overlap.plain_training import WIDTH, Run
 
@@ -176,3 +178,14 @@ def replicas_train() -> None:
 
 def test_replicas_sum_their_gradients_before_each_steps_its_part(launch: Launch) -> None:
     launch(replicas_train, 4)
+
+
+def test_timelines_of_consecutive_steps_are_joined_to_the_schedule_of_all_of_them() -> None:
+    found = three_steps(0.0)
+    alone = [[a for a in row if a.microbatch < 5 and a.kind.value not in "UV"] for row in found.schedule.rows]
+    assert found.schedule == consecutive(gapless.Schedule.of(alone, name="zb-h2"), 3)
+    assert gapless.verify(found.schedule).ok
+    for starts, ends in zip(found.starts, found.ends, strict=True):
+        assert all(start <= end for start, end in zip(starts, ends, strict=True))
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    assert sum(action.kind.value == "V" for action, _, _ in found.all_spans) == 6

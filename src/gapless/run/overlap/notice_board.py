@@ -60,12 +60,14 @@ class ThreadCourt:
     def __init__(self, check: Check, devices: int, board: NoticeBoard) -> None:
         self.check, self._devices, self._board = check, devices, board
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool) -> None:
-        told = self._board.add(("norms", step), (norms, alone))
+    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
+        told = self._board.add(("norms", step), (norms, alone, lost))
         if len(told) == self._devices:
-            found = {number: norm for each, _ in told for number, norm in each.items()}
+            all_norms, alone_of, lost_of = zip(*told, strict=True)
+            found = {number: norm for each in all_norms for number, norm in each.items()}
             ordered = [found[number] for number in sorted(found)]
-            self._board.post(("verdict", step), self.check.verdict(ordered, alone=any(each for _, each in told)))
+            verdict = self.check.verdict(ordered, alone=any(alone_of), lost=any(lost_of))
+            self._board.post(("verdict", step), verdict)
 
     def verdict(self, step: int) -> Verdict:
         found: Verdict = self._board.wait(("verdict", step))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, note_place
 from gapless.run.clip import norms_of, scale
 from gapless.run.overlap.verdict import Verdict
 
@@ -75,7 +75,11 @@ class OptimizerPart:
         made.__dict__.pop("step", None)  # a scheduler has put it there, for the optimizer itself
         for each, grad in self.grads.items():
             each.grad = grad
-        made.step()
+        try:
+            made.step()
+        except Exception as error:
+            note_place(error, "in the optimizer's step")
+            raise
         self.drop_gradients()
 
     def settle(self, verdict: Verdict) -> None:

@@ -5,7 +5,7 @@ verdict says so.
     at the verdict  steps stand, or are made anew; then forwards that have used the weights run again
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +15,10 @@ from gapless.run.overlap.optimizer_part import Groups, OptimizerPart
 from gapless.run.overlap.verdict import Check, Verdict
 from gapless.run.program import Program
 from gapless.run.streams.buffer_rollback import BufferRollback
+from gapless.schedule.timeline import Timeline
 from gapless.stage.stage import Stage
+
+Settled = Callable[[int, Verdict | None, Timeline | None], None]  # told of each step when it is
 
 
 class Court(Protocol):
@@ -23,8 +26,8 @@ class Court(Protocol):
 
     check: Check
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool) -> None:
-        """This device's gradients. Does not wait."""
+    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
+        """This device's gradients, and whether it knows of a loss that is not finite. Does not wait."""
 
     def verdict(self, step: int) -> Verdict:
         """Waits until all devices have told theirs."""
@@ -40,6 +43,7 @@ class PartUpdates:
         self.is_torn = False  # something was raised in the middle of carrying it out
         self.keeps_gradients = False  # for whoever looks at the step once it is made
         self._alone = True  # the next update waits for its verdict
+        self._lost = False  # a loss that goes into it is not finite
 
     def start(self) -> None:
         """Steps come, whose layers are these."""
@@ -56,11 +60,16 @@ class PartUpdates:
         for buffers in self._buffers:
             buffers.keep(step)
 
+    def look_at(self, losses: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Those of a minibatch that goes into the next update."""
+        self._lost = self.court.check.loses(losses, weights) or self._lost
+
     def update(self, step: int, groups: Groups) -> Verdict | None:
         """All gradients of this device are there. Returns the verdict, if it was waited for."""
         self.part.begin(groups)
         norms = self.part.norms() if self.court.check else {}
-        self.court.tell(step, norms, alone=any(stage.holds_state for stage in self.stages))
+        self.court.tell(step, norms, alone=any(stage.holds_state for stage in self.stages), lost=self._lost)
+        self._lost = False
         self.due = step
         if self._alone:
             return self.settle()
@@ -108,6 +117,6 @@ class PartUpdates:
 
     def undo(self) -> None:
         """Of what was not settled nothing is left."""
-        self.due, self.is_torn = None, False
+        self.due, self.is_torn, self._lost = None, False, False
         self.part.undo()
         self.part.drop_gradients()

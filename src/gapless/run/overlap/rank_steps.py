@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.run.clip import as_rows, from_rows
 from gapless.run.overlap.optimizer_part import Groups
-from gapless.run.overlap.part_updates import Court, PartUpdates
+from gapless.run.overlap.part_updates import Court, PartUpdates, Settled
 from gapless.run.overlap.verdict import Check, Verdict
 from gapless.run.program import Program
 from gapless.run.ranks.many_processes import ManyProcesses
@@ -27,9 +28,9 @@ class RankCourt:
         self.check, self._world, self._parameters = check, world, parameters
         self._told: tuple[Tensor, Any] | None = None
 
-    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool) -> None:
+    def tell(self, step: int, norms: Mapping[int, Tensor], *, alone: bool, lost: bool) -> None:
         found = as_rows(norms, self._parameters + 1)
-        found[0, -1] = float(alone)
+        found[:, -1] = torch.tensor([float(alone), float(lost)])
         group = self._world.groups.pp
         self._told = found, None if group is None else group.allreduce([found])
 
@@ -38,7 +39,8 @@ class RankCourt:
         found, work = self._told
         if work is not None:
             self._world.links.await_all(work)
-        return self.check.verdict(from_rows(found[:, :-1], self._world.position.torch_device), alone=bool(found[0, -1]))
+        norms = from_rows(found[:, :-1], self._world.position.torch_device)
+        return self.check.verdict(norms, alone=bool(found[0, -1]), lost=bool(found[1, -1]))
 
 
 class RankSteps:
@@ -46,7 +48,7 @@ class RankSteps:
 
     is_running = False  # nothing works between two calls
 
-    def __init__(self, world: ManyProcesses, check: Check, settled: Callable[[int, Verdict | None], None]) -> None:
+    def __init__(self, world: ManyProcesses, check: Check, settled: Settled) -> None:
         self._world, self._check, self._settled = world, check, settled
         self.devices: Sequence[PartUpdates] = ()
         self._judged: Verdict | None = None  # on the last step, if it was waited for
@@ -81,6 +83,7 @@ class RankSteps:
             ran = self._world.run(program, weights)
         finally:
             program.clear()
+        mine.look_at(ran.losses, ran.weights)
         self._judged = mine.update(step, groups()) if updates else None
         return lambda: ran
 
@@ -92,7 +95,7 @@ class RankSteps:
     def _settle(self) -> Verdict | None:
         [mine], step = self.devices, self._steps[0]
         verdict = mine.settle()
-        self._settled(step, verdict or self._judged)
+        self._settled(step, verdict or self._judged, None)
         mine.forget(step)
         del self._steps[0]
         return verdict
@@ -106,7 +109,7 @@ class RankSteps:
         self._steps.clear()
 
 
-def make_rank_steps(world: World, check: Check, settled: Callable[[int, Verdict | None], None]) -> RankSteps:
+def make_rank_steps(world: World, check: Check, settled: Settled) -> RankSteps:
     """Of a world of ranks."""
     assert isinstance(world, ManyProcesses)
     if world.links.static is not None and world.links.static.promised:

@@ -20,18 +20,20 @@ from torch import Tensor
 
 from gapless.errors import TransportError, note_place
 from gapless.run.channels import StoppedError
-from gapless.run.execute import place_of
+from gapless.run.execute import measured, place_of
 from gapless.run.lanes import fenced
 from gapless.run.one_process import OneProcess
 from gapless.run.overlap.notice_board import NoticeBoard, ThreadCourt
 from gapless.run.overlap.optimizer_part import Groups
-from gapless.run.overlap.part_updates import Court, PartUpdates
-from gapless.run.overlap.verdict import Check, Verdict
+from gapless.run.overlap.part_updates import Court, PartUpdates, Settled
+from gapless.run.overlap.verdict import Check
 from gapless.run.program import Program
 from gapless.run.thread_state import CallerState
 from gapless.run.world import Ran
 from gapless.schedule.action import Action
 from gapless.schedule.asynchronous.verdicts import losses_at
+from gapless.schedule.lower.consecutive_steps import end_with_updates
+from gapless.schedule.timeline import Timeline
 from gapless.stage.intra_op import intra_op_threads
 from gapless.stage.shared.tie import Tie
 
@@ -46,11 +48,9 @@ class HandedStep:
     told_at: Action | None  # where its losses are known
     threads: int = field(default_factory=torch.get_num_threads)
     state: CallerState = field(default_factory=CallerState)
+    weights: tuple[float, ...] = ()
     losses: tuple[Tensor, ...] | None = None
     ended: threading.Event = field(default_factory=threading.Event)  # losses are there, or never will be
-
-
-Settled = Callable[[int, Verdict | None], None]
 
 
 class ThreadSteps:
@@ -86,7 +86,7 @@ class ThreadSteps:
         self._start()
         schedule = program.schedule
         last = schedule.rows[schedule.placement.homes[-1]]
-        job = HandedStep(step, program, updates, losses_at(last, schedule.num_stages - 1))
+        job = HandedStep(step, program, updates, losses_at(last, schedule.num_stages - 1), weights=tuple(weights))
         program.channels.begin()
         program.at_verdict = partial(self._verdict, job)
         self._jobs.append(job)
@@ -96,13 +96,13 @@ class ThreadSteps:
         if len(self._jobs) > 1:
             self._wait()
         self._board.post(("groups", step), groups())
-        return partial(self._ran, job, tuple(weights))
+        return partial(self._ran, job)
 
-    def _ran(self, job: HandedStep, weights: tuple[float, ...]) -> Ran:
+    def _ran(self, job: HandedStep) -> Ran:
         job.ended.wait()
         if job.losses is None:
             raise StoppedError
-        return Ran(job.losses, weights)
+        return Ran(job.losses, job.weights)
 
     def settle(self) -> None:
         """All steps are over, and no thread works."""
@@ -128,7 +128,7 @@ class ThreadSteps:
 
     def _over(self, job: HandedStep) -> None:
         verdict = self._board.wait(("verdict", job.step)) if job.updates else None
-        self._settled(job.step, verdict)
+        self._settled(job.step, verdict, _timeline(job))
         for each in self.devices:
             each.forget(job.step)
         job.program.clear()
@@ -233,10 +233,16 @@ class ThreadSteps:
             tie.end()
         for stage in updates.stages:
             stage.finish(resting=False)
+        if job.told_at in row:
+            updates.look_at(program.losses, job.weights)
         if job.updates:
             groups: Groups = self._board.wait(("groups", job.step))
+            start = program.lanes[device].now()
             with intra_op_threads(job.threads):
                 updates.update(job.step, groups)
+            if program.recorded:  # what is stepped of several stages is stepped together
+                end = program.lanes[device].now()
+                program.marks[device] += [(end if number else start, end) for number, _ in enumerate(updates.stages)]
         if updates.due is None:
             self._note(job.step)
 
@@ -261,3 +267,11 @@ class ThreadSteps:
         """A device has settled it."""
         if len(self._board.add(("settled", step))) == len(self._world.here):
             self._board.post(("over", step))
+
+
+def _timeline(job: HandedStep) -> Timeline | None:
+    """With its updates. Those of consecutive steps have one clock."""
+    program = job.program
+    if not program.recorded:
+        return None
+    return measured(program, "measured", end_with_updates(program.schedule) if job.updates else None)

@@ -4,7 +4,7 @@ The norm is torch's own, over the norms of single parameters in the model's orde
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gapless.run.clip import factor_of, total_of
+from gapless.stage.batch.plain import sum_in_order
 
 _SURELY = 1.05  # by so much a part must exceed the limit, so that the whole does too, whatever is rounded
 
@@ -21,7 +22,7 @@ class Verdict(NamedTuple):
 
     total: Tensor | None = None  # the norm of all gradients
     factor: Tensor | None = None  # by which gradients are multiplied, if they are clipped
-    skips: bool = False  # some are not finite
+    skips: bool = False  # some are not finite, or the loss is not
     alone: bool = False  # the next step waits for its own verdict before anything else is done
 
     @property
@@ -40,17 +41,23 @@ class Check:
     def __bool__(self) -> bool:
         return self.max_norm is not None or self.skip_nonfinite
 
-    def verdict(self, norms: list[Tensor], *, alone: bool) -> Verdict:
-        """From the norms of all parameters, in their order. `alone`: some stage can't run forwards twice."""
+    def verdict(self, norms: list[Tensor], *, alone: bool, lost: bool) -> Verdict:
+        """From the norms of all parameters, in their order. `alone`: some stage can't run forwards twice. `lost`: the
+        loss is not finite.
+        """
         if not self or not norms:
-            return Verdict(alone=alone)
+            return Verdict(skips=lost, alone=alone or lost)
         total = total_of([norm.to(norms[0].device) for norm in norms])
-        if self.skip_nonfinite and not math.isfinite(total.item()):
+        if lost or (self.skip_nonfinite and not math.isfinite(total.item())):
             return Verdict(total, skips=True, alone=True)
         factor = None if self.max_norm is None else factor_of(total, self.max_norm)
         if factor is not None and factor.item() == 1:
             factor = None
         return Verdict(total, factor, alone=alone or factor is not None)
+
+    def loses(self, losses: Sequence[Tensor], weights: Sequence[float]) -> bool:
+        """Whether the loss of a minibatch says that it is to be left out."""
+        return self.skip_nonfinite and bool(losses) and not math.isfinite(sum_in_order(losses, weights).item())
 
     def fails(self, norms: Mapping[int, Tensor]) -> bool:
         """Whether these alone say that the step as it is will not stand."""

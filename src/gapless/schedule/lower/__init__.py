@@ -7,7 +7,8 @@ decided here, and where there is a choice the simulator makes it. In the order i
     recompute       activations thrown away and made again, as early as memory allows
     offload         activations that wait in the host's memory, where the link has the time
     inference       the forwards alone
-    weight_updates  an update per stage; steps that follow each other without waiting for the optimizer's check
+    weight_updates  an update per stage
+    consecutive_steps  steps that follow each other without waiting for the optimizer's check
     transfers       a send and a receive for what crosses between devices
 """
 
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 
 from gapless.schedule.action import Schedule
 from gapless.schedule.costs import Costs, Number
+from gapless.schedule.lower.consecutive_steps import add_verdicts, consecutive, join_steps
 from gapless.schedule.lower.fusion import fuse, split
 from gapless.schedule.lower.inference import forward_only
 from gapless.schedule.lower.offload import add_offload
 from gapless.schedule.lower.recompute import add_recompute
 from gapless.schedule.lower.transfers import add_transfers
-from gapless.schedule.lower.weight_updates import add_updates, add_verdicts, consecutive
+from gapless.schedule.lower.weight_updates import add_updates
 
 __all__ = [
     "Passes",
@@ -33,6 +35,7 @@ __all__ = [
     "consecutive",
     "forward_only",
     "fuse",
+    "join_steps",
     "lowered",
     "split",
 ]

@@ -135,6 +135,7 @@ def must(fits: Callable[[Any], bool], be: str, made: Reader = lambda value: valu
 text = must(lambda value: isinstance(value, str) and value != "", "a text")
 positive = must(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0", float)
 arguments = must(lambda value: isinstance(value, Mapping), "a table, as { width = 64, depth = 8 }")
+overlap = must(lambda value: isinstance(value, bool) or value == "auto", "true, false or 'auto'")
 truth = must(lambda value: isinstance(value, bool), "true or false")
 
 

@@ -5,7 +5,7 @@ both are read, and the manual is made of them.
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 
@@ -171,6 +171,8 @@ class Layout:
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
     offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host
         memory; with `plan = "auto"` a single word, and the plan chooses what leaves | none
+    overlap = "auto"  an optimizer step that does not wait for the other devices: `true`, `false`, or `"auto"`, where
+        all devices are CPUs, `train.precision` is `float32` and the optimizer is torch's. The results are the same
     threads = 1  CPU threads of each device. The last bits of a number may depend on it
         | the cores of the machine, shared by its devices; a resumed run keeps what it had
     timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
@@ -185,6 +187,7 @@ class Layout:
     partition: Counts | None = None
     remat: Annotated[Remat | tuple[Remat, ...], keys.of_stages(*get_args(Remat))] | None = None
     offload: Annotated[Offload | tuple[Offload, ...], keys.of_stages("none", "activations")] = "none"
+    overlap: Annotated[bool | Literal["auto"], keys.overlap] = False
     threads: Whole | None = None
     timeout: Positive = 600.0
 

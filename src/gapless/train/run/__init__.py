@@ -1,5 +1,6 @@
 """A run under way, in reading order:
 
+batch_counts  samples and tokens of a batch
 trainer       the loop, and the callbacks that are told of its steps
 evaluation    the loss on other data, and an early stop
 step_monitor  timelines, bubbles and memory of every n-th step

@@ -30,6 +30,7 @@ class Saver(Callback):
 
     def on_begin(self, trainer: Trainer) -> None:
         if trainer.step > 0 and trainer.step != self._saved and self._is_time(trainer.step):
+            trainer.settle()
             self._save(trainer)
 
     def on_evaluate(self, trainer: Trainer, loss: float, seconds: float) -> None:

@@ -5,11 +5,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from gapless.schedule.action import PER_MINIBATCH
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
 from gapless.train.run.trainer import Callback, Step, Trainer
@@ -47,22 +48,32 @@ class StepMonitor(Callback):
     def on_step(self, trainer: Trainer, step: Step) -> None:
         if step.timeline is None:
             return
-        self.timelines.append(step.timeline)
+        self.timelines.append(_without_updates(step.timeline))
         memory: dict[str, int] = {}
         for each in self._ranks.gathered(_memory(trainer.pipe.devices, self._ranks)):
             memory |= each
-        self.reading = Measured(step.number, float(step.timeline.bubble), self._predicted(step), memory)
+        self.reading = Measured(step.number, float(self.timelines[-1].bubble), self._predicted(), memory)
 
-    def _predicted(self, step: Step) -> float:
+    def _predicted(self) -> float:
         """From the costs of the measured actions, were the devices their own. Simulated again only where that takes
         less than a five-hundredth of the time since.
         """
         now = time.monotonic()
         if self._forecast is None or now > self._forecast[1]:
-            assert step.timeline is not None
-            bubble = float(simulate(step.timeline.schedule, costs_of(list(self.timelines))).bubble)
+            bubble = float(simulate(self.timelines[-1].schedule, costs_of(list(self.timelines))).bubble)
             self._forecast = bubble, time.monotonic() + _SELDOM * (time.monotonic() - now)
         return self._forecast[0]
+
+
+def _without_updates(timeline: Timeline) -> Timeline:
+    """As the pipeline's own schedule has it."""
+    rows = [
+        [each for each in timeline.spans(n) if each[0].kind not in PER_MINIBATCH] for n in range(len(timeline.starts))
+    ]
+    schedule = timeline.schedule.with_rows([[action for action, _, _ in row] for row in rows])
+    starts = tuple(tuple(start for _, start, _ in row) for row in rows)
+    ends = tuple(tuple(end for _, _, end in row) for row in rows)
+    return replace(timeline, schedule=schedule, starts=starts, ends=ends)
 
 
 def _memory(devices: Sequence[torch.device], ranks: Ranks) -> dict[str, int]:

@@ -19,16 +19,16 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gapless.errors import GaplessError
 from gapless.guards.weights_and_gradients import NOT_FINITE
+from gapless.pipeline.overlapped_training import OverlappedTraining, PendingResult
 from gapless.pipeline.pipeline import Pipeline
 from gapless.pipeline.result import Result
 from gapless.schedule.timeline import Timeline
-from gapless.stage.batch import microbatch as mb
 from gapless.train.config import user_code as own
 from gapless.train.data.feed import Batch, with_shape
+from gapless.train.run.batch_counts import counts_of, size_of
 
 SIGTERM = "SIGTERM"  # why ranks end that were asked to leave
 _SCALES = 32  # steps in which a scaler may look for its scale: it halves it each time
@@ -43,7 +43,8 @@ class Step:
     rate     the learning rate of the first group of parameters
     norm     of all gradients before clipping; None with a scaler that looks at them, where nothing is clipped
     samples  trained on, by all replicas where the data tells, and `tokens` where the inputs are token numbers
-    seconds  the whole update, of which it `waited` for data, and `updated` the weights
+    seconds  the whole update, of which it `waited` for data, and `updated` the weights; where steps overlap, from the
+             one before to this one, and data that is fetched while a step is under way is not waited for
     skipped  why the weights were not changed, if they were not
     """
 
@@ -60,6 +61,17 @@ class Step:
     timeline: Timeline | None = None
 
 
+@dataclass(frozen=True)
+class Handed:
+    """An update whose steps were handed over: with `Trainer.training` they may be under way."""
+
+    number: int
+    results: Sequence[Result | PendingResult]
+    counts: tuple[int, int | None]
+    begin: float
+    waited: float
+
+
 class Callback:
     """Told of everything that happens. On ranks each has callbacks of its own, and all are told of the same."""
 
@@ -70,7 +82,7 @@ class Callback:
         """Before each step: the time to ask for its timeline with `trainer.pipe.timeline = True`."""
 
     def on_step(self, trainer: "Trainer", step: Step) -> None:
-        """After each step."""
+        """After each step; with `Trainer.training` the next one may be under way, and `trainer.step` count it."""
 
     def on_evaluate(self, trainer: "Trainer", loss: float, seconds: float) -> None:
         """After each evaluation, which took so long."""
@@ -97,6 +109,7 @@ class Trainer:
     autocast    makes the context in which steps run, such as torch.autocast
     evaluate    returns a loss, or None to say nothing; called after `every` updates, and after the last
     skip        so many updates in a row may be left out because the loss is not finite
+    training    `pipe.training` with this optimizer, clip and scheduler: an optimizer step that does not wait
     """
 
     def __init__(
@@ -114,11 +127,15 @@ class Trainer:
         evaluate: Callable[[], float | None] | None = None,
         every: int = 1,
         skip: int = 0,
+        training: OverlappedTraining | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.pipe, self.optimizer, self.batches, self.steps, self.scheduler = pipe, optimizer, batches, steps, scheduler
         self.clip, self.accumulate, self.scaler, self.autocast = clip, accumulate, scaler, autocast
         self.evaluate, self.every, self.skip, self.callbacks = evaluate, every, skip, list(callbacks)
+        self.training = training
+        self._under_way: Handed | None = None
+        self._reported = 0.0  # when a step was, last
         self.step = 0  # updates done, also those that were left out
         self.skipped = 0  # those in a row
         self.ended = ""  # why training ended, when it has; an exception leaves this empty
@@ -145,18 +162,23 @@ class Trainer:
                 batches, sizes = list[Batch](), list[int]()
                 for _, batch in zip(range(self.accumulate), source, strict=False):
                     batches.append(batch)
-                    sizes.append(_size(self.batches, batch))
+                    sizes.append(size_of(self.batches, batch))
                 if len(batches) < self.accumulate:
                     self.stop("the data has ended")
                     break
-                done = self.update(batches, sizes, begin)
-                if done is None:
+                handed = self._hand_over(batches, sizes, begin)
+                if handed is None:
                     continue
-                self.step += 1
+                self.settle()  # the one before, which has ended meanwhile
+                self._under_way, self.step = handed, handed.number
                 self.position = getattr(self.batches, "position", None)
-                self.tell("on_step", done)
+                last = handed.results[-1]
+                if not isinstance(last, PendingResult) or last.is_settled:
+                    self.settle()
                 if self.evaluate is not None and (self.step % self.every == 0 or self.step == self.steps):
+                    self.settle()
                     self._evaluate(self.evaluate)
+            self.settle()
             self.ended = self._why or "all steps are done"
         finally:
             _end(self)
@@ -171,51 +193,56 @@ class Trainer:
         if not self.pipe.stopping and (loss := evaluate()) is not None:
             self.tell("on_evaluate", loss, time.perf_counter() - begin)
 
-    def update(self, batches: Sequence[Batch], sizes: Sequence[int], begin: float) -> Step | None:
-        """One step of the optimizer, on all of these; None if the ranks were asked to leave before it."""
-        come, number, results = time.perf_counter(), self.step + 1, list[Result]()
+    def settle(self) -> None:
+        """No step is under way, and all were told of."""
+        handed, self._under_way = self._under_way, None
+        if handed is not None:
+            try:
+                with own.told(f"step {handed.number}"):
+                    done = self._updated(handed)
+            except BaseException:
+                self.step = handed.number - 1
+                raise
+            self.tell("on_step", done)
+
+    def _hand_over(self, batches: Sequence[Batch], sizes: Sequence[int], begin: float) -> Handed | None:
+        """One update, on all of these; None if the ranks were asked to leave before it."""
+        come, number, results = time.perf_counter(), self.step + 1, list[Result | PendingResult]()
         shares = self._shares(batches)
         if self.pipe.stopping:
             return None
+        where = f"step {number}" if self._under_way is None else f"step {number - 1} or {number}"
         for batch, share in zip(batches, shares, strict=True):
-            with own.told(f"step {number}{with_shape(batch)}"), self.autocast():
+            with own.told(f"{where}{with_shape(batch)}"), self.autocast():
                 last = len(results) + 1 == len(batches)
-                results.append(self.pipe.step(*batch, weight=share, sync=last, scaler=self.scaler))
+                if self.training is not None:
+                    results.append(self.training.step(*batch, weight=share, sync=last))
+                else:
+                    results.append(self.pipe.step(*batch, weight=share, sync=last, scaler=self.scaler))
+        return Handed(number, results, counts_of(batches, sizes), begin, 0.0 if self._under_way else come - begin)
+
+    def _updated(self, handed: Handed) -> Step:
+        number, results, last = handed.number, handed.results, handed.results[-1]
         loss = sum(float(result.loss) for result in results if result.loss is not None)
         ran, rate = time.perf_counter(), float(self.optimizer.param_groups[0]["lr"])
-        norm, wrong = None, "" if math.isfinite(loss) else self._not_finite(results)
-        if wrong:
+        norm, wrong = None, "" if math.isfinite(loss) else _not_finite(results, number)
+        if isinstance(last, PendingResult):
+            rate, norm = float(last.rate), None if wrong or last.norm is None else float(last.norm)
+            wrong = wrong or (f"the gradients of step {number} have norm {norm}" if last.skipped else "")
+        elif wrong:
             self.pipe.zero_grad()
         else:
             with own.told(f"the update of step {number} with {type(self.optimizer).__name__}"):
-                norm, wrong = self._change_weights()
+                norm, wrong = _change_weights(self, number)
         self.skipped = self.skipped + 1 if wrong else 0
         if self.skipped > self.skip + (_SCALES if self.scaler is not None and math.isfinite(loss) else 0):
             raise NOT_FINITE.refusal(wrong, kind=NotFiniteError)
-        if self.scheduler is not None and not wrong:
+        if self.training is None and self.scheduler is not None and not wrong:
             self.scheduler.step()
         now = time.perf_counter()
-        times = now - begin, come - begin, now - ran
-        return Step(number, loss, rate, norm, *_counts(batches, sizes), *times, wrong, results[-1].timeline)
-
-    def _change_weights(self) -> tuple[float | None, str]:
-        """The norm of the gradients, and why the weights stay as they were, if they do."""
-        norm, scaler = None, self.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        if self.clip is not None or scaler is None:  # a scaler looks for itself whether they are finite
-            norm = float(self.pipe.clip_grad_norm_(math.inf if self.clip is None else self.clip))
-        wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {self.step + 1} have norm {norm}"
-        if scaler is not None:
-            before = scaler.get_scale()
-            scaler.step(self.optimizer)
-            scaler.update()
-            if scaler.get_scale() < before:
-                wrong = f"the gradients of step {self.step + 1} overflow float16, at a scale of {before:g}"
-        elif not wrong:
-            self.optimizer.step()
-        self.pipe.zero_grad()
-        return norm, wrong
+        times = now - max(handed.begin, self._reported), handed.waited, now - ran
+        self._reported = now
+        return Step(number, loss, rate, norm, *handed.counts, *times, wrong, last.timeline)
 
     def _shares(self, batches: Sequence[Batch]) -> list[float | Fraction]:
         """What each minibatch counts in the update."""
@@ -224,13 +251,25 @@ class Trainer:
         with own.told(f"step {self.step + 1}{with_shape(batches[0])}"):
             return self.pipe.shares(batches)
 
-    def _not_finite(self, results: Sequence[Result]) -> str:
-        """Which loss: that of the first microbatch, over all minibatches of the update, whose loss is no number."""
-        losses = [float(loss) for result in results for loss in result.losses]
-        wrong = next((each for each, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        if wrong is None:
-            return f"the losses of step {self.step + 1} add up to no number"
-        return f"the loss of step {self.step + 1} is {losses[wrong]}, in microbatch {wrong} of {len(losses)}"
+
+def _change_weights(trainer: Trainer, number: int) -> tuple[float | None, str]:
+    """The norm of the gradients, and why the weights stay as they were, if they do."""
+    norm, scaler = None, trainer.scaler
+    if scaler is not None:
+        scaler.unscale_(trainer.optimizer)
+    if trainer.clip is not None or scaler is None:  # a scaler looks for itself whether they are finite
+        norm = float(trainer.pipe.clip_grad_norm_(math.inf if trainer.clip is None else trainer.clip))
+    wrong = "" if norm is None or math.isfinite(norm) else f"the gradients of step {number} have norm {norm}"
+    if scaler is not None:
+        before = scaler.get_scale()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            wrong = f"the gradients of step {number} overflow float16, at a scale of {before:g}"
+    elif not wrong:
+        trainer.optimizer.step()
+    trainer.pipe.zero_grad()
+    return norm, wrong
 
 
 def _end(trainer: Trainer) -> None:
@@ -245,18 +284,10 @@ def _end(trainer: Trainer) -> None:
         raise wrong[0]
 
 
-def _size(batches: Any, batch: Batch) -> int:
-    """Of all replicas, if the data tells. A loader of the user's may have something else under that name."""
-    told = getattr(batches, "samples", 0)
-    return told if type(told) is int and told > 0 else mb.batch_size(batch[0])
-
-
-def _counts(batches: Sequence[Batch], sizes: Sequence[int]) -> tuple[int, int | None]:
-    """Samples, and tokens where the inputs are token numbers."""
-    tokens = 0
-    for (inputs, _), size in zip(batches, sizes, strict=True):
-        ids = inputs.get("input_ids") if isinstance(inputs, dict) else inputs
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-            return sum(sizes), None
-        tokens += size * ids.size(1)
-    return sum(sizes), tokens
+def _not_finite(results: Sequence[Result | PendingResult], number: int) -> str:
+    """Which loss: that of the first microbatch, over all minibatches of the update, whose loss is no number."""
+    losses = [float(loss) for result in results for loss in result.losses]
+    wrong = next((each for each, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if wrong is None:
+        return f"the losses of step {number} add up to no number"
+    return f"the loss of step {number} is {losses[wrong]}, in microbatch {wrong} of {len(losses)}"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from gapless.checkpoint.collection import Checkpoints
 from gapless.errors import ConfigError
+from gapless.pipeline.overlapped_training import OverlappedTraining
 from gapless.pipeline.pipeline import Pipeline
 from gapless.plan.plan import Plan
 from gapless.plan.planner import Progress
@@ -178,12 +180,13 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
     scaler = None
     if config.train.precision == "fp16":
         scaler = torch.amp.GradScaler(pipe.devices[-1].type)
+    scheduler = job.scheduler(optimizer)
     return Trainer(
         pipe,
         optimizer,
         job.batches,
         steps=config.train.steps,
-        scheduler=job.scheduler(optimizer),
+        scheduler=scheduler,
         clip=config.train.clip,
         accumulate=config.train.accumulate,
         scaler=scaler,
@@ -191,7 +194,27 @@ def make_trainer(config: Config, job: Job, pipe: Pipeline) -> Trainer:
         evaluate=evaluate,
         every=config.evaluate.every or 1,
         skip=config.train.skip,
+        training=_overlapped(config, pipe, optimizer, scheduler),
     )
+
+
+def _overlapped(config: Config, pipe: Pipeline, optimizer: Optimizer, scheduler: Any) -> OverlappedTraining | None:
+    """The optimizer step that does not wait, where it is asked for, or is sure to run and may help. On GPUs what it
+    keeps of weights and state could be too much, autocast keeps casts of weights, and an optimizer that is not torch's
+    may need all parameters at once.
+    """
+    make = partial(pipe.training, optimizer, max_norm=config.train.clip, scheduler=scheduler)
+    if config.pipeline.overlap != "auto":
+        return make() if config.pipeline.overlap else None
+    own_step = type(optimizer).__module__.startswith("torch.optim.")
+    known = {*pipe.parameters()}.issuperset(each for group in optimizer.param_groups for each in group["params"])
+    plain = config.train.precision == "float32" and all(device.type == "cpu" for device in pipe.devices)
+    if not (own_step and known and plain and pipe.schedule.num_stages > 1):
+        return None
+    try:
+        return make()
+    except ConfigError:
+        return None
 
 
 def _autocast(config: Config, devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
