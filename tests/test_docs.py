@@ -127,6 +127,7 @@ def test_lines_are_not_too_long() -> None:
     made = ("reference.md", "config.md", "restrictions.md", "studies.md", "results.md")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         prose = re.sub(r"^( *)```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"<!-- results: begin -->.*?<!-- results: end -->", "", prose, flags=re.DOTALL)
         long = [line for line in prose.splitlines() if len(line) > 120 and not line.startswith("|")]
         assert page.name in made or not long, (page.name, long)
 
