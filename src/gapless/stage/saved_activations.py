@@ -51,6 +51,7 @@ class Work:
     defer: bool  # will the halves of its backward be called apart
     records: Records
     keep: bool = False  # keep the graph even where the stage recomputes: its backward comes at once
+    must_train: bool = False  # its loss has to depend on something that requires a gradient
     replaying: bool = False
     saved: SavedStorages | None = None  # what of it may be in the host's memory
     deferred: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # parameters whose gradients wait, by id
@@ -121,7 +122,7 @@ class Kept:
             if tensor.requires_grad:
                 self.edges.append(get_gradient_edge(tensor))
                 self.starts.append(torch.full_like(tensor, start))
-        if not self.edges and (type(weight) is not float or weight) and torch.is_grad_enabled():
+        if work.must_train and not self.edges and (type(weight) is not float or weight) and torch.is_grad_enabled():
             raise NOTHING_TO_TRAIN.refusal("the loss depends on no tensor that requires a gradient")
         return detach(outputs) if work.want_outputs else None, loss.detach()
 

@@ -143,7 +143,7 @@ class Stage(Offloading, StageTies):
             self._step = step
             self._weight_changes.begin(self._read_again())
         place = microbatch if place is None else place
-        work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep)
+        work = Work(microbatch, step, place, target, weight, want_outputs, defer, Records(), keep, self._in_pipeline)
         self._work[microbatch] = work
         try:
             with self.saving(work, inputs) if leaves and (keep or self.remat == "none") else _AS_EVER:

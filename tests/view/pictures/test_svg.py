@@ -89,7 +89,8 @@ def test_the_pictures_of_the_docs_are_those_of_today() -> None:
     drawn = dict(pictures())
     for name, picture in drawn.items():
         assert (FOLDER / name).read_text("utf-8") == picture, "draw them again: python -m tests.pictures"
-    assert {path.name for path in FOLDER.iterdir()} == set(drawn)
+    measured = {"largest.svg", "three-steps.svg"}  # by a benchmark, and by `python -m tests.measured_picture`
+    assert {path.name for path in FOLDER.iterdir()} == set(drawn) | measured
     before, after = (timeline_of(name, 8, 32, costs=Costs()) for name in ("1f1b", "zb-v"))
     idle = f"idle time {percent(before.bubble, 0)} → {percent(after.bubble)}"  # as the title of the README's says
     assert idle in drawn["1f1b-and-zb-v.svg"]

@@ -25,7 +25,7 @@ class StageTies:
     _weight_changes: WeightChanges
 
     def __init__(self) -> None:
-        self._number = 0
+        self._number, self._in_pipeline = 0, False
         self._shared: list[Tie] = []
         self._shared_buffers: Mapping[Owned, str] = {}
 
@@ -55,7 +55,7 @@ class StageTies:
         """Tells the stage its number, which of its parameters other stages use too, and whom to tell when it uses a
         parameter that it should not know.
         """
-        self._number, self._shared = number, list(ties)
+        self._number, self._shared, self._in_pipeline = number, list(ties), True
         self._weight_changes.of = self.parameters()
         self._calls.mode.exclude([each.parameter for each in ties])
         for cell in self._cells:
