@@ -99,4 +99,5 @@ def measured(program: Program, name: str, schedule: Schedule | None = None) -> T
         tuple(tuple(end for _, end in row) for row in spans),
         name=name,
         unit="s",
+        clock=min(lane.began for lane in program.lanes),
     )

@@ -31,6 +31,7 @@ class Timeline:
     costs: Costs = field(default_factory=Costs)
     name: str = ""
     unit: Literal["", "s"] = ""  # seconds, if it was measured
+    clock: float | None = None  # when its devices began to count, by the host; None if that is not known
 
     def __repr__(self) -> str:
         """Three lines: what it is, how long it takes, what it holds."""

@@ -119,8 +119,14 @@ def test_timelines_on_other_clocks_are_not_joined() -> None:
         read = [training.step(*batch()).timeline for _ in range(2)]  # which settles each step
         found = [each for each in read if each is not None]
         assert len(found) == 2
-        with pytest.raises(ConfigError, match="these timelines are not of consecutive steps on one clock: join those"):
-            gapless.join_steps(found[::-1])
+        (first, second), later = found, [training.step(*batch()) for _ in range(4)]
+        ahead = [each.timeline for each in later if each.timeline is not None]
+        gapless.join_steps(ahead[:3])  # that did not wait for each other
+        for pair in ([first, second], [second, first], [second, ahead[0]], ahead[1::-1]):
+            with pytest.raises(
+                ConfigError, match="these timelines are not of consecutive steps on one clock: join those"
+            ):
+                gapless.join_steps(pair)
     with pytest.raises(ConfigError, match="there is no timeline to join"):
         gapless.join_steps([])
 

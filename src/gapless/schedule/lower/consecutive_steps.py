@@ -39,7 +39,8 @@ def join_steps(timelines: Sequence[Timeline]) -> Timeline:
         raise ConfigError("there is no timeline to join: give those of some steps")
     for before, after in pairwise(timelines):
         meet = zip(before.ends, after.starts, strict=False)
-        if before.schedule != after.schedule or any(one and other and one[-1] > other[0] for one, other in meet):
+        same = before.schedule == after.schedule and before.clock == after.clock is not None
+        if not same or any(one and other and one[-1] > other[0] for one, other in meet):
             raise ConfigError(
                 "these timelines are not of consecutive steps on one clock: join those of training.step in one "
                 "process, in their order and with no other call of the pipeline between them"
