@@ -37,6 +37,7 @@ from gapless.plan.profile.profile import Profile
 from gapless.plan.search.choices import Choice
 from gapless.plan.search.drafts import Drafts
 from gapless.plan.search.finish import finished
+from gapless.run.held_memory import in_use
 
 _WAYS = (("plain", 1), ("remat", 1), ("remat, M parts", 1), ("2 devices", 2), ("4 devices", 4), ("8 devices", 8))
 _MOST = 4096  # layers
@@ -184,11 +185,11 @@ def _on_gpu(subject: Subject, plan: Plan, place: torch.device) -> int:
     with Pipeline(nn.Sequential(*layers), devices=[place], schedule=plan, loss=subject.loss) as pipe:
         pipe.step(inputs, target)
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before, _ = in_use(place)
         torch.cuda.reset_peak_memory_stats()
         pipe.step(inputs, target)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return in_use(place)[1] - before
 
 
 # -- told --------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks import die_with_parent
 from benchmarks.peer.contest import Contest
 from benchmarks.runner.rounds import Span
+from gapless.run.held_memory import in_use
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import costs_of
 from gapless.stage.intra_op import set_intra_op_threads
@@ -95,12 +96,14 @@ def compete(
         steps: dict[str, Callable[[], object]] = {}
         held: dict[str, int] = {}  # bytes of the GPU, of each of them between steps
         for at in names:
-            before = _allocated(contest)
+            before = _in_use(contest)
             _send(lead, _prepare(rank, prepare, contest, at, steps))
-            held[at] = _allocated(contest) - before
+            held[at] = _in_use(contest) - before
         while (asked := _asked(lead)) is not None:
             at, times = asked
-            _send(lead, _step(contest, steps[at], times, held[at]))
+            before = _in_use(contest)
+            _send(lead, _step(contest, steps[at], times, before - held[at]))
+            held[at] += _in_use(contest) - before  # of graphs, say
     except BaseException as error:
         when = time.perf_counter()
         traceback.print_exc()
@@ -137,12 +140,11 @@ def _prepare(
     return Prepared(name, order)
 
 
-def _allocated(contest: Contest) -> int:
-    return torch.cuda.memory_allocated() if contest.on_gpu else 0
+def _in_use(contest: Contest) -> int:
+    return in_use(torch.device("cuda"))[0] if contest.on_gpu else 0
 
 
-def _step(contest: Contest, step: Callable[[], object], times: int, held: int) -> Stepped:
-    others = _allocated(contest) - held
+def _step(contest: Contest, step: Callable[[], object], times: int, others: int) -> Stepped:
     if contest.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -152,4 +154,4 @@ def _step(contest: Contest, step: Callable[[], object], times: int, held: int) -
     span = result if isinstance(result, Span) else Span(start, time.perf_counter())  # only a part of it may count
     timeline = getattr(result, "timeline", None)  # what the schedule would leave idle, with the times it has
     bubble = timeline and float(simulate(timeline.schedule, costs_of([timeline])).bubble)
-    return Stepped(*span, bubble, torch.cuda.max_memory_allocated() - others if contest.on_gpu else 0)
+    return Stepped(*span, bubble, in_use(torch.device("cuda"))[1] - others if contest.on_gpu else 0)

@@ -5,6 +5,7 @@ world         what a pipeline asks of its processes: the one interface
 one_process   all devices are threads of this process
 given_batch   what a step works on, and what it leaves
 program       a schedule bound to stages: for each device a flat list of calls
+copy_waits    when the host waits for copies to its memory
 execute       runs a program; the first failure stops all devices
 team          a thread for each device
 channels      what carries tensors from device to device, and how threads do it

@@ -37,8 +37,8 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """The stages of this process, and of each of its GPUs what torch has allocated now and had at the peak; the rest of
-    it are inputs, outputs, messages, and what is not the pipeline's.
+    """The stages of this process, and of each of its GPUs what is in use now and was at the peak; the rest of it are
+    inputs, outputs, messages, and what is not the pipeline's.
     """
 
     stages: tuple[StageMemory, ...]
@@ -49,7 +49,7 @@ class HeldMemory:
         rows = [[str(row[0]), row[1], *map(show_bytes, row[2:])] for row in map(dataclasses.astuple, self.stages)]
         lines = ["".join(f"{cell:>12}" for cell in row).rstrip() for row in (headings, *rows)]
         for gpu, (now, peak) in self.gpus.items():
-            lines.append(f"{gpu}: {show_bytes(now)} allocated, {show_bytes(peak)} at the peak")
+            lines.append(f"{gpu}: {show_bytes(now)} in use, {show_bytes(peak)} at the peak")
         return "\n".join(lines)
 
 
@@ -75,8 +75,20 @@ def held_memory(stages: Mapping[int, Stage], optimizer: Any) -> HeldMemory:
             )
         )
         if device.type == "cuda":
-            gpus[str(device)] = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+            gpus[str(device)] = in_use(device)
     return HeldMemory(tuple(found), gpus)
+
+
+def in_use(gpu: torch.device) -> tuple[int, int]:
+    """What this process uses of a GPU, in bytes: now, and at most at the peak. Torch's own figures leave out what
+    copies still read, and what graphs need whenever they run.
+    """
+    index = gpu.index if gpu.index is not None else torch.cuda.current_device()
+    segments = (each for each in torch.cuda.memory_snapshot() if each["device"] == index)
+    blocks = (block for each in segments if tuple(each["segment_pool_id"]) != (0, 0) for block in each["blocks"])
+    resting = sum(block["size"] for block in blocks if block["state"] == "inactive")
+    counted = torch.cuda.memory_stats(gpu)
+    return counted["active_bytes.all.current"] + resting, counted["active_bytes.all.peak"] + resting
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

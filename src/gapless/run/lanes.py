@@ -146,6 +146,7 @@ class CudaLane:
             if threading.get_ident() != self._thread:  # nothing has run in it yet, of which cuBLAS would complain too
                 self._thread = threading.get_ident()
                 torch.zeros((), device=self.device)
+            self.link.settle()
             yield
 
     def now(self) -> torch.cuda.Event:

@@ -75,7 +75,7 @@ class OneProcess:
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
         channels = self._channels(schedule)
-        return Program(schedule, stages, self.lanes, loss, channels, here=self.here, recorded=recorded)
+        return Program(schedule, stages, self.lanes, loss, channels, here=self.here, recorded=recorded, costs=costs)
 
     @property
     def busy(self) -> bool:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from gapless.run.channels import Transport
+from gapless.run.copy_waits import after_copies
 from gapless.run.given_batch import Batch
 from gapless.run.lanes import CpuLane, Lane, Parcel
 from gapless.schedule.action import BACKWARDS, COPIES, Action, Kind, Schedule
 from gapless.schedule.asynchronous.updates import WEIGHT_GRADIENTS
 from gapless.schedule.asynchronous.verdicts import messages_ahead
+from gapless.schedule.costs import Costs
 from gapless.schedule.dependencies import completes, dependencies
 from gapless.schedule.routes import Channel, Routes
 from gapless.schedule.verify import is_in_order
@@ -32,7 +34,7 @@ class Program:
     """One schedule bound to stages and lanes: per device the calls, and the action each belongs to.
 
     `here` are the devices that this process runs, `stages` those on them by their numbers. `after` has what is to be
-    called when an action has ended.
+    called when an action has ended. `costs` tell when copies to the host should have ended.
     """
 
     def __init__(
@@ -46,17 +48,16 @@ class Program:
         here: Sequence[int],
         recorded: bool,
         after: Mapping[Action, Callable[[Batch], None]] | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        self.schedule = schedule
-        self.stages, self.lanes, self.loss = stages, lanes, loss
+        self.schedule, self.stages, self.lanes, self.loss = schedule, stages, lanes, loss
         self.batch = Batch()
         self.channels, self.here = channels, here
         self._routes = Routes(schedule.placement)
         self.inference = schedule.kinds == {Kind.FORWARD}
         self.marks: list[list[Any]] = [[] for _ in schedule.rows]
         self.recorded = recorded
-        # Where all devices are threads of one CPU, what is made is where it is needed.
-        self._one_memory = all(isinstance(lane, CpuLane) for lane in lanes)
+        self._one_memory = all(isinstance(lane, CpuLane) for lane in lanes)  # what is made is where it is needed
         self.reached = [0] * schedule.num_devices  # the position of the action each device has begun last
         self.stopping: list[bool] = []  # not empty: every device is to stop before its next action
         self._local: dict[tuple[str, int, int], Any] = {}  # handed from a stage to another one of the same device
@@ -74,9 +75,9 @@ class Program:
             work.forwards_in_order = ordered(stage, {Kind.FORWARD})
             work.compute_alone(len(here) == 1)
         self._following = {device: dict(pairwise(schedule.rows[device])) for device in here}
-        self.calls = {device: self._bind(device) for device in here}
+        self.calls = {device: self._bind(device, costs) for device in here}
 
-    def _bind(self, device: int) -> list[Call]:
+    def _bind(self, device: int, costs: Costs | None) -> list[Call]:
         there: set[Action] = set()
         for action in self.schedule.rows[device]:  # ours to be right about: what is needed locally comes before
             for need in dependencies(action, self.schedule):
@@ -87,7 +88,8 @@ class Program:
         for position, action in enumerate(self.schedule.rows[device]):
             if action in self._after:
                 calls[position] = self._followed(calls[position], self._after[action])
-        return calls
+        ahead = self.schedule.has_copies and not self._one_memory
+        return after_copies(calls, self.schedule, costs, device, self.stages) if ahead else calls
 
     def _call(self, device: int, action: Action) -> Call:
         stage, kind, microbatch = action

@@ -1,5 +1,6 @@
 """Which activations leave for the host: those that wait longest, no more than must, none that would be waited for."""
 
+import dataclasses
 import random
 from fractions import Fraction
 from itertools import pairwise
@@ -7,7 +8,9 @@ from itertools import pairwise
 import pytest
 
 import gapless
+from gapless.schedule.action import COPIES, Kind
 from gapless.schedule.lower import add_offload, add_recompute, fuse
+from gapless.schedule.lower.offload import ended_copies
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved")
 
@@ -51,6 +54,29 @@ def test_it_takes_no_longer_and_no_more_memory_and_no_more_than_must_leaves(firs
                 assert not [s for s, m in some.offloaded if schedule.placement.device(s, m) == device], seed
         relieved += max(after.peak) <= limit < max(before.peak)
     assert relieved > 10
+
+
+def test_hosts_wait_for_a_copy_before_the_first_action_that_comes_after_it() -> None:
+    waited = 0
+    for seed in range(40):
+        _, schedule, costs = drawn(seed)
+        unknown = dataclasses.replace(costs, host_bandwidth=None, host_latency=0)
+        made = add_offload(schedule, costs)
+        for device, row in enumerate(made.rows):
+            for known in (costs, unknown):
+                found = ended_copies(made, known, device)
+                times = {action: (start, end) for action, start, end in gapless.simulate(made, known).spans(device)}
+                place = {copy: number for number, copies in enumerate(found) for copy in copies}
+                assert sorted(place) == sorted(a for a in row if a.kind is Kind.OFFLOAD), seed
+                for copy, number in place.items():
+                    out, back = row.index(copy), row.index(copy._replace(kind=Kind.LOAD))
+                    computed = [a for a in row[out + 1 :] if a.kind not in COPIES]
+                    end = times[copy if known is costs else computed[0]][1]
+                    assert out < number <= back, seed
+                    assert number == back or times[row[number]][0] >= end, seed
+                    assert all(times[action][0] < end for action in row[out + 1 : number]), seed
+                    waited += number < back
+    assert waited > 100
 
 
 def test_more_bandwidth_or_a_higher_limit_never_needs_more_time() -> None:

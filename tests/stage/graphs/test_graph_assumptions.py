@@ -1,7 +1,6 @@
 """What CUDA graphs rely on, as far as it can be seen without a GPU: what has changed is noticed, and what has not."""
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -116,19 +115,3 @@ def test_another_value_is_refused(graphs: Any) -> None:
 def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ConfigError, match="every device is a CPU: leave it out, or give graphs='auto'"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), devices=1, microbatches=1, loss=F.mse_loss, graphs=True)
-
-
-class SkipsNowAndThen(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if random.random() < 0.5 else 2 * x
-
-
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-def test_a_forward_that_draws_with_python_is_not_captured() -> None:
-    assert why_not([Plain(), nn.Linear(2, 2)], []) is None
-    found = why_not([Plain(), SkipsNowAndThen()], [])
-    assert found == "the forward of its SkipsNowAndThen uses random, and a graph would repeat what it got"

@@ -144,13 +144,13 @@ class ManyProcesses:
     def program(
         self, schedule: Schedule, stages: OwnStages, loss: Evaluated, costs: Costs | None, *, recorded: bool
     ) -> Program:
-        channels, lanes = RankChannels(schedule, self.links), [self.lane] * self.position.num_devices
+        ways, lanes = RankChannels(schedule, self.links), [self.lane] * self.position.num_devices
         after = {}
         if schedule.kinds != {Kind.FORWARD}:  # of an evaluation nobody knows yet whether there is a loss
             row = schedule.rows[self.position.device]
             after = self._exchange.after(row) | self._losses.after(row, schedule.num_stages - 1)
             self._pace.planned[schedule.num_microbatches] = planned_work(schedule, self.position.device, costs)
-        return Program(schedule, stages, lanes, loss, channels, here=self.here, recorded=recorded, after=after)
+        return Program(schedule, stages, lanes, loss, ways, here=self.here, recorded=recorded, after=after, costs=costs)
 
     @contextmanager
     def call(self, doing: str) -> Iterator[None]:

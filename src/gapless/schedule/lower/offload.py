@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import add
 
-from gapless.schedule.action import BACKWARDS, Action, Kind, Schedule
+from gapless.schedule.action import BACKWARDS, COPIES, Action, Kind, Schedule
 from gapless.schedule.costs import Costs, Number
 from gapless.schedule.host_copies import sizes
 from gapless.schedule.simulate import simulate
@@ -64,6 +64,23 @@ def relieved(
                 _relieve(link, own, timeline, levels, limits[device])
         chosen += link.chosen
     return schedule.with_rows(_with_copies(schedule, device, chosen) for device in range(schedule.num_devices))
+
+
+def ended_copies(schedule: Schedule, costs: Costs | None, device: int) -> list[list[Action]]:
+    """For each action of a device, the copies out that end before it and not before an earlier one, as simulated. Where
+    nothing is known of the link, a copy is taken to last as long as the computation behind it.
+    """
+    timeline = simulate(schedule, costs)
+    spans = list(timeline.spans(device))
+    found: list[list[Action]] = [[] for _ in spans]
+    for place, (copy, _, end) in enumerate(spans):
+        if copy.kind is Kind.OFFLOAD:
+            behind, back = spans[place + 1 :], copy._replace(kind=Kind.LOAD)
+            if timeline.costs.host_bandwidth is None:
+                end = next(last for action, _, last in behind if action.kind not in COPIES)
+            waits = (number for number, (action, start, _) in enumerate(behind) if start >= end or action == back)
+            found[place + 1 + next(waits)].append(copy)
+    return found
 
 
 @dataclass(eq=False)

@@ -5,5 +5,6 @@ graph_memory       what graphs read and write
 cast_places        casts of weights, once per step
 graph_sharing      microbatches that share graphs
 graph_assumptions  what graphs take for granted, and so the reasons to refuse one
+code_run           the Python code that a graph stands for
 graph_trial        whether they are worth it
 """

@@ -1,7 +1,6 @@
 """What a CUDA graph takes for granted: it does again what was captured, whatever the Python code would do by now."""
 
 import functools
-import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,10 +16,11 @@ from gapless.stage.guards.state.state_notes import content_of
 from gapless.stage.settings import settings
 from gapless.stage.split.interception import has_hooks
 
+from .code_run import CodeRun, is_source
+
 _NUMBERS = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 _OWN = ("_parameters", "_buffers", "_modules")
-_OUTSIDE = ("random", "numpy", "time", "datetime")  # modules
 _DEPTH = 3  # of what is inside of lists, functions and objects
 
 
@@ -46,6 +46,8 @@ class Unchanged:
             return [self._of_tensor(part)]
         if isinstance(part, nn.Module):
             return self._of_module(part, depth)
+        if isinstance(part, CodeRun):
+            return [fact for each in part.values() for fact in self._of(each, 1)]
         if not depth:
             return []
         self._held.append(part)
@@ -137,10 +139,10 @@ def why_not(parts: Sequence[Any], parameters: Sequence[nn.Parameter]) -> str | N
         name = type(module).__name__
         if has_hooks(module) and not is_optimized(module):
             return f"its {name} has hooks, or a forward of its own"
-        if (source := _source_outside(type(module).forward)) is not None:
-            return f"the forward of its {name} uses {source}, and a graph would repeat what it got"
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             return f"its {name} counts what it sees"
+        if any(map(is_source, module.__dict__.values())):
+            return f"its {name} draws random numbers, and a graph would repeat them"
         own = (each for each in module.__dict__.values() if isinstance(each, Tensor))
         for tensor in (*module._parameters.values(), *module._buffers.values(), *own):
             if tensor is not None and (tensor.layout != torch.strided or tensor.is_inference()):
@@ -150,19 +152,6 @@ def why_not(parts: Sequence[Any], parameters: Sequence[nn.Parameter]) -> str | N
             return "a parameter has hooks"
         if type(parameter) is not nn.Parameter:
             return f"a parameter is a {type(parameter).__name__}"
-    return None
-
-
-def _source_outside(forward: Any) -> str | None:
-    """What differs from call to call for code that names it, if it names such a thing."""
-    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    used: tuple[str, ...] = () if code is None or _is_of_torch(forward.__module__) else code.co_names
-    for name in used:
-        value = names.get(name)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _OUTSIDE:
-            return name
-        if isinstance(getattr(value, "__self__", None), random.Random):
-            return name
     return None
 
 

@@ -1,7 +1,8 @@
 """Microbatches that are made alike share their CUDA graphs, as long as nothing else changes."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from gapless.stage.batch.view_bases import was_view
 from gapless.stage.random.draws import UncapturableError
 
 from .cast_places import CastPlaces
+from .code_run import CodeRun
 from .graph_assumptions import Unchanged
 from .graph_memory import GraphedMicrobatch
 from .graph_trial import Trial
@@ -74,6 +76,7 @@ class Likenesses:
         self.reason: str | None = None
         self.casts = CastPlaces(())
         self._known: dict[Any, Likeness] = {}
+        self._code = CodeRun()
         self._seen: Unchanged | None = None
         self._changes, self._in_a_row, self._failures, self._step = 0, 0, 0, -1
 
@@ -122,7 +125,7 @@ class Likenesses:
         if (reason := why_not()) is not None:
             self.give_up(reason)
             return True
-        now = Unchanged(self.parts)
+        now = Unchanged([*self.parts, self._code])
         if now == self._seen:
             self._in_a_row = 0
             return False
@@ -131,11 +134,23 @@ class Likenesses:
         if self._changes > _MOST_CHANGES or self._in_a_row > 2 * _MOST_CHANGES:
             self.give_up("what its layers are made of changes from step to step")
         self._known.clear()
-        self._seen = now
+        self._code = CodeRun()
+        self._seen = Unchanged([*self.parts, self._code])
         self.casts = CastPlaces(
             [each for part in self.parts if isinstance(part, nn.Module) for each in part.parameters()]
         )
         return True
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around the Python code that a graph will stand for."""
+        known = len(self._code.read)
+        with self._code:
+            yield
+        if self._code.source is not None:
+            raise UncapturableError(f"its code uses {self._code.source}, and a graph would repeat what it got")
+        if len(self._code.read) > known:
+            self._seen = Unchanged([*self.parts, self._code])
 
     def end(self) -> None:
         """The step is over, or has failed: before the next forward everything is looked at again."""

@@ -153,7 +153,7 @@ class GraphedStage(Stage):
         return slot
 
     def _captured(self, run: Callable[[], T], number: int, layers: Collection[int]) -> tuple[Replay, T]:
-        with self.likenesses.casts.read(self._calls):
+        with self.likenesses.capturing(), self.likenesses.casts.read(self._calls):
             return captured(run, self._pools[number], self._calls.draws, layers)
 
     def recompute(self, microbatch: int) -> None:

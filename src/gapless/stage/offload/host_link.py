@@ -35,6 +35,10 @@ class CpuLink:
         self.last = start, time.perf_counter()
         return copies
 
+    def gone(self) -> torch.cuda.Event | None:
+        """The event after which the memory of all that has gone out is free, unless somebody else holds it."""
+        return None
+
     def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """On the device again, and the event after which they are there."""
         start = time.perf_counter()
@@ -73,13 +77,25 @@ class CudaLink(CpuLink):
                 tensor.record_stream(self._out)  # its memory is free again when the copy has ended
         return copies
 
+    def gone(self) -> torch.cuda.Event | None:
+        event: torch.cuda.Event = self._out.record_event()
+        return event
+
     def back(self, copies: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        # Torch gives each stream memory that the others can't have, so this is of the stream that all else is of.
+        with torch.cuda.stream(self._stream):
+            made = [torch.empty_like(copy, device=self._stream.device) for copy in copies]
+        self._back.wait_stream(self._stream)
         with self._among(self._back, copies):
-            made = [copy.to(self._back.device, non_blocking=True) for copy in copies]
-        for tensor in made:
-            tensor.record_stream(self._stream)
+            for tensor, copy in zip(made, copies, strict=True):
+                tensor.copy_(copy, non_blocking=True)
         self._give_back(copies)
         return made, self.last[1]
+
+    def settle(self) -> None:
+        """Copies of a step that was given up end before what comes next uses their memory."""
+        if self._used:
+            self._stream.wait_stream(self._back)
 
     @contextlib.contextmanager
     def _among(self, stream: torch.cuda.Stream, copies: list[Tensor]) -> Iterator[None]:

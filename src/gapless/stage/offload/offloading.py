@@ -46,6 +46,12 @@ class Offloading:
                 cell.pack(microbatch, work.saved)
         work.saved.leave(link)
 
+    def wait_until_gone(self, microbatch: int) -> None:
+        """A host ahead of its GPU would ask for memory that a copy still holds, and get other memory."""
+        saved = self._work[microbatch].saved
+        assert saved is not None, "what was not offloaded can't be waited for"
+        saved.wait_until_gone()
+
     def load(self, microbatch: int, link: Link) -> None:
         """And come back."""
         saved = self._work[microbatch].saved

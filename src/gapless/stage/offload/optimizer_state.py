@@ -79,11 +79,14 @@ class OffloadedStep:
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers want to know
         pieces = list(self._pieces())
+        leaving: list[torch.cuda.Event] = []
         if pieces:
             self._fetch(pieces[0])
         try:
             for number, chosen in enumerate(pieces):
                 self._take()
+                for gone in leaving:  # the next piece takes its memory, and the host is ahead of its GPUs
+                    gone.synchronize()
                 if number + 1 < len(pieces):
                     self._fetch(pieces[number + 1])
                 parts = [(group, params) for group, params in zip(groups, chosen, strict=True) if params]
@@ -97,6 +100,7 @@ class OffloadedStep:
                             "can't share: leave its state on the device"
                         )
                 self._leave(parameter for params in chosen for parameter in params)
+                leaving = [out.record_event() for out, _ in self._ways.values()]
         finally:
             optimizer.param_groups = groups
             self._arriving.clear()

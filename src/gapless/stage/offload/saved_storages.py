@@ -37,6 +37,7 @@ class SavedStorages:
     def __init__(self, inputs: Sequence[Tensor], others: Iterable[Tensor]) -> None:
         self._device = inputs[0].device if inputs else torch.device("cpu")
         self._others = {each.untyped_storage()._cdata for each in others if each.layout is torch.strided}
+        self._gone: torch.cuda.Event | None = None
         self._arrived: torch.cuda.Event | None = None
         # A forward that starts again lets go of what it has saved, so nothing but the graph holds these.
         self._there: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
@@ -75,7 +76,13 @@ class SavedStorages:
         for each, copy in zip(found, link.out([each.bytes() for each in found]), strict=True):
             each.note_changes()
             each.there, each.copy = None, copy
-        self._left = found
+        self._left, self._gone = found, link.gone()  # once torch's allocator has noted what it waits for
+
+    def wait_until_gone(self) -> None:
+        """The host waits until its memory is free."""
+        if self._gone is not None:
+            self._gone.synchronize()
+            self._gone = None
 
     def come_back(self, link: Link) -> None:
         found, self._left = self._left, []

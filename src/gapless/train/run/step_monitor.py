@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gapless.run.held_memory import in_use
 from gapless.schedule.action import PER_MINIBATCH
 from gapless.schedule.simulate import simulate
 from gapless.schedule.timeline import Timeline, costs_of
@@ -82,7 +83,7 @@ def _memory(devices: Sequence[torch.device], ranks: Ranks) -> dict[str, int]:
     gpus = sorted({each.index or 0 for each in devices if each.type == "cuda"})
     if gpus and ranks.mesh is not None:
         gpus = [torch.cuda.current_device()]
-    found = {f"{where}cuda:{each}": torch.cuda.max_memory_allocated(each) for each in gpus}
+    found = {f"{where}cuda:{each}": in_use(torch.device("cuda", each))[1] for each in gpus}
     with suppress(OSError, ValueError, IndexError):  # which only Linux has
         found[f"{where}process"] = int(_STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return found
