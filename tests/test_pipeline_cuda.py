@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gapless import Pipeline, offload_optimizer, plain_step
+from gapless.run.held_memory import in_use
 from gapless.zoo.gpt import gpt
 
 pytestmark = [
@@ -219,6 +220,43 @@ def test_offloaded_activations_have_the_bits_of_the_plain_loop(schedule: str, gr
     tokens = torch.randint(0, 61, (16, 32), device="cuda")
     options: dict[str, Any] = {"devices": ["cuda:0"] * 3, "microbatches": 8, "offload": "activations"}
     assert_same_training(small_gpt(), tokens, tokens, tokens_loss, steps=4, schedule=schedule, graphs=graphs, **options)
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_what_is_offloaded_is_free_for_what_comes_next() -> None:
+    """However far the host is ahead: torch's own count takes it for free as soon as a copy is queued."""
+    x = torch.randn(8 * 4096, 512, device=GPU)  # 8 MiB of each microbatch, and as much after each of 16 layers
+
+    def peak(offload: str) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8))).to(GPU)
+        options: dict[str, Any] = {"devices": [GPU], "schedule": "gpipe", "microbatches": 8, "graphs": False}
+        with Pipeline(model, loss=lambda out, _: out.mean(), offload=offload, **options) as pipe:
+            for _ in range(2):
+                pipe.step(x, x)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start, _ = in_use(GPU)
+            pipe.step(x, x)
+            torch.cuda.synchronize()
+            return in_use(GPU)[1] - start
+
+    assert peak("activations") < 0.6 * peak("none")
+
+
+def test_an_offloaded_optimizer_holds_two_pieces() -> None:
+    parameters = [nn.Parameter(torch.zeros(2**20, device=GPU)) for _ in range(64)]
+    optimizer = offload_optimizer(torch.optim.AdamW(parameters), piece=2**24)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start, _ = in_use(GPU)
+    optimizer.step()
+    assert in_use(GPU)[1] - start < 5 * 2**25  # a piece has twice as much of state, and the step needs some itself
 
 
 def test_an_offloaded_optimizer_has_the_bits_of_the_optimizer_on_the_gpu() -> None:

@@ -29,7 +29,7 @@ CAPTURED_ACTIONS = Guard(
     "a CUDA graph that would repeat what its layers, their tensors or torch's settings no longer are, or what their "
     "code was told by Python's `random`, NumPy, a clock or a file",
     "in every step",
-    "comparing addresses, numbers and settings of a stage once per step, and Python's profiler during a capture; a graph "
-    "is captured again, or given up",
+    "comparing addresses, numbers and settings of a stage once per step, and Python's profiler during a capture; a "
+    "graph is captured again, or given up",
     blind_to="what objects hold more than 3 levels deep; Python code in a backward",
 )
