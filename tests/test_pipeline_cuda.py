@@ -229,7 +229,7 @@ def test_what_is_offloaded_is_free_for_what_comes_next() -> None:
     """However far the host is ahead: torch's own count takes it for free as soon as a copy is queued."""
     x = torch.randn(8 * 4096, 512, device=GPU)  # 8 MiB of each microbatch, and as much after each of 16 layers
 
-    def peak(offload: str) -> int:
+    def peak(offload: Any) -> int:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(8))).to(GPU)
         options: dict[str, Any] = {"devices": [GPU], "schedule": "gpipe", "microbatches": 8, "graphs": False}
