@@ -68,7 +68,8 @@ class Pipeline(HeldModel):
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
-    partition          the number of layers in each stage; balanced by parameters unless given
+    partition          the number of layers in each stage; by default balanced by parameters. Not for a traced model,
+                       which is cut by its estimated FLOPs
     replicas           only for pipedream, under a mesh with `pp` alone: how many ranks run each stage. They take turns
     costs              used by schedules that are made from costs, and to decide between a whole and a split backward
     memory_limit       for `auto`, `optimal` and offload="auto": the most a device may hold, in units of `activation`

@@ -167,7 +167,7 @@ class Layout:
     schedule = "zb-h1"  a name from `gapless schedules` | `1f1b`
     microbatches = 8  into how many parts a minibatch is cut, at most its samples | needed without a plan
     stages_per_device = 2  stages on each device | what the schedule needs
-    partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
+    partition = [3, 3, 3, 2]  layers per stage, unless the model is traced | balanced by parameters; a traced model by FLOPs
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
     offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host
         memory; with `plan = "auto"` a single word, and the plan chooses what leaves | none
