@@ -4,9 +4,9 @@ from .guard import Guard
 
 SHARED_MEMORY = Guard(
     "tensors that share memory",
-    "tensors that go to the next stage together and share memory in a way that could not be made there again",
+    "tensors that go to the next stage together and share memory in a way that can't be reproduced there",
     "in every step",
-    "comparing the addresses of the tensors that are handed on",
+    "comparing the addresses of these tensors",
     "clone() one of them",
 )
 CHANGED_VIEWS = Guard(
@@ -19,16 +19,16 @@ CHANGED_VIEWS = Guard(
 )
 CHANGED_INPUTS = Guard(
     "inputs that are changed in place",
-    "an input that a layer changes in place and a second run of its forward needs as it was",
+    "an input that a layer changes in place, although a second run of its forward needs it unchanged",
     "in every step",
     "comparing version counters of inputs",
     "make it return a new tensor",
 )
 CAPTURED_ACTIONS = Guard(
     "captured actions",
-    "a CUDA graph that would repeat what its layers, their tensors or torch's settings no longer are",
+    "a CUDA graph that repeats an outdated state of its layers, their tensors or torch's settings",
     "in every step",
     "comparing addresses, numbers and settings of a stage once per step; a graph is captured again, or given up with a "
     "warning",
-    blind_to="what objects hold more than 3 levels deep",
+    blind_to="state more than 3 levels deep in objects",
 )
