@@ -139,6 +139,16 @@ def test_every_schedule_has_a_section() -> None:
     assert [title for title in titles if title in RECIPES] == list(RECIPES)
 
 
+def test_the_bubbles_for_numbers_of_microbatches_are_those_that_are_simulated() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` ((?:\| [\d.]+% ){4})\|$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.M
+    )
+    assert [name for name, _ in rows] == ["1f1b", "zb-h1", "zb-v"]
+    for name, said in rows:
+        found = (gapless.compare([name], devices=8, microbatches=count).best.bubble for count in (8, 16, 32, 64))
+        assert said == "".join(f"| {float(each):.1%} " for each in found)
+
+
 def test_what_is_watched_is_made_from_the_table_of_guards() -> None:
     found = watched.PAGE.read_text("utf-8")
     assert found == watched.page(found), "make it anew: python -m tests.watched"
