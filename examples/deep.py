@@ -224,7 +224,7 @@ def report(found: Found) -> Report:
         ],
         [
             "The loss is in nats per character of held-out names: mean and standard deviation. Less is better.",
-            f"Runs of each way: {len(seeds)} of {settings['seeds']} that were planned. All ways have the same seeds.",
+            f"{len(seeds)} of {settings['seeds']} planned runs per model, all with the same seeds.",
             f"Deep: {2 * settings['depth']} layers, half of them in the encoder, {parameters[NEITHER]:,} parameters.",
             f"Shallow: {2 * settings['shallow']} layers of the same width, {parameters[SHALLOW]:,} parameters.",
             f"A run has {settings['updates']} updates of {settings['batch']} names.",

@@ -327,7 +327,7 @@ def report(found: Found) -> Report:
         answers,
         [
             (
-                ("digits stand", "labels of each", "scratch, %", "fine-tuned, %", "gain", "ahead in"),
+                ("position of digits", "labels of each", "scratch, %", "fine-tuned, %", "gain", "ahead in"),
                 [contest.row() for contest in every],
             )
         ],
@@ -335,21 +335,21 @@ def report(found: Found) -> Report:
             f"The task is to tell {NEW} digits apart that pretraining has not seen. A guess is right in 33%.",
             f"A digit has 8 x 8 pixels. It stands on a field of {FIELD} x {FIELD}.",
             "The figures are accuracies on test images. They are not used for anything else.",
-            f"Runs of each way: {len(seeds)} of {settings['seeds']} that were planned; ± is the standard deviation.",
-            "Each run has new digits, weights and labels of its own. Both ways get the same labels.",
+            f"{len(seeds)} of {settings['seeds']} planned runs per method; ± is the standard deviation.",
+            "Each run has its own new digits, weights and labels. Both methods get the same labels.",
             f"A gain counts as more than chance if its mean over the runs is above {SURE} times its standard error.",
             f"Pretraining: {settings['pretraining']} updates of 64 images of the seven other digits, flips and cutout.",
             f"Learning the new digits: {settings['steps']} updates of 32 images, the same for both ways.",
-            f"Each way tries {len(CHOICES)} settings in each run. Images outside the test choose the best.",
+            f"Each method tries {len(CHOICES)} settings in each run. Images outside the test set choose the best.",
             "The settings are three learning rates, each with the body at the full rate or at a tenth of it.",
-            "No way moves images while it learns. Moved copies of the labels would be another remedy.",
+            "Neither method shifts images in training. Shifted copies of the labelled images would be another remedy.",
         ],
         counts,
         [panel for some in reversed(contests.values()) for panel in panels(some)],
         ("labels of each digit", "accuracy, %"),
         [
             (
-                ("digits stand", "labels of each", "new digits", "scratch, %", rates, "fine-tuned, %", rates),
+                ("position of digits", "labels of each", "new digits", "scratch, %", rates, "fine-tuned, %", rates),
                 [row for contest in every for row in contest.runs()],
             )
         ],

@@ -117,12 +117,12 @@ def report(found: Found) -> Report:
         more, less = means[WAYS[-1].name], means["x4, same rate"]
         better = "is better" if more < less else "is no better"
         answer.append(f"At equal updates, x16 {better} than x4: {more:.3f} against {less:.3f}.")
-        answer.append("GPipe saw quality rise with the batch; it compared batches in the second way.")
+        answer.append("GPipe saw quality rise with the batch; it compared batches at equal updates.")
     return Report(
         answer,
-        [(("way", "sequences in an update", "sequences seen", "updates", "held-out loss", "bytes right, %"), rows)],
+        [(("method", "sequences in an update", "sequences seen", "updates", "held-out loss", "bytes right, %"), rows)],
         [
-            f"Runs of each way: {len(seeds)} of {settings['seeds']} that were planned; ± is the standard deviation.",
+            f"{len(seeds)} of {settings['seeds']} planned runs per method; ± is the standard deviation.",
             "The loss is in nats per byte of held-out text.",
             f"Byte-level GPT with two blocks of width {settings['width']}, AdamW at {LR:g} times the factor named.",
             "A step of the pipeline takes one minibatch: `pipe.step(x, y, weight=1 / n)` n times, then an update.",

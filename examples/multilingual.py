@@ -235,7 +235,7 @@ class Figures:
         rows = []
         for group, languages in {**self.groups, "all languages": self.everyone}.items():
             rows.append((group, str(len(languages)), *self._cells(languages), self.gained(languages)))
-        return ("names that are learnt", "languages", "copy", *self.names, "gain from first to last"), rows
+        return ("training names", "languages", "copy", *self.names, "gain from first to last"), rows
 
     def by_letters(self) -> Table:
         """The gains of languages that share their letters with English, and of the others."""
@@ -247,7 +247,7 @@ class Figures:
                 cells += [str(len(languages)), self.gained(languages) if languages else ""]
             rows.append((group, *cells))
         headings = [f"{letters}: {what}" for letters in self.letters for what in ("languages", "gain")]
-        return ("names that are learnt", *headings), rows
+        return ("training names", *headings), rows
 
     def gained(self, languages: Sequence[str]) -> str:
         """From the smallest model to the largest."""
@@ -260,11 +260,11 @@ class Figures:
             (way, group, str(len(languages)), *self._cells(languages, way))
             for way, (group, languages) in itertools.product(DIRECTIONS, groups.items())
         ]
-        return ("direction", "names that are learnt", "languages", "copy", *self.names), rows
+        return ("direction", "training names", "languages", "copy", *self.names), rows
 
     def by_language(self) -> Table:
         rows = [(one, f"{self.data['learnt'][one]:,}", *self._cells([one])) for one in self.everyone]
-        return ("language", "names that are learnt", "copy", *self.names), rows
+        return ("language", "training names", "copy", *self.names), rows
 
     def _cells(self, languages: Sequence[str], way: str | None = None) -> list[str]:
         return [f"{self.quality(run, languages, way):.1f}" for run in (COPY, *self.names)]
@@ -350,11 +350,11 @@ def report(found: Found) -> Report:
         [figures.by_size(), figures.by_group(), figures.by_letters()],
         [
             f"{len(figures.everyone)} languages and English. Of {data['left_out']['all']:,} pairs {left} are left out.",
-            f"{sum(data['learnt'].values()):,} pairs are learnt, and {data['held_out']:,} held out by entity.",
-            f"{data['asked']:,} questions give the figures. Languages count alike in a mean; ± is its standard error.",
+            f"{sum(data['learnt'].values()):,} pairs are for training, and {data['held_out']:,} held out by entity.",
+            f"{data['asked']:,} test questions. Languages have equal weight in a mean; ± is its standard error.",
             f"Names have up to {settings['longest']} characters, in small letters.",
             "Quality is chrF, from 0 to 100, the mean of both directions where none is named.",
-            "The last table tells letters apart, as most data-rich languages here have other letters than English.",
+            "The last table separates scripts, since most data-rich languages here use another script than English.",
             f"Other letters: a copy of the source has less than {OTHER_LETTERS:g} chrF.",
             f"Languages are drawn with a temperature of {settings['temperature']:g}.",
             f"All models have width {settings['width']} and heads of {HEAD}. T(L, H, A) is GPipe's name for a size.",

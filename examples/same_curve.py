@@ -260,7 +260,7 @@ def report(found: Found) -> Report:
             "Both set the documented seed before each layer that draws, so dropout draws the same numbers.",
             f"A minibatch has {BATCH} sequences of {CONTEXT} bytes, in {settings['microbatches']} microbatches.",
             "The optimizer is AdamW. The devices are CPU threads of one process, with one intra-op thread each.",
-            f"Runs: {len(made)} of {Settings(**settings).runs} that were planned. What has no row was not run yet.",
+            f"{len(made)} of {Settings(**settings).runs} planned runs. A combination without a row was not run yet.",
             "An empty cell was not run. The GPT has too few layers for two stages on each of 8 devices.",
         ],
         middles(steps),

@@ -28,8 +28,8 @@ pip install 'gapless[train,hf,studies]'
 ```
 
 Every study trains with `gapless.Pipeline` on CPU devices of one process. The models are small and trained for minutes:
-read the figures as trends, not as what these methods can reach. `python examples/studies.py` makes this page from the
-files in `docs/results`.
+read the figures as trends, not as what these methods can reach. `python examples/studies.py` generates this page from
+the files in `docs/results`.
 """
 
 

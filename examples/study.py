@@ -84,7 +84,7 @@ class Study:
         machine = found["machine"]
         return (
             f"Made by `{self.command}{changed}`: {len(found['runs'])} runs, {cpu / 60:.1f} minutes of CPU time, on "
-            f"{machine['cores']} cores that did other work too, {machine['date']}, "
+            f"{machine['cores']} shared cores, {machine['date']}, "
             f"with torch {machine['torch']} and Python {machine['python']}."
         )
 

@@ -13,9 +13,8 @@ from typing import Any
 
 _TITLE = """# Reference
 
-Every name that programs use, with every option. This page is made from the docstrings of the code, so
-`help(gapless.Pipeline)` says the same. The keys of a config for `gapless train` are in [config.md](config.md), the
-commands in [command-line.md](command-line.md).
+Every public name, with every option. This page is generated from the docstrings, so `help(gapless.Pipeline)` shows the
+same text. [Keys of a config](config.md) and [commands](command-line.md) have their own pages.
 """
 
 _SECTIONS = {

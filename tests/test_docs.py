@@ -124,7 +124,7 @@ def test_the_table_of_contents_is_one() -> None:
 
 def test_lines_are_not_too_long() -> None:
     """But for tables, whose rows can't be broken, code, and pages that are made from the code."""
-    made = ("reference.md", "config.md", "restrictions.md", "studies.md", "results.md")
+    made = ("reference.md", "config.md", "studies.md", "results.md")
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         prose = re.sub(r"^( *)```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         prose = re.sub(r"<!-- results: begin -->.*?<!-- results: end -->", "", prose, flags=re.DOTALL)
@@ -137,6 +137,16 @@ def test_every_schedule_has_a_section() -> None:
 
     titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.MULTILINE)
     assert [title for title in titles if title in RECIPES] == list(RECIPES)
+
+
+def test_the_bubbles_for_numbers_of_microbatches_are_those_that_are_simulated() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` ((?:\| [\d.]+% ){4})\|$", (ROOT / "docs" / "schedules.md").read_text("utf-8"), re.M
+    )
+    assert [name for name, _ in rows] == ["1f1b", "zb-h1", "zb-v"]
+    for name, said in rows:
+        found = (gapless.compare([name], devices=8, microbatches=count).best.bubble for count in (8, 16, 32, 64))
+        assert said == "".join(f"| {float(each):.1%} " for each in found)
 
 
 def test_what_is_watched_is_made_from_the_table_of_guards() -> None:

@@ -10,11 +10,11 @@ from gapless.guards.table import GUARDS
 PAGE = Path(__file__).parent.parent / "docs" / "restrictions.md"
 _TITLE = "## What is watched\n"
 _INTRODUCTION = """
-Each of these would give other numbers than the plain loop without an error. The pipeline looks for them, and raises an
-error that names the way out; `error.guard` is the name in the first column. `print(pipe)` names the guards that can't
-look in that pipeline. The tables are made from the code.
+Each of these would silently give other numbers than the plain loop. The pipeline checks for them, and raises an error
+that names the fix; `error.guard` is the name in the first column. `print(pipe)` names the guards that can't check in
+that pipeline. The tables are generated from the code.
 """
-_HEADER = "| guard | watches for | looks | costs | does not notice |\n|---|---|---|---|---|\n"
+_HEADER = "| guard | watches for | when | cost | does not notice |\n|---|---|---|---|---|\n"
 
 
 def section() -> str:

@@ -28,9 +28,9 @@ _PAUSE, _MANY = 0.05, 32  # seconds; with more ranks than that it is longer, or 
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> None:
-    """`torch.distributed.init_process_group` for ranks that torchrun starts, and starts again (`--max-restarts`): none
-    meets the address of a dead one. Arguments are torch's, without those that say where ranks meet. Ranks wait
-    `timeout` for each other, or 600 seconds without one, and then raise a `TransportError` that names who is missing.
+    """`torch.distributed.init_process_group` for ranks that torchrun starts and restarts (`--max-restarts`): no rank
+    sees the address of a dead one. Arguments are torch's, except those that specify where ranks meet. Ranks wait
+    `timeout` for each other (600 seconds by default), and then raise a `TransportError` that names the missing ranks.
     """
     patience, prefixed = timeout or _TIMEOUT, dist.distributed_c10d.PrefixStore
     try:

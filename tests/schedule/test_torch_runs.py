@@ -15,7 +15,7 @@ from tests.run.forked import Launch
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "torch_runtime.py"
-PAGE = ROOT / "docs" / "torch-pipelining.md"
+PAGE = ROOT / "docs" / "migrating.md"
 MICROBATCHES = 4
 SCHEDULES = ["zb-h1", "interleaved"]
 if torch.__version__ >= "2.13":  # older ones send from a stage to the next on the same rank, which Gloo does not do

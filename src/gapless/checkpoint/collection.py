@@ -41,15 +41,15 @@ class Trained(Protocol):
 
 
 class Checkpoints:
-    """Made before the first step, under a mesh on every rank: a folder that not all ranks share, or that another
-    process saves to, is refused here.
+    """The checkpoints of a run. Make it before the first step, under a mesh on every rank: it raises an error for a
+    folder that not all ranks share, or that another process saves to.
 
-    folder      of the run; it is made if it is not there
+    folder      of the run; created if needed
     trained     the pipeline, or the stream
-    keep        how many of the last are kept; None: all
-    best        and how many of the best, by the metric that was given when they were saved
-    better      which metric is: "lower" or "higher"
-    background  `save` copies what is to be saved, and a thread writes it while training continues
+    keep        how many of the latest are kept; None for all
+    best        how many of the best are also kept, by the metric given to `save`
+    better      which metrics are better: "lower" or "higher"
+    background  `save` copies what it needs, and a thread writes it while training continues
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Checkpoints:
     def save(
         self, optimizer: Any = None, scheduler: Any = None, extra: Any = None, *, metric: float | None = None
     ) -> Path:
-        """A checkpoint of this step; its path. An earlier save that is still under way is waited for, and where it has
-        failed, this raises why. For a stream only `extra` and `metric` are given.
+        """Saves this step and returns the path. Waits for an earlier save first, and raises its error if it has failed.
+        For a stream, pass only `extra` and `metric`.
         """
         self.wait()
         self._check_open()
@@ -131,7 +131,7 @@ class Checkpoints:
             self._failure = error
 
     def wait(self) -> None:
-        """Until what is under way is on disk. Raises what went wrong there."""
+        """Waits until all saves are on disk. Raises the error of one that failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -141,7 +141,7 @@ class Checkpoints:
 
     @property
     def under_way(self) -> bool:
-        """A save is being written."""
+        """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def _tidy(self, manifest: Manifest) -> None:
@@ -162,18 +162,18 @@ class Checkpoints:
 
     @property
     def saved(self) -> list[Saved]:
-        """All that are there, in the order of their steps."""
+        """All checkpoints, in the order of their steps."""
         return saved_in(self.folder)
 
     @property
     def latest(self) -> Path | None:
-        """The newest; one that is being written is not there yet."""
+        """The newest; not one that is being written."""
         saved = self.saved
         return saved[-1].path if saved else None
 
     @property
     def best(self) -> Path | None:
-        """By its metric; of several that are as good, the newest."""
+        """The best by its metric; the newest of equally good ones."""
         found = self._by_metric(self.saved)
         return found[0].path if found else None
 
@@ -183,7 +183,7 @@ class Checkpoints:
         return [each for each, _ in sorted(rated, key=lambda pair: (sign * pair[1], -pair[0].step))]
 
     def load(self, optimizer: Any = None, scheduler: Any = None) -> Any:
-        """Goes on from the newest, and returns what was added to it."""
+        """Resumes from the newest, and returns its `extra`."""
         self.wait()
         saved = self.saved
         if not saved:
@@ -231,7 +231,7 @@ class Checkpoints:
             raise CheckpointError(f"the checkpoints of {printable(str(self.folder))} are closed: make new ones")
 
     def close(self) -> None:
-        """Waits, and lets others save to the folder."""
+        """Waits for saves, and lets other processes save to the folder."""
         try:
             self.wait()
         finally:

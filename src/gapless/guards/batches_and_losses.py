@@ -12,15 +12,15 @@ CUT_BATCHES = Guard(
 )
 LOSS_COUNTS = Guard(
     "what a loss is a mean over",
-    "microbatches that count by their samples though the loss leaves out targets of some of them",
+    "microbatches weighted by their samples, although the loss ignores some of their targets",
     "in every step",
-    "counting the targets of -100, where the loss is not torch's own",
+    "counting the targets of -100, unless the loss is torch's",
     "pass loss_weight=, a function of a microbatch's target that counts what the mean is over",
     "weighted means that you write yourself; a loss that compares samples with each other",
 )
 LOSS_DIVISORS = Guard(
     "what a cross entropy divides by",
-    "a cross entropy inside a loss of your own that divides by something else than its microbatch counts",
+    "a cross entropy inside your own loss that divides by something other than the weight of its microbatch",
     "in every step",
     "a walk over the graph of the loss; on a GPU one small copy, which is read a step later",
     "pass loss_weight=, a function of a microbatch's target that counts what the loss divides by",
@@ -28,7 +28,7 @@ LOSS_DIVISORS = Guard(
 )
 FETCHED_BATCHES = Guard(
     "batches of Hugging Face's Trainer",
-    "a batch that `training_step` was given though the pipeline has trained on another one",
+    "a batch passed to `training_step` that is not the one the pipeline has trained on",
     "in every step",
     "one comparison of references",
     "change batches in the data collator, or override get_batch_samples",

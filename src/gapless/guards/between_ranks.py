@@ -4,14 +4,14 @@ from .guard import Guard
 
 SAME_CALLS = Guard(
     "calls of all ranks",
-    "ranks that make different calls, or make them with other arguments or modes, and would take each other's messages",
+    "ranks that make different calls, or the same calls with different arguments or modes, and would mix up messages",
     "in every step",
     "25 bytes in each message",
     "all ranks make the same calls, with the same arguments",
 )
 SAME_WEIGHTS = Guard(
     "weights of all ranks",
-    "ranks that start with different weights, as with a seed of their own",
+    "ranks that start with different weights, for example from different seeds",
     "before the first step",
     "a fingerprint of each tensor, once",
     "call torch.manual_seed with the same number on every rank before the model is made, load the same file on every "
@@ -20,12 +20,12 @@ SAME_WEIGHTS = Guard(
 )
 SAME_BATCHES = Guard(
     "batches of all ranks",
-    "ranks whose loaders shuffle differently: inputs of one sample meet targets of another",
+    "ranks whose loaders shuffle differently, so that inputs of one sample meet targets of another",
     "now and then",
     "a fingerprint of the batch in the first steps, then less and less often",
     "give all ranks of a pipeline the same batch, from a loader that is shuffled alike on every rank "
     "(generator=torch.Generator().manual_seed(0)), and other batches only to other replicas (dp)",
-    "batches that begin to differ later, until the next look",
+    "batches that start to differ later, until the next check",
 )
 UNEXCHANGED_GRADIENTS = Guard(
     "gradients that were not exchanged",
@@ -36,10 +36,10 @@ UNEXCHANGED_GRADIENTS = Guard(
 )
 STATIC_SHAPES = Guard(
     "static shapes",
-    "a step whose shapes differ from those of the first one, with static_shapes=True; a stage that makes another shape "
-    "of a batch of the same shape, without asking its GPU for a number",
+    "a step whose shapes differ from those of the first one, with static_shapes=True; a stage whose output shape "
+    "varies for batches of one shape, without asking its GPU for a number",
     "in every step",
-    "comparing the shapes of batches and of what stages make",
+    "comparing the shapes of batches and of outputs of stages",
     "give all steps batches of one shape (a DataLoader with drop_last=True does), or leave out static_shapes",
 )
 PARTIAL_STATE = Guard(
@@ -62,14 +62,14 @@ STREAM_WEIGHTS = Guard(
     "weights of a stream",
     "weights that are changed, loaded or used from outside while a stream keeps older versions of them",
     "in every step",
-    "a sum over the bytes of each parameter when a stream goes on; comparing references in every update",
+    "a sum over the bytes of each parameter when a stream continues; comparing references in every update",
     "make a new stream, which begins with the weights as they are",
 )
 STREAM_CASTS = Guard(
     "casts in a stream",
-    "casts that autocast keeps of weights which a stream updates",
+    "weights that autocast has cast and cached while a stream updates them",
     "in every step",
-    "asking torch for its setting",
+    "reading torch's setting",
     "use torch.autocast(..., cache_enabled=False)",
 )
 STREAM_ENDS = Guard(

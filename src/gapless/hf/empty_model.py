@@ -38,8 +38,8 @@ def load(
     seed: int = 0,
     **options: Any,
 ) -> Pipeline:
-    """A pipeline of a Hugging Face model that no process ever has whole. `options` are those of `gapless.Pipeline`;
-    all else is as in `empty_model`.
+    """A pipeline of a Hugging Face model, which no process ever holds as a whole. `options` are those of
+    `gapless.Pipeline`; all else is as in `empty_model`.
     """
     model = empty_model(source, dtype=dtype, model_class=model_class, peft_config=peft_config, seed=seed)
     return Pipeline(model, seed=seed, **options)
@@ -50,13 +50,13 @@ def empty_model(
 ) -> Any:
     """A model without weights, for `gapless.Pipeline` or `PipelineTrainer`, which read those that they need.
 
-    source       a folder that `save_pretrained` wrote, or the name of a model on the Hub. Without weights in the folder
-                 the model starts anew
+    source       a folder that `save_pretrained` wrote, or the name of a model on the Hub. A folder without weights
+                 gives a new model
     dtype        of the weights; "auto": as the config says
     model_class  such as `AutoModelForSequenceClassification`; by default the one that the config names
     peft_config  such as `peft.LoraConfig(...)`: the model is one of PEFT, with adapters as `get_peft_model` makes them
-    seed         for adapters, and weights that are not there, such as a new head: they do not depend on the number of
-                 devices
+    seed         for adapters, and weights that are not in the files, such as a new head: they do not depend on the
+                 number of devices
     """
     folder = folder_of(source, _FILES)
     model = built(config_of(folder), dtype, model_class)

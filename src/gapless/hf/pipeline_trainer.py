@@ -45,7 +45,7 @@ class PipelineTrainer(RankTrainer):
     """`transformers.Trainer` with the model cut into stages: in one process with a thread for each device, or under
     torchrun with a process for each.
 
-    Positional arguments and all others are Trainer's, and these come on top:
+    All arguments of Trainer, and these:
 
     devices       in one process: how many, "cuda" for all GPUs, or a list of torch devices. Under torchrun every rank
                   is one, and this may be left out
@@ -56,7 +56,7 @@ class PipelineTrainer(RankTrainer):
     remat         "none", "stage", "layer" or one for each stage; by default "stage" with `gradient_checkpointing`
     pipeline      further arguments of `gapless.Pipeline`, such as {"timeline": True, "intra_op_threads": 1}
 
-    `pipe` is the pipeline, and `result` what its last step left.
+    `pipe` is the pipeline, and `result` the result of its last step.
     """
 
     def __init__(

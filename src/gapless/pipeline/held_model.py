@@ -54,7 +54,7 @@ class HeldModel:
         return self._staged.module
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process. A rank without any gets an empty one, since optimizers want at least one."""
+        """The parameters of this process. A rank without any gets an empty one, since optimizers need one."""
         mine = [parameter for _, parameter in self.named_parameters()]
         yield from mine or ([] if self._world.one_process else [self._nothing])
 
@@ -64,8 +64,8 @@ class HeldModel:
         return ((name, each) for name, each in self._staged.module.named_parameters() if self._staged.holds(each))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The model's own state, which knows nothing of stages. Under a mesh every rank gets all of it, on the CPU;
-        with `whole=False`, only what it holds.
+        """The state of the model, independent of stages. Under a mesh every rank gets all of it, on the CPU; with
+        `whole=False`, only its own part.
         """
         self._follow(whole=True)
         self._check_made()
@@ -81,13 +81,13 @@ class HeldModel:
         return loaded
 
     def save(self, folder: str | Path, optimizer: Any, scheduler: Any = None, extra: Any = None) -> None:
-        """Writes a checkpoint. It is there whole or not at all, and any number of devices or ranks can load it. It also
+        """Writes a checkpoint. It appears whole or not at all, and any number of devices or ranks can load it. It also
         holds the number of steps and the random state.
 
         folder     where to write it
         optimizer  the one made of `parameters()`
         scheduler  its learning-rate scheduler
-        extra      anything of yours: numbers, strings, tensors, lists and dicts of them
+        extra      your own data: numbers, strings, tensors, lists and dicts of them
         """
         self.saveable().save(folder, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
@@ -103,7 +103,7 @@ class HeldModel:
         tensors that it has.
 
         folder          a new one
-        max_shard_size  bytes in a file at the most, unless a single tensor has more
+        max_shard_size  most bytes in a file, unless a single tensor has more
         """
         self._follow(whole=True)
         self._check_made()
@@ -133,8 +133,8 @@ class HeldModel:
         scheduler: Any = None,
         skip_nonfinite: bool = True,
     ) -> OverlappedTraining:
-        """Trains with an optimizer step that does not wait: a device that has its gradients steps its own weights and
-        goes on with the next minibatch. The numbers are those of `step`, `clip_grad_norm_` and `optimizer.step()`.
+        """Trains with an optimizer step that does not wait: a device that has its gradients updates its own weights and
+        starts the next minibatch. Results are bit-identical to `step`, `clip_grad_norm_` and `optimizer.step()`.
 
         optimizer       made of `parameters()`
         max_norm        clip the norm of all gradients to this
@@ -165,8 +165,8 @@ class HeldModel:
             self._options.loss.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has weights of its own. Returns the
-        total norm before clipping.
+        """As torch.nn.utils.clip_grad_norm_, over all stages, and the loss if it has parameters. Returns the total norm
+        before clipping.
         """
         self._settle()
         module = self._staged.module
@@ -174,16 +174,16 @@ class HeldModel:
         return self._world.clip(parameters, max_norm, norm_type)
 
     def shares(self, batches: Sequence[tuple[Any, Any]]) -> list[float | Fraction]:
-        """The `weight` of each step in an update that takes several: of each (inputs, target) what it counts, with the
-        parts that other replicas have of it.
+        """The `weight` of each step of one update: the share of each (inputs, target) in what all of them count, over
+        all replicas.
         """
         self._options.schedules.check_steps()
         self._settle()
         return shares_of(self._world, self._staged, batches)
 
     def memory(self, optimizer: Any = None) -> HeldMemory:
-        """What holds the memory of the devices, by stages of this process, in bytes: print it for a table. With the
-        optimizer its state counts too.
+        """The memory of the devices in bytes, by stages of this process; print it for a table. Pass the optimizer to
+        include its state.
         """
         self._check_made()
         return held_memory(self._staged.stages, optimizer)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PendingResult:
-    """A `Result` of a step that may be under way: reading its `loss` waits until that is computed. `norm`, the norm of
+    """A `Result` of a step that may not have ended: reading its `loss` waits until it is computed. `norm`, the norm of
     all gradients before clipping, `skipped`, whether they or the loss were not finite, and `timeline` settle the step
     first. `rate` is the learning rate of its update, that of the optimizer's first group.
     """
@@ -82,7 +82,7 @@ class PendingResult:
         return self._verdict is not None
 
     def judge(self, verdict: Verdict | None, timeline: Timeline | None) -> None:
-        """The step is settled, and what it has computed is about to be let go of."""
+        """Settles the step before its tensors are freed."""
         self.result  # noqa: B018
         self._verdict, self._timeline, self._compute = verdict or Verdict(), timeline, _gone
 
@@ -127,7 +127,7 @@ class StepMaker(Protocol):
 
 
 class OverlappedTraining:
-    """Steps of a model and its optimizer, with the numbers of `pipe.step`, `clip_grad_norm_` and `optimizer.step()`."""
+    """Steps of a model and its optimizer, bit-identical to `pipe.step`, `clip_grad_norm_` and `optimizer.step()`."""
 
     def __init__(
         self, pipe: StepMaker, world: World, staged: StagedModel, options: Options, optimizer: Optimizer, asked: Asked
@@ -204,8 +204,8 @@ class OverlappedTraining:
         return pending
 
     def settle(self) -> None:
-        """Waits until all steps are over: the model, its optimizer and the scheduler are as after the last one.
-        Whatever reads the model through the pipeline does this first.
+        """Waits until all steps have ended. The model, its optimizer and the scheduler are then as after the last one.
+        Calls that read the model through the pipeline do this first.
         """
         try:
             self._steps.settle()

@@ -68,19 +68,19 @@ class Pipeline(HeldModel):
     loss               loss(outputs, target), which returns a scalar. Without it the model returns its own loss: as
                        `.loss`, as `["loss"]`, or as a scalar
     stages_per_device  the default is what the schedule needs
-    partition          the number of layers in each stage; balanced by parameters unless given
+    partition          layers per stage; by default balanced by parameters. A traced model is cut by estimated FLOPs
     replicas           only for pipedream, under a mesh with `pp` alone: how many ranks run each stage. They take turns
     costs              used by schedules that are made from costs, and to decide between a whole and a split backward
     memory_limit       for `auto`, `optimal` and offload="auto": the most a device may hold, in units of `activation`
     objective          only for `auto` and `optimal`: minimise "makespan" or "span"
     seed               sets all random numbers in the layers, together with the step, the microbatch and the layer
     remat              recompute activations: "none", "stage", "layer", or a list with one of these per stage
-    offload            activations that wait in the host's memory: "none", "activations" for all that nobody would wait
-                       for, a list with one of these per stage, or "auto" for as many as `memory_limit` asks for
+    offload            activations that wait in host memory: "none", "activations" for all whose copies delay nothing, a
+                       list with one of these per stage, or "auto" for as many as `memory_limit` requires
     loss_weight        how much each microbatch counts. None: by its samples, or by the targets that count where the
                        loss ignores some. "sum": the loss is a sum. Or a function of the target
-    batchnorm          when running statistics move: "microbatch" (as in plain torch), "deferred" (once per minibatch)
-                       or "error" (refuse models with batch norm)
+    batchnorm          when running statistics are updated: "microbatch" (as in plain torch), "deferred" (once per
+                       minibatch) or "error" (batch norm raises an error)
     tied               how gradients of a parameter that several stages use are added: "exact" in the order of plain
                        training, or "summed" once per step, the default under a mesh
     init               values for a model on the meta device: a function of a module and its name, "reset_parameters",
@@ -92,7 +92,7 @@ class Pipeline(HeldModel):
     target_dims        the same for targets
     intra_op_threads   threads of each CPU device; by default the caller's threads are shared among the devices
     timeline           measure every step. You may change `pipe.timeline` between steps, on all ranks alike
-    timeout            under a mesh: seconds without a sign of life or progress from some rank before all give up
+    timeout            under a mesh: seconds without a heartbeat or progress of a rank before all ranks give up
     transport          under a mesh: "auto", "memory" (within one host), "nccl" or "gloo"
     static_shapes      under a mesh of GPUs: hosts do not wait for messages whose shapes follow from the batch's. True
                        promises that all steps have the shapes of the first one, "auto" finds out, False always waits
@@ -196,7 +196,7 @@ class Pipeline(HeldModel):
         weight   for a minibatch spread over several steps: this step's share of it. Its losses are multiplied by it
                  (`shares` computes it)
         sync     for such steps with replicas (`dp`): False in all but the last, which exchanges the gradients
-        cut      False if inputs and target are lists of ready-made microbatches, each with shapes of its own
+        cut      False if inputs and target are lists of ready-made microbatches, each with its own shapes
         outputs  also return the model's outputs
         scaler   a torch.amp.GradScaler, which scales the losses
         """
@@ -245,11 +245,11 @@ class Pipeline(HeldModel):
         scheduler    makes a learning-rate scheduler from that optimizer; stepped after each update
         vertical     vertical sync: a minibatch uses weights of the same version on all stages
         clip         the largest gradient norm of a stage
-        correction   "spectrain" or "nesterov" (which brings its own optimizer): make up for old weights
+        correction   "spectrain" or "nesterov" (which has its own optimizer): compensate for old weights
         lr           the learning rate of `correction="nesterov"`
-        lr_by_delay  lower the learning rate of early stages at first, for so many updates (PipeMare)
-        in_flight    how many minibatches are under way at once; by default as many as keep all stages busy
-        split        compute weight gradients apart from input gradients, so that the stage before waits less
+        lr_by_delay  for this many updates, lower the learning rate of early stages (PipeMare)
+        in_flight    how many minibatches are in flight; by default as many as keep all stages busy
+        split        compute weight gradients after input gradients, so that the previous stage waits less
         """
         self._follow()
         asked = StreamArguments(optimizer, scheduler, vertical, clip, correction, lr, lr_by_delay, in_flight, split)

@@ -59,7 +59,7 @@ def make_plan(
     timeout: float = 600.0,
     progress: Progress | None = None,
 ) -> Plan:
-    """The quickest plan for this model that fits. `Pipeline(model, schedule=plan, ...)` takes it as it is.
+    """The fastest plan for this model that fits, for `Pipeline(model, schedule=plan, ...)`.
 
     model         as `Pipeline` takes it
     example       the inputs of a minibatch, as `step` takes them
@@ -68,8 +68,8 @@ def make_plan(
     mesh          instead of `devices`, under torchrun: every rank calls this and gets the same plan. The first rank
                   measures the layers. `plan.caution` says what it could not measure
     loss          loss(outputs, target), as `Pipeline` takes it
-    memory        bytes of each device, or such as "24GiB", or a list with one per device. The default is what a GPU
-                  has, and no limit on the CPU
+    memory        of each device: bytes, a string such as "24GiB", or a list with one per device. The default is the
+                  memory of a GPU, and no limit on the CPU
     microbatches  plan for this number only; by default several are tried
     schedules     try these only; by default all that have a flush
     layers        for a module that can't be traced: callables that together are the model
@@ -78,16 +78,16 @@ def make_plan(
     replicas      also try several pipelines side by side, whatever the mesh is. `plan.mesh` says which was chosen
     links         between the devices; by default they are measured
     batch_dims    as `Pipeline` takes it
-    slack         memory that the allocator loses, as a share of what comes and goes; has a sensible default
+    slack         memory that the allocator loses, as a fraction of temporary memory; has a sensible default
     seconds       about how long to measure, up to three times
     flops         what a device computes in a second, such as 4e14: nothing is run, times are FLOPs at this speed, and
                   sizes are those of tensors without data. The model may be on the meta device
-    offload       what may be in the host's memory: "activations" where that helps, the state of the "optimizer" (train
-                  with `gapless.offload_optimizer` then), or "both"
+    offload       what may be in host memory: "activations" where that helps, the state of the "optimizer" (train with
+                  `gapless.offload_optimizer` then), or "both"
     host_bandwidth  of the link between a device and its host, such as "25GB/s"; by default it is measured
-    host_memory   what each device may have there, such as "64GiB"; by default there is no limit
+    host_memory   what each device may use there, such as "64GiB"; no limit by default
     time_limit    seconds to search, each time
-    timeout       under a mesh: seconds without a sign of life or progress from some rank before all give up
+    timeout       under a mesh: seconds without a heartbeat or progress of a rank before all ranks give up
     progress      called with a line of text now and then
     """
     check_where(devices, mesh)

@@ -21,9 +21,10 @@ class Result:
     weights   of the microbatches: their shares of the minibatch
     counted   what the loss is a mean over: samples, or the targets that count; with replicas, this one's. None for a
               loss that is a sum
-    outputs   of the minibatch, put together again; None unless asked for. What has no row for each sample and differs
-              between microbatches is a list, with that of each; the loss of a model that returns its own is `loss`
-    timeline  as measured; None unless asked for
+    outputs   of the minibatch, concatenated; None unless requested, and under a mesh on ranks without the last stage.
+              Values without a row per sample that differ between microbatches are a list; the loss of a model that
+              returns its own is `loss`
+    timeline  as measured; None unless requested
     """
 
     losses: tuple[Tensor, ...]

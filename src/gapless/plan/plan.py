@@ -46,7 +46,7 @@ Remat = Literal["none", "stage", "layer"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a Pipeline needs to know, and what it may expect.
+    """Everything that a Pipeline needs, with its predicted time and memory.
 
     recipe     the name of the schedule that `schedule` was made from
     partition  layers per stage; of a module that is traced, pieces of its graph
@@ -57,10 +57,10 @@ class Plan:
     breakdown  of the predicted step, in seconds
     memory     of each device of a pipeline at its peak, and `limits` what each has (None: no limit)
     cuts       of a module that is traced: where its graph is cut
-    caution    why the step may well differ from what is predicted, where that is known
-    offload_optimizer  the plan is for an optimizer whose state is in the host's memory (`gapless.offload_optimizer`)
-    batch      samples in a step, where microbatches of `samples` do not divide them: some are then smaller
-    searched   how far it was searched, and how good it is known to be
+    caution    why the step may differ from the prediction, if known
+    offload_optimizer  the plan is for an optimizer whose state is in host memory (`gapless.offload_optimizer`)
+    batch      samples in a step, if it is not a multiple of `samples`: some microbatches are then smaller
+    searched   how far was searched, and how good the plan is known to be
     """
 
     recipe: str
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """Per stage "none" or "activations": whether some of them wait in the host's memory."""
+        """Per stage "none" or "activations": whether some of them wait in host memory."""
         leaving = {stage for stage, _ in self.schedule.offloaded}
         return tuple("activations" if stage in leaving else "none" for stage in range(self.schedule.num_stages))
 
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def idle_devices(self) -> int:
-        """Those that were there and that it does not use."""
+        """Available devices that it does not use."""
         used = self.mesh.replicas * self.num_devices
         return 0 if self.searched is None else self.searched.devices - used
 
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """`zb-v on 8 devices, 32 microbatches of 4`, with what else differs."""
+        """`zb-v on 8 devices, 32 microbatches of 4`, and other settings that are not the default."""
         parts = [f"{self.recipe} on {show_count(self.num_devices, 'device')}"]
         if self.mesh.replicas > 1:
             parts[0] = f"{self.mesh.replicas} x {parts[0]}"
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def how_good(self) -> str:
-        """How much faster any other plan could be, and what was not tried; nothing for a plan that nobody searched."""
+        """How much faster any other plan could be, and what was not tried; empty for a plan that was not searched."""
         searched = self.searched
         if searched is None:
             return ""
@@ -237,7 +237,7 @@ class Plan:
             raise ConfigError(f"this is not a plan: {missing}") from None
 
     def text(self) -> str:
-        """As a file has it."""
+        """The text of a plan file."""
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in self.to_json().items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 

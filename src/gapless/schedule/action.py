@@ -123,7 +123,7 @@ class Schedule:
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose activations wait in the host's memory."""
+        """The (stage, microbatch) pairs whose activations wait in host memory."""
         return frozenset((a.stage, a.microbatch) for a in self.optional if a.kind is Kind.OFFLOAD)
 
     @property
@@ -132,7 +132,7 @@ class Schedule:
 
     @property
     def has_copies(self) -> bool:
-        """Between a device and its host."""
+        """Whether activations are copied between a device and its host."""
         return not COPIES.isdisjoint(self.kinds)
 
     @cached_property
@@ -158,7 +158,7 @@ class Schedule:
         return "\n".join(f"{device}: {' '.join(map(str, row))}".rstrip() for device, row in enumerate(self.rows))
 
     def csv(self) -> str:
-        """torch's compute-only form: one line per device, nothing but the actions."""
+        """torch's compute-only format: one line per device, with the actions only."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "") -> "Schedule":
-        """Read any of the three forms, without lines that begin with #; the error names the line and the token."""
+        """Reads any of the three formats, without lines that begin with #; an error names the line and the token."""
         name = printable(name)
         text = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
         stripped = text.lstrip()

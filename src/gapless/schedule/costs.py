@@ -33,12 +33,12 @@ class Costs:
     bandwidth             of a link: units of memory per unit of time; no limit unless given
     activation            memory that F keeps until its W or B has ended
     kept_for_weight_grad  the part of it that stays between I and W; all of it unless given
-    boundary              memory handed from one stage to the next, which is all that a recomputed stage keeps. A single
-                          number holds for every stage: a boundary gets no smaller by cutting more often
+    boundary              memory sent from one stage to the next, which is all that a recomputed stage keeps. A single
+                          number applies to every stage, since more cuts do not make a boundary smaller
     host_bandwidth        of the link between a device and its host, each way, for offload; no limit unless given
     host_latency          time of a copy there, whatever its size
     host_share            how many devices share such a link: 0 to n - 1, n to 2 n - 1, and so on
-    offloaded             memory that leaves for the host with an O; unless given all that waits there
+    offloaded             memory that an O copies to the host; by default all that waits there
     """
 
     forward: PerStage = 1
@@ -117,7 +117,7 @@ class Costs:
         return (0,) * len(sizes) if self.bandwidth is None else tuple(size / self.bandwidth for size in sizes)
 
     def copy_time(self, size: Number) -> Number:
-        """How long a link to the host is busy with so much."""
+        """How long a copy of this size occupies the link to the host."""
         return self.host_latency + (0 if self.host_bandwidth is None else size / self.host_bandwidth)
 
     def hops(self, placement: Placement) -> tuple[Number, ...]:

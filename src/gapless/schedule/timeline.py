@@ -66,7 +66,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """The time each device spent in actions, copies beside them left out."""
+        """The time each device spent in actions, without copies beside them."""
         if self.schedule.has_copies:
             each = map(self.spans, range(self.schedule.num_devices))
             return tuple(sum(end - start for a, start, end in row if a.kind not in COPIES) for row in each)
@@ -100,12 +100,12 @@ class Timeline:
 
     @cached_property
     def host_memory(self) -> Levels:
-        """Per device and action: what is in the host's memory while it runs, and after it has ended."""
+        """Per device and action: what is in host memory while it runs, and after it has ended."""
         return host_copies.host_levels(self.schedule, self.costs, self.starts, self.ends)
 
     @property
     def host_peak(self) -> tuple[Number, ...]:
-        """The most each device has in its host's memory."""
+        """The most each device has in host memory."""
         return tuple(max((held for held, _ in row), default=0) for row in self.host_memory)
 
     @cached_property

@@ -54,8 +54,8 @@ class Report:
 
 
 def verify(schedule: Schedule, num_microbatches: int | None = None, num_stages: int | None = None) -> Report:
-    """Checks that a schedule is complete, in order and possible, and proves that it can't hang. Returns a Report with
-    all violations at once; `report.ok` is True if there are none.
+    """Checks that a schedule is complete, in order and possible, and proves that it is deadlock-free. Returns a Report
+    with all violations at once; `report.ok` is True if there are none.
 
     num_microbatches  how many there should be, if you know
     num_stages        the same for stages

@@ -38,9 +38,9 @@ adding = _Adding()
 def aux_loss(value: Tensor) -> Tensor:
     """Adds a scalar to the loss of the microbatch that is being computed; for the forward of a layer.
 
-    The loss of a microbatch is then `loss(outputs, target) + aux`, with the sum of what its layers have added, in their
-    order, as `aux`; both are weighed alike. Returns the scalar without its history, to be logged. Outside of a step, in
-    `evaluate` and in a loop of your own, it returns the scalar as it is and does nothing else.
+    The loss of a microbatch is then `loss(outputs, target) + aux`, where `aux` is the sum of what its layers have
+    added, in their order; both have the same weight. Returns the detached scalar, for logging. Outside a step, in
+    `evaluate` and in your own loop, it returns the scalar unchanged and does nothing else.
     """
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         what = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -61,7 +61,7 @@ def measure(
     batchnorm     as in a Pipeline
     name, names   of the profile, and of the layers; by default their classes
     sizes_alone   nothing is run: bytes come from tensors without data, and every time is 0
-    flops         nothing is run, and times are FLOPs at this speed, in FLOP/s: for devices that one does not have
+    flops         nothing is run, and times are FLOPs at this speed, in FLOP/s: for devices that you do not have
     """
     layers: Any = model
     taken, options = inputs, {"loss": loss, "device": device, "side_by_side": side_by_side, **options}

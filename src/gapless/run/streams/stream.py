@@ -73,8 +73,8 @@ class Stream:
         return min(device.at for device in self._devices)
 
     def run(self, loader: Iterable[Any]) -> Iterator[Passed]:
-        """Trains on every minibatch of the loader and gives a result for each, in order. If you left an earlier run,
-        minibatches that were under way still train the model, but their results are dropped.
+        """Trains on every minibatch of the loader and yields a result for each, in order. If you left an earlier run,
+        minibatches that were in flight still train the model, but their results are dropped.
         """
         batches, more = iter(loader), True
         self.check_whole()
@@ -150,8 +150,8 @@ class Stream:
         return self._ready.popleft()
 
     def drain(self) -> None:
-        """Finishes what is under way: all stages have made the same updates then. What has failed is raised here. Where
-        replicas take turns, the gradients of a group that is not complete wait for the rest of it.
+        """Finishes all minibatches in flight, so that all stages have made the same updates. Raises the error of a
+        failure. Where replicas take turns, the gradients of an incomplete group wait for the rest of it.
         """
         self._drain()
 
@@ -204,9 +204,10 @@ class Stream:
         error.add_note(f"gapless: {counts(self._stopped)}")
 
     def state_dict(self, *, versions: bool = True, whole: bool = True) -> State:
-        """All but the model's own state, in dicts and lists of tensors, numbers and words; the stream is drained first.
-        It has the versions of the weights that are still needed, unless `versions` is False. As in torch, tensors are
-        not copied. Under a mesh every rank gets all of it, copied to the CPU, or without `whole` what is held there.
+        """All but the model's own state, in dicts and lists of tensors, numbers and strings; the stream is drained
+        first. It has the versions of the weights that are still needed, unless `versions` is False. As in torch,
+        tensors are not copied. Under a mesh every rank gets all of it, copied to the CPU, or without `whole` its own
+        part.
         """
         self.drain()
         self.check_whole()
@@ -217,8 +218,8 @@ class Stream:
             return self._runner.gathered(met(self._runner, own))
 
     def load_state_dict(self, state: Mapping[str, Any], *, versions: bool = True) -> None:
-        """Goes on from a state. The model's own state is loaded before. Without `versions`, or if the state has none,
-        the stream starts anew from the newest weights: of minibatches to come none uses older ones.
+        """Resumes from a state. Load the model's own state before. Without `versions`, or if the state has none, the
+        stream restarts from the newest weights, and no later minibatch uses older ones.
         """
         self.drain()
         with self._held():
@@ -234,13 +235,13 @@ class Stream:
         return loading(self._devices, state, versions=versions)
 
     def save(self, folder: str | Path, extra: Any = None) -> None:
-        """A checkpoint: the model and all of `state_dict`, random numbers, and what you add. It is there whole, or not
+        """Writes a checkpoint: the model, all of `state_dict`, the random state, and `extra`. It appears whole or not
         at all.
         """
         self.saveable().save(folder, extra=extra)
 
     def load(self, folder: str | Path, *, versions: bool = True) -> Any:
-        """Goes on from a checkpoint, and returns its `extra`. `versions` as in `load_state_dict`."""
+        """Resumes from a checkpoint, and returns its `extra`. `versions` is as in `load_state_dict`."""
         return self.saveable().load(folder, versions=versions)
 
     def saveable(self) -> Any:

@@ -34,7 +34,7 @@ def consecutive(schedule: Schedule, steps: int) -> Schedule:
 
 
 def join_steps(timelines: Sequence[Timeline]) -> Timeline:
-    """Consecutive steps of `pipe.training`, measured in one process, as one timeline: microbatches count on."""
+    """Consecutive steps of `pipe.training`, measured in one process, as one timeline with consecutive microbatches."""
     if not timelines:
         raise ConfigError("there is no timeline to join: give those of some steps")
     for before, after in pairwise(timelines):

@@ -28,11 +28,11 @@ _Key = tuple[Tensor, Any]  # a parameter, and the name of a state of it
 
 
 def offload_optimizer(optimizer: Optimizer, *, piece: int = PIECE, independent: bool = False) -> Optimizer:
-    """Keeps the state of an optimizer in the host's memory, pinned for a GPU. Returns the same optimizer: schedulers,
-    GradScaler, clipping and checkpoints use it as before, and its steps have the same bits.
+    """Keeps the state of an optimizer in host memory, pinned for a GPU. Returns the same optimizer: schedulers,
+    GradScaler, clipping and checkpoints use it as before, and its steps are bit-identical.
 
     piece        how many bytes of parameters are stepped at a time; the device holds the state of two such pieces
-    independent  an optimizer of your own steps each parameter by itself, as those of torch.optim do
+    independent  True if your own optimizer steps each parameter separately, as those of torch.optim do
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):

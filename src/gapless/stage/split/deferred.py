@@ -163,13 +163,9 @@ recording: Running[Records] = Running()  # around a backward: where `defer` puts
 def defer(parameter: Tensor, closure: Callable[[], Tensor]) -> Tensor | None:
     """For the backward of a custom autograd function: the gradient of `parameter`, now or later.
 
-    Where the backward is split, `closure` is kept for the second half and the result is None, which the function
-    returns as that gradient; anywhere else `closure` runs at once and its value is the result. So one line serves both:
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad * w, defer(ctx.parameter, lambda: (grad * x).sum(0))
+    If the backward is split, `closure` is kept for the second half, and the result is None, which the function returns
+    as that gradient; otherwise `closure` runs at once and its value is the result. So one line serves both:
+    `return grad * w, defer(ctx.parameter, lambda: (grad * x).sum(0))`.
 
     The closure must hold no tensor that has a grad_fn, and not `ctx`. `parameter` is the parameter itself, not what
     `ctx.saved_tensors` returns for it; anything but a leaf is not deferred.

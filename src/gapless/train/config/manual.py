@@ -8,8 +8,8 @@ from gapless.train.config.tables import TABLES
 
 _HEAD = """# Every key of a config
 
-This page is made from the definitions that `gapless train` reads a config with: `gapless train --keys` prints it.
-[Training](training.md) explains how they work together. `--set train.steps=50` sets any of them for one run.
+This page is generated from the code: `gapless train --keys` prints it. [Training](training.md) explains how the keys
+work together. `--set train.steps=50` sets any of them for one run.
 """
 _START = """# A config for `gapless train`. Lines behind a # may be left out: docs/config.md has all keys.
 """

@@ -91,9 +91,9 @@ class DataKeys(keys.Part):
         `"package.module:function"`: it returns batches
         | needed: python-source or text or records or tokens, or 'file.py:function'
     arguments = { context = 64 }  a table that is passed to it by name
-    minibatch = 16  samples in a step, those of all replicas together | needed: samples in a step, as 16
+    minibatch = 16  samples in a step, of all replicas together | needed: samples in a step, as 16
     tokenizer = "bytes"  `"bytes"`, or a `tokenizer.json` (needs the package `tokenizers`)
-    passes = 1  training ends after so many passes over the data, if that comes before `train.steps` | no limit
+    passes = 1  the number of epochs, if training does not reach `train.steps` before | no limit
     """
 
     key, known = "data", DATA
@@ -122,10 +122,9 @@ class LossKeys(keys.Part):
 
 @dataclass(frozen=True)
 class OptimizerKeys(keys.Part):
-    """What changes the weights.
+    """The optimizer.
 
-    name = "AdamW"  a class of `torch.optim` (but not `LBFGS` and `SparseAdam`), or a function of your own that takes
-        the parameters
+    name = "AdamW"  a class of `torch.optim` (except `LBFGS` and `SparseAdam`), or your own function of the parameters
     arguments = { lr = 3e-3 }  a table that is passed to it by name
     """
 
@@ -138,12 +137,12 @@ class OptimizerKeys(keys.Part):
 class SchedulerKeys(keys.Part):
     """How the learning rate changes, update by update.
 
-    name = "cosine"  `constant`, `linear` (down to `floor`), `cosine` (the same in a curve), a class of
-        `torch.optim.lr_scheduler` that needs no measure, or a function of your own that takes the optimizer
+    name = "cosine"  `constant`, `linear` (down to `floor`), `cosine` (the same as a curve), a class of
+        `torch.optim.lr_scheduler` that needs no metric, or your own function of the optimizer
     arguments = {}  for a class of torch or your own function
-    warmup = 10  updates in which the rate rises to its full height, with one of the first three
+    warmup = 10  number of updates in which the rate rises to its full value, with one of the first three
     steps = 100  the update at which `linear` and `cosine` end | `train.steps`
-    floor = 0.1  where these end, as a share of the full rate
+    floor = 0.1  the rate at which these end, as a fraction of the full rate
     """
 
     key, known = "scheduler", SCHEDULERS
@@ -156,26 +155,27 @@ class SchedulerKeys(keys.Part):
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices and the schedule. Beside `plan = "auto"` a schedule and microbatches are all that is
-    tried.
+    """The devices and the schedule. With `plan = "auto"`, the planner considers only the schedule and microbatches
+    given here, if any.
 
-    devices = ["cpu", "cpu", "cpu", "cpu"]  a number, or a list as `["cuda:0", "cuda:1"]`; under torchrun one rank for
-        each
-    memory = "24GiB"  memory of each device that a plan may use, as `"24GiB"`, or a list
-        | what a GPU has; none on the CPU
-    plan = "auto"  `"auto"`, or a file that `gapless plan --write` wrote; it brings the five keys below | none
+    devices = ["cpu", "cpu", "cpu", "cpu"]  a number, or a list such as `["cuda:0", "cuda:1"]`; under torchrun one rank
+        for each
+    memory = "24GiB"  memory of each device that a plan may use, such as `"24GiB"`, or a list
+        | the memory of the GPU; no limit on the CPU
+    plan = "auto"  `"auto"`, or a file that `gapless plan --write` wrote; it sets the five keys below | none
     schedule = "zb-h1"  a name from `gapless schedules` | `1f1b`
-    microbatches = 8  into how many parts a minibatch is cut, at most its samples | needed without a plan
-    stages_per_device = 2  stages on each device | what the schedule needs
-    partition = [3, 3, 3, 2]  layers per stage | balanced by parameters
+    microbatches = 8  the number of parts that a minibatch is cut into, at most one per sample | needed without a plan
+    stages_per_device = 2  stages on each device | the default of the schedule
+    partition = [3, 3, 3, 2]  layers per stage; not for a traced model
+        | balanced by parameters; a traced model is cut by its estimated FLOPs
     remat = "none"  `"none"`, `"stage"`, `"layer"`, or a list with one of these per stage | none
-    offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what waits in host
-        memory; with `plan = "auto"` a single word, and the plan chooses what leaves | none
-    overlap = "auto"  an optimizer step that does not wait for the other devices: `true`, `false`, or `"auto"`, where
+    offload = "activations"  `"none"`, `"activations"`, or a list with one of these per stage: what is kept in host
+        memory meanwhile; with `plan = "auto"` a single word, and the plan chooses the stages | none
+    overlap = "auto"  an optimizer step that does not wait for the other devices: `true`, `false`, or `"auto"`, on if
         all devices are CPUs, `train.precision` is `float32` and the optimizer is torch's. The results are the same
-    threads = 1  CPU threads of each device. The last bits of a number may depend on it
-        | the cores of the machine, shared by its devices; a resumed run keeps what it had
-    timeout = 120  under torchrun: seconds without a sign of life or progress from some rank before all give up
+    threads = 1  CPU threads of each device. The last bits of results may depend on it
+        | the cores of the machine divided by its devices; a resumed run keeps its number
+    timeout = 120  under torchrun: seconds without a heartbeat or progress of a rank before all ranks give up
     """
 
     devices: Annotated[int | tuple[str, ...], keys.devices] = 4
@@ -194,7 +194,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TrainKeys:
-    """How long and how.
+    """The training loop.
 
     steps = 100  number of updates
     clip = 1.0  the norm that gradients are clipped to | none
@@ -202,7 +202,7 @@ class TrainKeys:
     precision = "bf16"  `float32`; `bf16`, autocast to bfloat16; `fp16`, autocast to float16 with a loss scaler, in one
         process
     accumulate = 1  minibatches in one update; their gradients are averaged
-    skip = 3  how many updates in a row are left out because the loss is not finite, before training ends
+    skip = 3  how many updates in a row may be skipped because the loss is not finite, before training ends
     """
 
     steps: Whole = 100
@@ -215,14 +215,14 @@ class TrainKeys:
 
 @dataclass(frozen=True)
 class EvaluateKeys(keys.Part):
-    """The loss on data that is not trained on.
+    """The loss on held-out data.
 
-    every = 50  evaluate after so many updates | never
-    batches = 8  minibatches in an evaluation
-    held_out = 0.1  the share at the end of the data that is kept for it, where `evaluate.name` is not given
-    name = "text"  other data for it, as for `data.name`; needed for data of your own | what is held out of `data`
+    every = 50  evaluate after this many updates | never
+    batches = 8  minibatches per evaluation
+    held_out = 0.1  the fraction at the end of the data that is held out, if `evaluate.name` is not given
+    name = "text"  other data, as for `data.name`; needed if `data` is your own function | the held-out part of `data`
     arguments = { files = "valid.txt", context = 64 }  a table that is passed to it by name
-    patience = 5  stop after so many evaluations without a better one | no early stop
+    patience = 5  stop after this many evaluations without improvement | no early stop
     """
 
     key, known = "evaluate", DATA
@@ -238,11 +238,11 @@ class EvaluateKeys(keys.Part):
 class CheckpointKeys:
     """What is saved for resuming. A run also saves at its end, on SIGTERM and on Ctrl-C.
 
-    every = 100  save after so many updates | by time
-    minutes = 10  save after so many minutes | 10, unless `every` is given
-    keep = 2  how many of the latest are kept
-    best = true  keep the one with the best evaluation too
-    background = true  write from a copy, in a thread of its own, while training continues
+    every = 100  save after this many updates | by time
+    minutes = 10  save after this many minutes | 10, unless `every` is given
+    keep = 2  how many of the latest checkpoints are kept
+    best = true  also keep the one with the best evaluation
+    background = true  write from a copy, in a separate thread, while training continues
     """
 
     every: Whole | None = None
@@ -254,12 +254,12 @@ class CheckpointKeys:
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Where it is written down, and how it is watched.
+    """The folder of a run, and its logs.
 
     folder = "runs/my-run"  the run's folder: its metrics, checkpoints and report. A run found there is resumed
         | `runs/` and the name of the config, in the current folder
-    timeline = 20  measure who does what in every n-th step; 0 for never. The first steps are not measured
-    tensorboard = true  write for TensorBoard | where `tensorboard` is installed
+    timeline = 20  measure the timeline of every n-th step; 0 for never. The first steps are not measured
+    tensorboard = true  write event files for TensorBoard | if `tensorboard` is installed
     wandb = "my-project"  log to this project of Weights & Biases | no
     report = true  write `report.html` at the end
     """

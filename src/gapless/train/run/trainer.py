@@ -73,7 +73,7 @@ class Handed:
 
 
 class Callback:
-    """Told of everything that happens. On ranks each has callbacks of its own, and all are told of the same."""
+    """Receives every event. Each rank has its own callbacks, and all receive the same events."""
 
     def on_start(self, trainer: "Trainer") -> None:
         """Before the first step."""
@@ -82,16 +82,16 @@ class Callback:
         """Before each step: the time to ask for its timeline with `trainer.pipe.timeline = True`."""
 
     def on_step(self, trainer: "Trainer", step: Step) -> None:
-        """After each step; with `Trainer.training` the next one may be under way, and `trainer.step` count it."""
+        """After each step; with `Trainer.training` the next one may have started, and `trainer.step` counts it."""
 
     def on_evaluate(self, trainer: "Trainer", loss: float, seconds: float) -> None:
-        """After each evaluation, which took so long."""
+        """After each evaluation, with its duration."""
 
     def on_save(self, trainer: "Trainer", path: str, seconds: float) -> None:
         """After each checkpoint; with `background` it is still being written."""
 
     def on_end(self, trainer: "Trainer") -> None:
-        """After the last step; `trainer.ended` says why it was the last. Also where an exception ended it."""
+        """After the last step, also after an exception; `trainer.ended` is the reason."""
 
 
 class NotFiniteError(GaplessError):
@@ -99,16 +99,16 @@ class NotFiniteError(GaplessError):
 
 
 class Trainer:
-    """So many updates of the weights.
+    """Trains a pipeline for a number of updates.
 
-    batches     an iterable of (inputs, target); where it ends, training does. Its `position`, if it has one, is told
-                to callbacks, and its `samples` are those of the last batch with the parts of other replicas
+    batches     an iterable of (inputs, target); training ends when it does. Its `position`, if it has one, is passed to
+                callbacks, and its `samples` are those of the last batch on all replicas
     clip        the norm that gradients are clipped to
     accumulate  minibatches in one update
     scaler      a torch.amp.GradScaler, for float16
     autocast    makes the context in which steps run, such as torch.autocast
-    evaluate    returns a loss, or None to say nothing; called after `every` updates, and after the last
-    skip        so many updates in a row may be left out because the loss is not finite
+    evaluate    returns a loss, or None; called after `every` updates, and after the last
+    skip        how many updates in a row may be skipped because the loss is not finite
     training    `pipe.training` with this optimizer, clip and scheduler: an optimizer step that does not wait
     """
 
@@ -194,7 +194,7 @@ class Trainer:
             self.tell("on_evaluate", loss, time.perf_counter() - begin)
 
     def settle(self) -> None:
-        """No step is under way, and all were told of."""
+        """Waits until all steps have ended and were reported."""
         handed, self._under_way = self._under_way, None
         if handed is not None:
             try:

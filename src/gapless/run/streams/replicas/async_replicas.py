@@ -53,28 +53,27 @@ class AsyncReplicas:
 
     Without `local_steps` (asynchronous parallel, ASP) a replica reads the model's weights, computes the gradient of a
     minibatch on its copy, and applies it to the weights as they are by then, with the one optimizer. Which replica
-    takes a minibatch, and how old the weights of its gradient are, is left to the clock; `order` tells it, and `replay`
-    runs it again to the bit.
+    takes a minibatch, and how old the weights of its gradient are, depends on timing; `order` records it, and `replay`
+    repeats it bit-identically.
 
-    With `local_steps=n` each replica steps alone, on weights of its own, and every n steps the weights are averaged;
-    the clock decides nothing then. The optimizers' state is not averaged, unless `average_state` asks for it.
+    With `local_steps=n` each replica steps alone, on its own weights, and every n steps the weights are averaged, so
+    timing changes nothing. The optimizers' state is not averaged, unless `average_state` is True.
 
-    model             an nn.Module; one that is no nn.Sequential counts as one layer
+    model             an nn.Module; one that is not an nn.Sequential counts as one layer
     replicas          how many threads of this process; each has a copy of the model, on its device
-    mesh              instead: a torch DeviceMesh with the one dimension 'dp'. Every rank has a replica, with a loader
-                      of its own and the results of that. The first rank has the weights; others get them when a run
-                      has ended
+    mesh              instead: a torch DeviceMesh with one dimension 'dp'. Every rank has a replica, its own loader and
+                      the results of that. The first rank has the weights; others get them when a run has ended
     loss              loss(outputs, target), a scalar; without it the model's own: its `.loss`, `["loss"]` or scalar
     optimizer         a function of the parameters, called once, or for each replica with `local_steps`
     scheduler         a function of an optimizer, stepped after each of its updates
-    bound             a replica waits while it has applied more than so many updates more than the slowest
+    bound             a replica waits while it is more than this many updates ahead of the slowest
     local_steps       steps between two averages
-    average_state     average the optimizers' state with the weights: all of it but the count of steps
+    average_state     average the optimizers' state with the weights: all of it except the step count
     clip              the largest norm of a minibatch's gradient
     seed              of everything random in the layers, together with minibatch and layer
     intra_op_threads  of each replica; by default the caller's, shared among them
-    timeout           under a mesh: give up after so many seconds without a sign of life, or of work, from any rank
-    scaler            refused: a GradScaler needs all replicas to wait for each other
+    timeout           under a mesh: seconds without a heartbeat or progress of a rank before all ranks give up
+    scaler            not supported: a GradScaler needs all replicas to wait for each other
     """
 
     def __init__(
@@ -134,16 +133,16 @@ class AsyncReplicas:
         return made
 
     def run(self, loader: Iterable[Any]) -> Results:
-        """Trains on every minibatch of the loader: pairs of inputs and target, or inputs alone. Gives a result for each
-        when it was applied, with `local_steps` in the loader's order.
+        """Trains on every minibatch of the loader: pairs of inputs and target, or inputs alone. Yields a result for
+        each once it is applied, with `local_steps` in the loader's order.
 
-        The first failure stops all replicas and is raised here. So does leaving the loop, or Ctrl-C: minibatches that
-        are under way then are given up, and the model has the updates that were applied (with `local_steps`: the last
-        average). A loop that is left has taken up to 4 minibatches per replica more from the loader.
+        The first failure stops all replicas and is raised here. Leaving the loop, or Ctrl-C, stops them too:
+        minibatches in flight are dropped, and the model has the updates that were applied (with `local_steps`: the last
+        average). By then up to 4 more minibatches per replica have been taken from the loader.
 
-        Under a mesh every rank calls it, with minibatches of its own, and gets their results. A rank whose loader has
-        ended waits for the others. Where one leaves the loop the run ends on all ranks, and a warning says so; a
-        failure or Ctrl-C on one is an error on all.
+        Under a mesh every rank calls it, with its own minibatches, and gets their results. A rank whose loader has
+        ended waits for the others. If one leaves the loop the run ends on all ranks, with a warning; a failure or
+        Ctrl-C on one is an error on all.
         """
         results = self._started(self._run(iter(loader)))
         alone = isinstance(self._course, Asp) or self._ranks is not None
@@ -164,19 +163,19 @@ class AsyncReplicas:
 
     @property
     def order(self) -> Order:
-        """The reads and applies of the run that is under way, or of the last one; under a mesh of the last one."""
+        """The reads and applies of the current or the last run; under a mesh of the last one."""
         course = self._asp
         return course.order if self._ranks is None else self._ranks.order
 
     @property
     def updates(self) -> int:
-        """Applied so far, by all replicas; under a mesh in the runs that have ended."""
+        """Updates applied so far by all replicas; under a mesh in the runs that have ended."""
         return self._course.updates if self._ranks is None else self._ranks.updates
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The one optimizer or, with `local_steps`, that of each replica, for their state. Under a mesh those that are
-        on this rank: the first rank has the one.
+        """The shared optimizer or, with `local_steps`, that of each replica. Under a mesh those on this rank: the first
+        rank has the shared one.
         """
         elsewhere = self._ranks is not None and self._ranks.number > 0 and isinstance(self._course, Asp)
         return () if elsewhere else self._course.optimizers
@@ -242,7 +241,7 @@ class AsyncReplicas:
             self.minibatches = max(self.minibatches, asp.next)
 
     def close(self) -> None:
-        """Stops a run that is under way, under a mesh on all ranks."""
+        """Stops the current run, under a mesh on all ranks."""
         self._closed = True
         try:
             if (results := self._under_way()) is not None:
