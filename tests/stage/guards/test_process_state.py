@@ -433,7 +433,7 @@ def test_torch_names_what_it_has_deprecated_without_a_warning() -> None:
     """Each first torch.compile warned of has_cuda and three others: torch silences only what comes from its modules."""
     watch_torch()
     named: Any = torch.overrides.get_ignored_functions
-    named.__wrapped__.cache_clear()
+    named.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert named()
